@@ -304,7 +304,7 @@ def open_session(
         device=device,
         backend=plane,
         connection=Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
-        probe_all=Prober(policies, settings.job_id),
+        prober=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,
     )

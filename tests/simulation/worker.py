@@ -106,6 +106,26 @@ class Group:
             self._worker.world.data_plane.leave(self._worker)
 
 
+class Calls:
+    """The collectives of a worker's training thread: one at a time."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def hanging_s(self) -> float:
+        worker = self._worker
+        return 0.0 if worker.waiting_for is None else worker.world.loop.now - worker.waiting_since
+
+    def late_s(self) -> float:
+        return self.hanging_s()
+
+    def waits(self) -> bool:
+        return self._worker.waiting_for is not None
+
+    def recent(self, *, last_only: bool = False) -> tuple[m.Collective, ...]:
+        return ()
+
+
 class StepsAndWaits(Pace):
     """A worker's pace, beside that of its steps alone, which the judge goes by."""
 
@@ -156,12 +176,10 @@ class Worker:
         self.client = Client(
             Watched(self),
             Line(self),
-            mint=lambda count: world.mint(self._minting, count, self),
+            backend=self,
+            collectives=Calls(self),
+            prober=self._probe_all,
             lone_leave=LoneLeave(unfinished_s=LEAVE_TIMEOUT_S),
-            hanging_s=self._waited_s,
-            late_s=self._waited_s,
-            waits=lambda: self.waiting_for is not None,
-            probe_all=self._probe_all,
             pace=self.pace,
             threads=self.threads,
         )
@@ -265,10 +283,10 @@ class Worker:
             self.stood_still = (since, math.inf)
             busy = self.busy
             if busy:
-                self.client.begin_busy(busy)
+                self.client.training.begin_busy(busy)
             self.threads.sleep(self.busy_until - self.world.loop.now)
             if busy:
-                self.client.end_busy(busy)
+                self.client.training.end_busy(busy)
             self.stood_still = (since, self.world.loop.now)
 
     def stood_still_for(self, ago_s: float) -> float:
@@ -288,8 +306,9 @@ class Worker:
         if self.alive and self.waiting_for == key and self._group is not None:
             self._group.ended(PeerLostError("connection reset", rank=rank))
 
-    def _waited_s(self) -> float:
-        return 0.0 if self.waiting_for is None else self.world.loop.now - self.waiting_since
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
+        """Makes those of the generation that it was asked for last."""
+        return self.world.mint(self._minting, count, self)
 
     def _probe_all(self, targets: dict[str, str]) -> dict[str, str]:
         found = {node_id: self.world.cables.probe(self, address) for node_id, address in targets.items()}

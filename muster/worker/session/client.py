@@ -31,12 +31,19 @@ from muster.worker.session.live_communicators import LiveCommunicators
 from muster.worker.session.machine import Membership
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import LOOK_S, Loop, Threads
-from muster.worker.session.watcher import Watcher
+from muster.worker.session.training_thread import Collectives, TrainingThread
+from muster.worker.session.watcher import ProbeAll, Watcher
 
 log = logging.getLogger("muster.worker")
 
-HANG_S = 5.0  # of a collective, after which it counts as waiting for others that may not come
 _QUIET = (e.StepGranted, e.StepHeld)
+
+
+class Minting(Protocol):
+    """The part of a :class:`~muster.communicators.base.Backend` that the client uses."""
+
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
+        """Makes ids for the communicators of a generation."""
 
 
 class Line(Protocol):
@@ -63,14 +70,10 @@ class Client:
     Args:
         core: the machine.
         connection: to the scheduler.
-        mint: makes unique ids; called on a thread of the client.
+        backend: makes unique ids; called on a thread of the client.
+        collectives: those that the training thread has called.
+        prober: takes addresses by node id, and returns why some of those workers cannot be reached.
         lone_leave: when a worker that is to leave goes without consent.
-        recent: the last collectives, for heartbeats; only the very last while the training goes on.
-        hanging_s: for how long the oldest collective under way has been so.
-        note_loss: called with who was the first to go, as soon as the scheduler says so; None: they go on.
-        late_s: the same, as far as it is known on a device.
-        waits: whether the training thread waits for other ranks in a collective.
-        probe_all: takes addresses by node id, and returns why some of those workers cannot be reached.
         pace: when a wait for others is too long.
         threads: starts threads.
 
@@ -78,6 +81,7 @@ class Client:
         failure: why the membership is over for good; None: it is not.
         pending: the planned change that is to come; None: there is none.
         communicators: those that the end of a generation aborts.
+        training: what the training thread is in.
     """
 
     def __init__(
@@ -85,49 +89,29 @@ class Client:
         core: Membership,
         connection: Line,
         *,
-        mint: Callable[[int], tuple[bytes, ...]],
+        backend: Minting,
+        collectives: Collectives,
+        prober: ProbeAll,
         lone_leave: LoneLeave,
-        recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
-        hanging_s: Callable[[], float] = lambda: 0.0,
-        note_loss: Callable[[m.FirstLoss | None], None] = lambda _: None,
-        late_s: Callable[[], float] = lambda: 0.0,
-        waits: Callable[[], bool] = lambda: False,
-        probe_all: Callable[[dict[str, str]], dict[str, str]] = lambda targets: {},
         pace: Pace | None = None,
         threads: Threads | None = None,
     ) -> None:
         self._core = core
         self._connection = connection
-        self._mint = mint
-        self._recent = recent
-        self._hanging_s = hanging_s
-        self._note_loss = note_loss
+        self._backend = backend
+        self._collectives = collectives
         self._loss_noted = False
         self._threads = threads or Threads()
         self._clock = self._threads.now
         self._lone_leave = lone_leave
         self._leave_reported = False
-        self._is_held = False  # at a step boundary, until a planned change is worked out
         self._lock = self._changed = self._threads.condition()
         self._timer: Loop | None = None
         self._deadline: float | None = None
         self._closed = False
-        self._building_since: float | None = None
-        self._taken = 0  # the last generation that was to be built
-        self._late_s = late_s
-        self._waits = waits
-        self._busy: list[str] = []
+        self.training = TrainingThread(collectives, lone_leave, over=self.over, clock=self._clock)
         self._pace = pace or Pace()
-        self._watcher = Watcher(
-            self._pace,
-            hanging_s=self._peers_late_s,
-            waits=self._waits_for_others,
-            busy=lambda: ", ".join(self._busy),
-            broken=lambda: (self._change, self._core.times_put_off),
-            probe_all=probe_all,
-            post=self.post,
-            threads=self._threads,
-        )
+        self._watcher = Watcher(self._pace, self.training, self, prober, self._threads)
         self._news = 0
         self._place_reported = (0, 0, 0)
         self.communicators = LiveCommunicators(self._lock, self._threads.start)
@@ -262,7 +246,7 @@ class Client:
         """Adds the last collective to a heartbeat, or all kept ones if nothing has moved since the last."""
         place = (beat.generation, beat.started_step, beat.step)
         moved, self._place_reported = place != self._place_reported, place
-        return beat.replaced(recent=self._recent(last_only=moved), pid=os.getpid())
+        return beat.replaced(recent=self._collectives.recent(last_only=moved), pid=os.getpid())
 
     def _wake_timer(self) -> None:
         if self._timer is not None:
@@ -284,7 +268,7 @@ class Client:
             looks = wanted is not None or self._core.is_away
             return min(wait_s or LOOK_S, LOOK_S) if looks else wait_s
         if self._core.is_away:
-            self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
+            self.post(e.CollectivesStuck(self.training.is_hanging))
         self.post(e.Tick())
         return 0.0
 
@@ -296,7 +280,7 @@ class Client:
         if self._lone_leave.at_once:
             self._fail(LeaveGranted(f"This worker leaves the job: {wanted[1]}."))
             return
-        waits = self._is_held or self._hanging_s() > HANG_S
+        waits = self.training.is_held or self.training.is_hanging
         obstacle = self._lone_leave.obstacle(self._clock(), away=self._core.is_away, waits=waits)
         if obstacle:
             why = f"This worker leaves the job as asked, by itself: {obstacle}."
@@ -318,13 +302,13 @@ class Client:
 
     def _on_loss(self, notice: e.LossKnown) -> None:
         self._loss_noted = True
-        self._note_loss(notice.loss)
+        _note_loss(notice.loss)
 
     def _on_running(self, notice: e.Running) -> None:
         self._running = notice.generation
         if self._loss_noted:
             self._loss_noted = False
-            self._note_loss(None)
+            ending.note(first=None)
 
     def _on_no_verdict(self, notice: e.NoVerdict) -> None:
         self._no_verdict, self._finished = notice.generation, None
@@ -349,7 +333,7 @@ class Client:
 
     def _run_mint(self, notice: e.MintUniqueIds) -> None:
         try:
-            self.post(e.UniqueIdsMinted(notice.generation, self._mint(notice.count)))
+            self.post(e.UniqueIdsMinted(notice.generation, self._backend.mint_unique_ids(notice.count)))
         except Exception as error:
             failure = error if isinstance(error, WorkerError) else WorkerError(f"No unique ids: {error!r}.")
             with self._lock:
@@ -378,6 +362,11 @@ class Client:
         if (error := self.over(generation)) is not None:
             raise error.with_traceback(None)  # each raise would add to that of the last one
 
+    @property
+    def news_of_members(self) -> object:
+        """Differs after a change of members, and once the scheduler could decide nothing."""
+        return self._change, self._core.times_put_off
+
     def is_outdated(self, generation: int) -> bool:
         """Whether the generation is over, or a newer one is known."""
         return self._core.is_over(generation)
@@ -395,16 +384,14 @@ class Client:
         """
         self.post(e.EntryRequested())
         with self._lock:
-            self._lone_leave.note_entering(self._clock())
-            self._building_since = None
+            self.training.note_entering()
             while self._build is None:
                 error = self.failure or self._dismissal
                 if error is not None:
                     raise error.with_traceback(None)
                 self._wait_unless_closed()
             build, self._build, self.pending = self._build, None, None
-            self._building_since = self._clock()
-            self._taken = build.assignment.generation
+            self.training.note_building(build.assignment.generation)
             return build
 
     def built(self, generation: int) -> bool:
@@ -422,8 +409,7 @@ class Client:
                 if error is not None:
                     raise error.with_traceback(None)
                 if self._running >= generation:
-                    self._lone_leave.note_entered()
-                    self._building_since = None
+                    self.training.note_entered()
                     return True
                 self._wait_unless_closed()
 
@@ -467,40 +453,13 @@ class Client:
             if notices and type(notices[-1]) is e.StepGranted:
                 return
             with self._lock:
-                self._is_held = True
+                self.training.is_held = True
                 while self._news == seen and not self._closed and self.over(generation) is None:
                     self._wait()
-                self._is_held = False
+                self.training.is_held = False
             self._refuse_if_closed()
 
-    # ------------------------------------------------------------ waits for others
-
-    def begin_busy(self, what: str) -> None:
-        """Notes that the training thread does something alone from now on, for as long as it takes."""
-        self._busy.append(what)
-
-    def end_busy(self, what: str) -> None:
-        """Notes the end of what :meth:`begin_busy` began."""
-        self._busy.remove(what)
-
-    def _peers_late_s(self) -> float:
-        """How long the training thread has waited for other members, in seconds."""
-        if self.over(self._taken) is not None:
-            return 0.0
-        building_since = self._building_since
-        building_s = 0.0 if building_since is None else self._clock() - building_since
-        return max(self._late_s(), building_s)
-
-    def _waits_for_others(self) -> bool:
-        return self._is_held or self._is_entering() or self._waits()
-
-    def _is_entering(self) -> bool:
-        """Whether the training thread waits for a generation, or builds one that is not over.
-
-        A generation that ended before it stood has cut the thread off: until it asks for the next one, others
-        wait for it.
-        """
-        return self._lone_leave.entering and (self._building_since is None or self.over(self._taken) is None)
+    # ------------------------------------------------------------ waiting
 
     def _wait(self) -> None:
         """Waits for news, for a bounded time, because a signal in another thread does not end the wait.
@@ -517,3 +476,8 @@ class Client:
     def _refuse_if_closed(self) -> None:
         if self._closed:  # nothing is carried out any more that could end a wait
             raise NotInitializedError("The session was released.")
+
+
+def _note_loss(loss: m.FirstLoss) -> None:
+    first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
+    ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})

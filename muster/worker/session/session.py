@@ -36,6 +36,7 @@ from muster.worker.session.failures import exit_code_of, is_consequence, is_good
 from muster.worker.session.groups import WORLD, Groups
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.progress import Progress, count_of
+from muster.worker.session.watcher import ProbeAll
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +76,7 @@ class Session:
         device: DeviceChoice,
         backend: Backend,
         connection: Line,
-        probe_all: Callable[[dict[str, str]], dict[str, str]] = _unreached_none,
+        prober: ProbeAll = _unreached_none,
         answering: Endpoint | None = None,
         prepare: Callable[[], None] | None = None,
         timing: e.Timing | None = None,
@@ -108,14 +109,10 @@ class Session:
         self._client = Client(
             machine.Membership(profile, timing, _jitter, settings.scheduler_address),
             connection,
-            mint=backend.mint_unique_ids,
-            recent=self._recorder.recent,
-            hanging_s=self._recorder.hanging_s,
-            late_s=self._recorder.late_s,
-            waits=self._recorder.waits,
-            probe_all=probe_all,
+            backend=backend,
+            collectives=self._recorder,
+            prober=prober,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
-            note_loss=_note_loss,
             threads=threads,
         )
 
@@ -344,11 +341,11 @@ class Session:
         Args:
             what: in words, for the scheduler's log.
         """
-        self._client.begin_busy(what)
+        self._client.training.begin_busy(what)
         try:
             yield
         finally:
-            self._client.end_busy(what)
+            self._client.training.end_busy(what)
 
     def ask_for_new_generation(self, why: str) -> None:
         """Says that the members cannot go on in this generation; the next comes within MS_NODE_TIMEOUT.
@@ -616,14 +613,6 @@ class Session:
 def new_incarnation() -> int:
     """A random number from 1 to 2**64 - 1 that no other process has."""
     return int.from_bytes(os.urandom(8), "big") or 1
-
-
-def _note_loss(loss: m.FirstLoss | None) -> None:
-    if loss is None:
-        ending.note(first=None)
-        return
-    first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
-    ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
 
 
 def _jitter() -> float:

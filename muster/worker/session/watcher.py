@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from muster.worker.session import events as e
 from muster.worker.session.pace import Pace
@@ -26,43 +26,62 @@ TRIES = 3
 """How often probes are repeated if this process stood still meanwhile; then it sends no answer."""
 
 
+ProbeAll = Callable[[dict[str, str]], dict[str, str]]
+"""Takes addresses by node id, and returns why some of those workers cannot be reached."""
+
+
+class WatchedThread(Protocol):
+    """The part of a :class:`~muster.worker.session.training_thread.TrainingThread` that the watcher asks."""
+
+    @property
+    def busy(self) -> str:
+        """What it does alone; empty: nothing."""
+
+    def late_s(self) -> float:
+        """How long it has waited for other members, in seconds; 0: it does not wait."""
+
+    def waits(self) -> bool:
+        """Whether it can do nothing without others."""
+
+
+class Informed(Protocol):
+    """The part of a :class:`~muster.worker.session.client.Client` that the watcher uses."""
+
+    @property
+    def news_of_members(self) -> object:
+        """Differs after a change of members, and once the scheduler could decide nothing: how long a wait was
+        in which that happened says nothing of the steps.
+        """
+
+    def post(self, event: e.Event) -> object:
+        """Feeds the membership machine."""
+
+
 class Watcher:
     """Reports late collectives of one worker, and probes others when asked.
 
     Args:
         pace: how long they may take.
-        hanging_s: for how long the training thread has waited for something that others must do, in seconds;
-            0: it does not wait.
-        waits: whether the training thread can do nothing without others.
-        busy: what it does alone; empty: nothing.
-        broken: differs after a change of members, or once the scheduler could decide nothing: how long a wait
-            was in which that happened says nothing of the steps.
-        probe_all: takes addresses by node id, returns why some cannot be reached.
-        post: feeds the membership machine.
+        training: what the training thread is in.
+        client: takes what is found.
+        prober: takes addresses by node id, returns why some cannot be reached.
         threads: starts threads.
     """
 
     def __init__(
         self,
         pace: Pace,
-        *,
-        hanging_s: Callable[[], float],
-        waits: Callable[[], bool],
-        busy: Callable[[], str],
-        broken: Callable[[], object],
-        probe_all: Callable[[dict[str, str]], dict[str, str]],
-        post: Callable[[e.Event], object],
+        training: WatchedThread,
+        client: Informed,
+        prober: ProbeAll,
         threads: Threads,
     ) -> None:
         self._pace = pace
-        self._hanging_s = hanging_s
-        self._waits = waits
-        self._busy = busy
-        self._broken = broken
-        self._late_in: object = None
-        self._probe_all = probe_all
-        self._post = post
+        self._training = training
+        self._client = client
+        self._prober = prober
         self._late_s = 0.0
+        self._late_in: object = None
         self._threads = threads
         self._loop: Loop | None = None
         self._look_at = 0.0
@@ -91,12 +110,12 @@ class Watcher:
 
     def look(self) -> None:
         """Reports to the machine if the training thread has waited for too long."""
-        hanging_s = self._hanging_s()
-        if hanging_s > self._pace.limit_s:
-            self._late_s, self._late_in = hanging_s, self._broken()
-            self._post(e.PeersLate(hanging_s))
+        late_s = self._training.late_s()
+        if late_s > self._pace.limit_s:
+            self._late_s, self._late_in = late_s, self._client.news_of_members
+            self._client.post(e.PeersLate(late_s))
         elif self._late_s:
-            if self._late_in == self._broken():
+            if self._late_in == self._client.news_of_members:
                 self._pace.note_wait(self._late_s)
             self._late_s = 0.0
 
@@ -107,9 +126,11 @@ class Watcher:
             if unreached is None:
                 return
             if not (stood_still and unreached):
-                late = self._hanging_s() > self._pace.limit_s
+                training = self._training
+                late = training.late_s() > self._pace.limit_s
                 failed = tuple(unreached.items())
-                self._post(e.ProbesDone(wanted.round, failed, late, self._waits(), self._busy(), seconds))
+                done = e.ProbesDone(wanted.round, failed, late, training.waits(), training.busy, seconds)
+                self._client.post(done)
                 return
             # ``seconds`` would say nothing of when it failed.
             targets = {node_id: targets[node_id] for node_id in unreached}
@@ -133,7 +154,7 @@ class Watcher:
 
     def _try(self, targets: dict[str, str], found: SimpleQueue[Any]) -> None:
         try:
-            found.put(self._probe_all(dict(targets)))
+            found.put(self._prober(dict(targets)))
         except Exception:
             log.exception("Fault while probing the other workers.")
             found.put(None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from muster.communicators.base import Communicator
+from muster.communicators.fault_aware import FlightRecorder
 from muster.errors import (
     CommunicatorError,
     LeaveGranted,
@@ -24,58 +25,65 @@ from muster.errors import (
 from muster.wire.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended, Waiting
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.session import events as e
-from muster.worker.session.client import HANG_S, Client
+from muster.worker.session.client import Client
 from muster.worker.session.connection import Connection
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.machine import Membership
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import Threads
+from muster.worker.session.training_thread import HANG_S, Collectives
 from tests.waiting import wait_for
 from tests.worker.session.machine import assignment, profile
 from tests.worker.session.scripted import ScriptedConnector, Thread, stub_communicator
 
 
-class Mint:
+class Minter:
+    """A backend, as far as a client uses it."""
+
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.thread = ""
 
-    def __call__(self, count: int) -> tuple[bytes, ...]:
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         self.thread = threading.current_thread().name
         if self.error is not None:
             raise self.error
         return tuple(b"minted" for _ in range(count))
 
 
-class Hanging:
-    """For how long a collective has been under way, in seconds."""
+class Calls(FlightRecorder):
+    """Collectives that a test says to be under way for as long as it likes."""
 
     seconds = 0.0
 
-    def __call__(self) -> float:
+    def hanging_s(self) -> float:
         return self.seconds
+
+
+def all_are_reached(targets: dict[str, str]) -> dict[str, str]:
+    return {}
 
 
 def client(
     connector: ScriptedConnector,
-    mint: Mint | None = None,
-    hanging: Hanging | None = None,
+    minter: Minter | None = None,
+    calls: Collectives | None = None,
     threads: Threads | None = None,
-    late_s: Callable[[], float] = lambda: 0.0,
     pace: Pace | None = None,
+    lone_leave: LoneLeave | None = None,
     **timing: Any,
 ) -> Client:
-    """A client that waits for nobody once it is to leave."""
+    """A client that waits for nobody once it is to leave, unless a test says so."""
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
     return Client(
         core,
         Connection(connector.dial),
         threads=threads,
-        mint=mint or Mint(),
-        hanging_s=hanging or Hanging(),
-        late_s=late_s,
+        backend=minter or Minter(),
+        collectives=calls or Calls(),
+        prober=all_are_reached,
         pace=pace,
-        lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0, unfinished_s=0.0),
+        lone_leave=lone_leave or LoneLeave(unreachable_s=0.0, unformed_s=0.0, unfinished_s=0.0),
     )
 
 
@@ -85,14 +93,14 @@ def connector() -> ScriptedConnector:
 
 
 @pytest.fixture
-def hanging() -> Hanging:
-    return Hanging()
+def calls() -> Calls:
+    return Calls()
 
 
 @pytest.fixture
-def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
+def running(connector: ScriptedConnector, calls: Calls) -> Iterator[Client]:
     """A client in generation 1, whose goodbye nobody answers."""
-    made = client(connector, hanging=hanging, goodbye_timeout_s=0.01)
+    made = client(connector, calls=calls, goodbye_timeout_s=0.01)
     run(made, connector)
     yield made
     made.close()
@@ -148,14 +156,14 @@ def test_heartbeats_come_without_anybody_asking(connector: ScriptedConnector) ->
 
 
 def test_ids_are_minted_off_the_training_thread(connector: ScriptedConnector) -> None:
-    mint = Mint()
-    made = client(connector, mint)
+    minter = Minter()
+    made = client(connector, minter)
     made.start()
     line = connector.next_line()
     line.welcome()
     line.assign(line.hear("join"), 1, 0)
     assert list(line.hear("publish_unique_ids").unique_ids) == [b"minted"]
-    assert mint.thread == "muster-stream"
+    assert minter.thread == "muster-stream"
     made.close()
 
 
@@ -172,9 +180,9 @@ def test_a_fault_on_the_stream_is_no_end(caplog: pytest.LogCaptureFixture) -> No
     "error", [WorkerError("no network interface for NCCL"), RuntimeError("no network interface for NCCL")]
 )
 def test_ids_that_cannot_be_minted_end_the_wait(connector: ScriptedConnector, error: Exception) -> None:
-    mint = Mint()
-    mint.error = error
-    made = client(connector, mint)
+    minter = Minter()
+    minter.error = error
+    made = client(connector, minter)
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -316,16 +324,17 @@ def test_a_wait_says_nothing_of_the_steps_once_the_scheduler_could_decide_nothin
     """Else the next wait would be late after five times as long as there was no space."""
     late, pace, looks = 30.0, Pace(), 0
 
-    def late_s() -> float:
-        nonlocal looks
-        looks += 1
-        return late
+    class Late(FlightRecorder):
+        def late_s(self) -> float:
+            nonlocal looks
+            looks += 1
+            return late
 
     def look_twice() -> None:
         before = looks
         wait_for(lambda: looks >= before + 2)
 
-    made = client(connector, threads=Fast(), late_s=late_s, pace=pace, goodbye_timeout_s=0.01)
+    made = client(connector, threads=Fast(), calls=Late(), pace=pace, goodbye_timeout_s=0.01)
     run(made, connector)
     look_twice()
     made.post(e.Received(1, Waiting(1, 1, "There is no space.", undecided=undecided)))
@@ -370,8 +379,7 @@ def test_a_leave_is_told_while_the_training_thread_is_in_a_step(
 def test_a_leave_that_was_asked_for_is_told_again_after_the_place_was_lost(
     connector: ScriptedConnector,
 ) -> None:
-    core = Membership(profile(), e.Timing(goodbye_timeout_s=0.01), lambda: 0.5)
-    made = Client(core, Connection(connector.dial), mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
+    made = client(connector, lone_leave=LoneLeave(unfinished_s=1e6), goodbye_timeout_s=0.01)
     made.start()
     made.expect_leave("SIGTERM")
     for renewed in (False, True):
@@ -385,12 +393,12 @@ def test_a_leave_that_was_asked_for_is_told_again_after_the_place_was_lost(
 
 
 def test_who_is_to_leave_waits_but_a_while_for_others_in_a_collective(
-    running: Client, hanging: Hanging, connector: ScriptedConnector
+    running: Client, calls: Calls, connector: ScriptedConnector
 ) -> None:
     communicator = stub_communicator()
     running.adopt(1, communicator)
     running.start_step(0, 1)
-    hanging.seconds = HANG_S + 1
+    calls.seconds = HANG_S + 1
     running.expect_leave("SIGTERM")
     assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
     communicator.hang()  # until it is aborted
@@ -427,8 +435,7 @@ def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there: bool) -> None:
-    core = Membership(profile(), e.Timing(), lambda: 0.5)
-    made = Client(core, Connection(connector.dial), mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
+    made = client(connector, lone_leave=LoneLeave(unfinished_s=1e6))
     made.start()
     if is_there:
         line = connector.next_line()

@@ -17,32 +17,31 @@ from tests.waiting import wait_for
 
 
 class Training:
-    """What a training thread is in, and what its watcher says of it."""
+    """What a training thread is in, and the client that learns what its watcher says of it."""
 
     def __init__(
         self,
         threads: Threads | None = None,
         probe: Callable[[dict[str, str]], dict[str, str]] | None = None,
     ) -> None:
-        self.hanging_s = 0.0
-        self.waits = True
+        self.waited_s = 0.0
         self.busy = ""
-        self.change: Exception | None = None
+        self.news_of_members: Exception | None = None
         self.unreached: dict[str, str] | Exception = {}
         self.probed: list[dict[str, str]] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.posted: list[Any] = []
-        self.watcher = Watcher(
-            Pace(),
-            hanging_s=lambda: self.hanging_s,
-            waits=lambda: self.waits,
-            busy=lambda: self.busy,
-            broken=lambda: self.change,
-            probe_all=probe or self.probe,
-            post=self.posted.append,
-            threads=threads or Threads(),
-        )
+        self.watcher = Watcher(Pace(), self, self, probe or self.probe, threads or Threads())
+
+    def late_s(self) -> float:
+        return self.waited_s
+
+    def waits(self) -> bool:
+        return True
+
+    def post(self, event: e.Event) -> None:
+        self.posted.append(event)
 
     def probe(self, targets: dict[str, str]) -> dict[str, str]:
         self.probed.append(targets)
@@ -55,30 +54,30 @@ class Training:
 def test_nothing_is_told_and_nobody_probed_while_no_collective_is_late() -> None:
     training = Training()
     for seconds in (0.0, 3.0, 9.9):
-        training.hanging_s = seconds
+        training.waited_s = seconds
         training.watcher.look()
     assert training.posted == training.probed == []
 
 
 def test_a_late_collective_is_told_and_one_as_long_is_not_late_again() -> None:
     training = Training()
-    training.hanging_s = 12.0
+    training.waited_s = 12.0
     training.watcher.look()
     assert training.posted == [e.PeersLate(12.0)]
-    training.hanging_s = 0.0
+    training.waited_s = 0.0
     training.watcher.look()
-    training.hanging_s = 14.0
+    training.waited_s = 14.0
     training.watcher.look()
     assert training.posted == [e.PeersLate(12.0)]
 
 
 def test_a_wait_that_a_change_of_members_ends_says_nothing_of_the_steps() -> None:
     training = Training()
-    training.hanging_s = 12.0
+    training.waited_s = 12.0
     training.watcher.look()
-    training.hanging_s, training.change = 0.0, MembershipChanged("over", generation=1)
+    training.waited_s, training.news_of_members = 0.0, MembershipChanged("over", generation=1)
     training.watcher.look()
-    training.hanging_s = 14.0
+    training.waited_s = 14.0
     training.watcher.look()
     assert training.posted == [e.PeersLate(12.0), e.PeersLate(14.0)]
 
@@ -86,7 +85,7 @@ def test_a_wait_that_a_change_of_members_ends_says_nothing_of_the_steps() -> Non
 def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in() -> None:
     training = Training()
     training.unreached = {"b": "timed out"}
-    training.hanging_s, training.busy = 11.0, "evaluation"
+    training.waited_s, training.busy = 11.0, "evaluation"
     training.watcher.start()
     training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
     wait_for(lambda: training.posted)

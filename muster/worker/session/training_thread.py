@@ -1,0 +1,116 @@
+"""What the training thread is in: what it waits for, and what it does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from muster.wire import messages as m
+from muster.worker.session.leave import LoneLeave
+
+HANG_S = 5.0
+"""How long a collective takes, in seconds, before it counts as waiting for others that may not come."""
+
+
+class Collectives(Protocol):
+    """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
+
+    def hanging_s(self) -> float:
+        """For how long the oldest collective under way has been so, in seconds; 0: there is none."""
+
+    def late_s(self) -> float:
+        """For how long the training thread has waited in one, as far as that is known on a device."""
+
+    def waits(self) -> bool:
+        """Whether the training thread is blocked until others have come to one."""
+
+    def recent(self, *, last_only: bool = False) -> tuple[m.Collective, ...]:
+        """The last ones, for heartbeats; or only the very last."""
+
+
+class TrainingThread:
+    """What the training thread waits for, or does alone, as others need to know it.
+
+    Args:
+        collectives: those that it has called.
+        lone_leave: learns when it waits for a generation.
+        over: takes a generation, returns why that is over; None: it is not.
+        clock: monotonic seconds.
+
+    Attributes:
+        is_held: it waits at a step boundary, until a planned change is worked out.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        lone_leave: LoneLeave,
+        *,
+        over: Callable[[int], Exception | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._collectives = collectives
+        self._lone_leave = lone_leave
+        self._over = over
+        self._clock = clock
+        self.is_held = False
+        self._busy: list[str] = []
+        self._building_since: float | None = None
+        self._taken = 0  # the last generation that was to be built
+
+    # ------------------------------------------------------------ what it says itself
+
+    def note_entering(self) -> None:
+        """Notes that it waits for a generation."""
+        self._lone_leave.note_entering(self._clock())
+        self._building_since = None
+
+    def note_building(self, generation: int) -> None:
+        """Notes that it has taken a generation and builds its communicator."""
+        self._building_since = self._clock()
+        self._taken = generation
+
+    def note_entered(self) -> None:
+        """Notes that it is in the generation, and so are all others."""
+        self._lone_leave.note_entered()
+        self._building_since = None
+
+    def begin_busy(self, what: str) -> None:
+        """Notes that it does something alone from now on, for as long as it takes."""
+        self._busy.append(what)
+
+    def end_busy(self, what: str) -> None:
+        """Notes the end of what :meth:`begin_busy` began."""
+        self._busy.remove(what)
+
+    # ------------------------------------------------------------ what others ask
+
+    @property
+    def busy(self) -> str:
+        """What it does alone; empty: nothing."""
+        return ", ".join(self._busy)
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a collective takes so long that others may not come to it."""
+        return self._collectives.hanging_s() > HANG_S
+
+    def late_s(self) -> float:
+        """How long it has waited for other members, in seconds; 0: it does not wait."""
+        if self._over(self._taken) is not None:
+            return 0.0
+        building_since = self._building_since
+        building_s = 0.0 if building_since is None else self._clock() - building_since
+        return max(self._collectives.late_s(), building_s)
+
+    def waits(self) -> bool:
+        """Whether it can do nothing without others."""
+        return self.is_held or self._is_entering() or self._collectives.waits()
+
+    def _is_entering(self) -> bool:
+        """Whether it waits for a generation, or builds one that is not over.
+
+        A generation that ended before it stood has cut the thread off: until it asks for the next one, others
+        wait for it.
+        """
+        return self._lone_leave.entering and (self._building_since is None or self._over(self._taken) is None)
