@@ -18,17 +18,17 @@ from muster.errors import (
     LeaveGranted,
     MembershipChanged,
     NotInitializedError,
-    PeerFinishedError,
     WorkerError,
 )
 from muster.wire import messages as m
 from muster.wire.codec import encode
 from muster.worker import ending
 from muster.worker.session import events as e
-from muster.worker.session.failures import failure_of, sentence
+from muster.worker.session.failures import failure_of
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.live_communicators import LiveCommunicators
 from muster.worker.session.machine import Membership
+from muster.worker.session.news import News
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import LOOK_S, Loop, Threads
 from muster.worker.session.training_thread import Collectives, TrainingThread
@@ -78,8 +78,6 @@ class Client:
         threads: starts threads.
 
     Attributes:
-        failure: why the membership is over for good; None: it is not.
-        pending: the planned change that is to come; None: there is none.
         communicators: those that the end of a generation aborts.
         training: what the training thread is in.
     """
@@ -112,11 +110,11 @@ class Client:
         self.training = TrainingThread(collectives, lone_leave, over=self.over, clock=self._clock)
         self._pace = pace or Pace()
         self._watcher = Watcher(self._pace, self.training, self, prober, self._threads)
-        self._news = 0
+        self._wakings = 0
+        self._news = News()
         self._place_reported = (0, 0, 0)
         self.communicators = LiveCommunicators(self._lock, self._threads.start)
         self._handlers = self._handled()
-        self._forget()
         connection.post = self.post
 
     def _handled(self) -> dict[type, Callable[[Any], Callable[[], None] | None]]:
@@ -128,31 +126,19 @@ class Client:
             e.MintUniqueIds: lambda notice: lambda: self._run_mint(notice),
             e.ProbeWanted: self._watcher.ask,
             e.LossKnown: self._on_loss,
-            e.Build: lambda notice: setattr(self, "_build", notice),
+            e.Build: lambda notice: setattr(self._news, "build", notice),
             e.Running: self._on_running,
             e.Over: self._on_over,
-            e.Dismissed: self._on_dismissed,
-            e.ChangePending: lambda notice: setattr(self, "pending", notice),
-            e.ChangePutOff: lambda _: setattr(self, "pending", None),
-            e.NoVerdict: self._on_no_verdict,
+            e.Dismissed: lambda notice: self._news.note_dismissed(notice),
+            e.ChangePending: lambda notice: setattr(self._news, "pending", notice),
+            e.ChangePutOff: lambda _: setattr(self._news, "pending", None),
+            e.NoVerdict: lambda notice: self._news.note_no_verdict(notice),
             e.Failed: lambda notice: self._fail(failure_of(notice)),
-            e.Left: lambda _: setattr(self, "_left", True),
+            e.Left: lambda _: setattr(self._news, "left", True),
             e.StepGranted: lambda _: None,
             e.StepHeld: lambda _: None,
             e.GateChanged: lambda _: None,
         }
-
-    def _forget(self) -> None:
-        """Resets all that is known of the membership."""
-        self.failure: WorkerError | None = None
-        self.pending: e.ChangePending | None = None
-        self._dismissal: LeaveGranted | None = None  # it leaves as asked, once its generation is over
-        self._change: MembershipChanged | None = None  # the last one
-        self._build: e.Build | None = None  # the newest one that has not been taken
-        self._running = 0  # the newest generation that all members have built
-        self._no_verdict = 0  # the generation of which the scheduler knows no change
-        self._finished: PeerFinishedError | None = None  # which rank has, while this one waited in that
-        self._left = False  # the goodbye was heard, or its deadline is over
 
     # ------------------------------------------------------------ life
 
@@ -165,7 +151,7 @@ class Client:
     def renew(self, incarnation: int, data_address: str) -> None:
         """Asks for a place anew after this process has lost its own."""
         with self._lock:
-            self._forget()
+            self._news = News()
         self.post(e.Renewed(incarnation, data_address))
         with self._lock:
             self._leave_reported = False  # the machine has begun anew, and the leave has not
@@ -191,9 +177,9 @@ class Client:
         """Says goodbye and waits until that is heard, or its deadline is over."""
         self.post(e.Goodbye(finished, reason, consequence, exit_code))
         with self._lock:
-            while not self._left and not self._closed:
+            while not self._news.left and not self._closed:
                 self._wait()
-        return self._left
+        return self._news.left
 
     def close(self) -> None:
         """Ends everything at once; idempotent. No thread of ours is in gRPC afterwards.
@@ -239,7 +225,7 @@ class Client:
         return decision
 
     def _wake_waiters(self) -> None:
-        self._news += 1
+        self._wakings += 1
         self._changed.notify_all()
 
     def _with_collectives(self, beat: m.Heartbeat) -> m.Heartbeat:
@@ -275,7 +261,7 @@ class Client:
     def _leave_alone_if_due(self) -> None:
         """Lets a worker leave by itself where the scheduler cannot plan it in time."""
         wanted = self._lone_leave.wanted
-        if wanted is None or self.failure is not None:
+        if wanted is None or self._news.failure is not None:
             return
         if self._lone_leave.at_once:
             self._fail(LeaveGranted(f"This worker leaves the job: {wanted[1]}."))
@@ -287,7 +273,7 @@ class Client:
             self._fail(LeaveGranted(why, alone=True))
 
     def _fail(self, error: WorkerError) -> None:
-        self.failure = error
+        self._news.failure = error
         self.communicators.abort(error)
         self._wake_waiters()
 
@@ -305,31 +291,15 @@ class Client:
         _note_loss(notice.loss)
 
     def _on_running(self, notice: e.Running) -> None:
-        self._running = notice.generation
+        self._news.running = notice.generation
         if self._loss_noted:
             self._loss_noted = False
             ending.note(first=None)
 
-    def _on_no_verdict(self, notice: e.NoVerdict) -> None:
-        self._no_verdict, self._finished = notice.generation, None
-        if notice.finished_rank >= 0:
-            self._finished = PeerFinishedError(notice.sentence.rstrip("."), rank=notice.finished_rank)
-
-    def _on_dismissed(self, notice: e.Dismissed) -> None:
-        why = sentence(f"This worker leaves the job: {notice.reason}")
-        self._dismissal = LeaveGranted(why, alone=notice.alone)
-
     def _on_over(self, notice: e.Over) -> None:
-        self.pending = None
-        over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
-        self._change = MembershipChanged(
-            sentence(over + notice.reason.removeprefix(over)),
-            generation=notice.generation,
-            lost=notice.lost,
-            save=notice.save,
-        )
+        error = self._news.note_over(notice)
         if not notice.planned:
-            self.communicators.abort(self._dismissal or self._change)
+            self.communicators.abort(error)
 
     def _run_mint(self, notice: e.MintUniqueIds) -> None:
         try:
@@ -341,6 +311,16 @@ class Client:
 
     # ------------------------------------------------------------ the training thread
 
+    @property
+    def failure(self) -> WorkerError | None:
+        """Why the membership is over for good; None: it is not."""
+        return self._news.failure
+
+    @property
+    def pending(self) -> e.ChangePending | None:
+        """The planned change that is to come; None: there is none."""
+        return self._news.pending
+
     def adopt(self, generation: int, communicator: Communicator) -> None:
         """Registers a communicator that is aborted when ``generation`` ends; at once if it has."""
         with self._lock:
@@ -351,11 +331,7 @@ class Client:
 
     def over(self, generation: int) -> WorkerError | None:
         """The error with which the generation ended, or None while it goes on."""
-        if self.failure is not None:
-            return self.failure
-        if self._change is not None and self._change.generation >= generation:
-            return self._dismissal or self._change
-        return None
+        return self._news.over(generation)
 
     def check(self, generation: int) -> None:
         """Raises the error with which the generation ended, if it has."""
@@ -365,7 +341,7 @@ class Client:
     @property
     def news_of_members(self) -> object:
         """Differs after a change of members, and once the scheduler could decide nothing."""
-        return self._change, self._core.times_put_off
+        return self._news.change, self._core.times_put_off
 
     def is_outdated(self, generation: int) -> bool:
         """Whether the generation is over, or a newer one is known."""
@@ -374,7 +350,7 @@ class Client:
     @property
     def leave_granted(self) -> bool:
         """Whether this worker leaves as asked."""
-        return self._dismissal is not None or isinstance(self.failure, LeaveGranted)
+        return self._news.leave_granted
 
     def next_build(self) -> e.Build:
         """Waits for the newest generation that can be built, and takes it.
@@ -385,12 +361,12 @@ class Client:
         self.post(e.EntryRequested())
         with self._lock:
             self.training.note_entering()
-            while self._build is None:
-                error = self.failure or self._dismissal
+            while (news := self._news).build is None:
+                error = news.failure or news.dismissal
                 if error is not None:
                     raise error.with_traceback(None)
                 self._wait_unless_closed()
-            build, self._build, self.pending = self._build, None, None
+            build, news.build, news.pending = news.build, None, None
             self.training.note_building(build.assignment.generation)
             return build
 
@@ -408,7 +384,7 @@ class Client:
                     return False
                 if error is not None:
                     raise error.with_traceback(None)
-                if self._running >= generation:
+                if self._news.running >= generation:
                     self.training.note_entered()
                     return True
                 self._wait_unless_closed()
@@ -424,18 +400,18 @@ class Client:
         Returns:
             What to raise: why the generation is over; if it stands, ``error``, or who has finished.
         """
-        self._no_verdict = 0
+        self._news.no_verdict = 0
         if self.over(generation) is None:
             detail = getattr(error, "message", str(error)).rstrip(".")
             timed_out = isinstance(error, CollectiveTimeoutError)
             self.post(e.CommunicatorFailed(generation, rank, detail, timed_out))
         with self._lock:
-            while not self._closed and self._no_verdict != generation:
+            while not self._closed and self._news.no_verdict != generation:
                 change = self.over(generation)
                 if change is not None:
                     return change.with_traceback(None)
                 self._wait()
-            return self._finished or error
+            return self._news.finished or error
 
     def start_step(self, step: int, generation: int) -> None:
         """Asks whether the step after ``step`` may begin; waits while a planned change is worked out.
@@ -448,13 +424,13 @@ class Client:
         self._pace.note_step(step, self._clock())
         while True:
             self.check(generation)
-            seen = self._news
+            seen = self._wakings
             notices = self.post(event).notices
             if notices and type(notices[-1]) is e.StepGranted:
                 return
             with self._lock:
                 self.training.is_held = True
-                while self._news == seen and not self._closed and self.over(generation) is None:
+                while self._wakings == seen and not self._closed and self.over(generation) is None:
                     self._wait()
                 self.training.is_held = False
             self._refuse_if_closed()
