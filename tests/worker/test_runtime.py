@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import muster
 from muster import errors
+from muster.communicators import BACKENDS
 from muster.errors import (
     JobEndedError,
     LeaveGranted,
@@ -23,11 +26,14 @@ from muster.errors import (
     WorkerError,
 )
 from muster.launch.check.command import check
+from muster.wire.messages import Device
 from muster.wire.variables import TABLE
-from muster.worker import runtime
+from muster.worker import host, runtime
 from muster.worker.config import SecurityContext, Settings
+from muster.worker.host import DeviceChoice
 from muster.worker.session.connection import load_keyring
 from tests.scheduler.processes import environment
+from tests.worker.session.scripted import StubBackend
 
 NEED_TORCH = {
     *("CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"),
@@ -366,3 +372,30 @@ def test_every_exit_of_1_carries_its_cause(end: str, said: str | None) -> None:
     assert done.returncode == (3 if said == "" else 1)
     assert (said or "") in done.stderr
     assert ("exit code 1" in done.stderr) == (said or "").startswith("this process")
+
+
+class WarmUp:
+    """Notes what is asked of it."""
+
+    def __init__(self, asked: list[object], ordinal: int) -> None:
+        self._asked = asked
+        asked.append(ordinal)
+
+    def load(self) -> None:
+        self._asked.append("load")
+
+
+@pytest.mark.parametrize(("spare", "ordinal", "warmed"), [("0", 2, 2), ("0", -1, -1), ("1", 2, -1)])
+def test_a_gpu_is_warmed_at_once_but_for_a_spares(
+    monkeypatch: pytest.MonkeyPatch, spare: str, ordinal: int, warmed: int
+) -> None:
+    """And its library is loaded no sooner than the worker joins: it would hold up other imports."""
+    asked: list[object] = []
+    kind = type(BACKENDS["nccl"])
+    warm_up: Any = partial(WarmUp, asked)
+    monkeypatch.setitem(BACKENDS, "nccl", kind(lambda needs: StubBackend(), warm_up=warm_up))
+    monkeypatch.setattr(host, "choose_device", lambda settings: DeviceChoice(Device("cuda", 7), ordinal, 4))
+    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_PORT": "1", "MS_BACKEND": "nccl"}
+    session = runtime.open_session(env | {"MS_WORKER_SPARE": spare}, SecurityContext())
+    assert asked == [warmed]
+    session.release()

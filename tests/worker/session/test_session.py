@@ -33,7 +33,7 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.host import DeviceChoice
 from muster.worker.session.connection import DeniedError, MalformedError
 from muster.worker.session.events import Timing
-from muster.worker.session.session import Session
+from muster.worker.session.session import Session, describe_devices
 from tests.waiting import wait_for
 from tests.worker.session.scripted import (
     WAIT_S,
@@ -676,3 +676,29 @@ def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expecte
     rejoining.result()
     assert (session.local_rank, session.device_ordinal) == (0, expected)
     end(session, line)
+
+
+def test_slow_work_begins_before_the_job_forms() -> None:
+    connector, backend, prepared = ScriptedConnector(), StubBackend(), list[int]()
+    session = scripted_session(connector, backend, prepare=lambda: prepared.append(len(backend.made)))
+    line, _join = opened(session, connector)
+    assert prepared == [0]
+    releasing = Thread(session.release)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
+
+
+def test_devices_are_counted_by_model() -> None:
+    gpus = [("a", Device("cuda", index, model="NVIDIA H200")) for index in range(3)]
+    others = [("a", Device("cuda", 3, model="NVIDIA A100")), ("a", Device("cpu"))]
+    assert describe_devices([*gpus, *others]) == "1 x NVIDIA A100 and 3 x NVIDIA H200 and CPU"
+    assert describe_devices([("a", Device("cpu", 0)), ("a", Device("cpu", 1))]) == "CPU"
+
+
+def test_a_gpu_that_workers_share_counts_once() -> None:
+    def of(host: str, index: int) -> tuple[str, Device]:
+        return host, Device("cuda", index, "0000:41:00.0", "NVIDIA H200")
+
+    assert describe_devices([of("a", 0), of("a", 0)]) == "1 x NVIDIA H200"
+    assert describe_devices([of("a", 0), of("a", 0), of("b", 0), of("b", 1)]) == "3 x NVIDIA H200"
+    assert describe_devices([of("a", -1), of("a", -1)]) == "2 x NVIDIA H200"  # which ones is not known yet
