@@ -16,6 +16,7 @@ from muster.errors import SettingsError
 from muster.launch.layout import Layout, Request, plan_layout
 from muster.launch.parsing import DEFAULT_PORT, parse_addresses
 from muster.wire.variables import default_of
+from muster.worker.uplink.door import DOOR_VARIABLES
 
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
 """Either names a rank table; then the table gives the ranks."""
