@@ -181,7 +181,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "on", "off"),
         default="auto",
         help="on: one process of this host carries the streams of all its workers to the scheduler; off: "
-        "each worker has its own; auto (default): on for jobs of 64 workers and more on several hosts",
+        "each worker has its own; auto (default): on for jobs of 1,000 workers and more on several hosts",
     )
     group.add_argument("--timestamps", action="store_true", help="put the time before every line")
     group.add_argument(

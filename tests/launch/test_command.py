@@ -315,10 +315,10 @@ def test_a_command_line_of_mpiruns_is_taken_with_notes_of_what_serves_instead(tm
     [
         (("-n", "2", "--scheduler"), None),
         (("-n", "2", "--scheduler", "--uplink", "on"), "uplink"),
-        (("--nnodes", "8", "--node-rank", "0", "--nproc-per-node", "8", "--join", "a:1"), "uplink_HOST"),
-        (("--nnodes", "8", "--nproc-per-node", "8", "--join", "a:1", "--uplink", "off"), None),
-        (("--nnodes", "7", "--nproc-per-node", "8", "--join", "a:1"), None),
-        (("--nnodes", "64", "--nproc-per-node", "1", "--join", "a:1"), None),
+        (("--nnodes", "125", "--node-rank", "0", "--nproc-per-node", "8", "--join", "a:1"), "uplink_HOST"),
+        (("--nnodes", "125", "--nproc-per-node", "8", "--join", "a:1", "--uplink", "off"), None),
+        (("--nnodes", "124", "--nproc-per-node", "8", "--join", "a:1"), None),
+        (("--nnodes", "1000", "--nproc-per-node", "1", "--join", "a:1"), None),
     ],
 )
 def test_large_jobs_on_several_hosts_have_an_uplink_on_each(
