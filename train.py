@@ -13,10 +13,11 @@ import numpy as np
 
 import muster
 from muster import ElasticLoop, ShardedSampler, TrainingState
-from muster.training import checkpoint, datasets
+from muster.example import datasets
+from muster.example.status_line import Progress
+from muster.training import checkpoint
 from muster.training.carrier import module_for
 from muster.training.gradient_reducer import GradientReducer
-from muster.training.status_line import Progress
 
 MODELS = {"linear": 0, "mlp": 1, "deep": 2}  # number of hidden layers
 # A batch is one step of all workers; a line has the mean loss since the last one, 0: one line an epoch.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from muster.training.datasets import CIFAR10_MEAN, CIFAR10_STD
+from muster.example.datasets import CIFAR10_MEAN, CIFAR10_STD
 
 PADDING = 4
 

@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn import functional
 
 import muster
+from examples.throughput import Throughput
 from muster import ElasticLoop, ShardedSampler
+from muster.example.status_line import Progress
 from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.training import checkpoint
 from muster.training.sampler import Batch
-from muster.training.status_line import Progress, Throughput
 
 BYTES = 256
 WARM_UP_STEPS = 200

@@ -25,12 +25,14 @@ import torch
 import muster
 from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
+from examples.throughput import Throughput
 from muster import ElasticLoop, ShardedSampler
+from muster.example import datasets
+from muster.example.status_line import Progress
 from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.torch.transfer import gather_rows
-from muster.training import checkpoint, datasets
+from muster.training import checkpoint
 from muster.training.sampler import Batch
-from muster.training.status_line import Progress, Throughput
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192
 RATE, MOMENTUM = 0.01, 0.9

@@ -98,7 +98,7 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
 
         return bench
     if name == "train":
-        from muster.example import main as train
+        from muster.example.command import main as train
 
         return train
     from muster.completion import main as completion

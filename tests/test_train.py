@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import train
-from muster.training import checkpoint, datasets
-from muster.training.status_line import Progress
+from muster.example import datasets
+from muster.example.status_line import Progress
+from muster.training import checkpoint
 from tests.fakes import ElasticWorld
 
 ROOT = Path(train.__file__).parent

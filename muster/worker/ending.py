@@ -34,7 +34,7 @@ from muster.errors import LeaveGranted, LeaveNow, WorkerError
 log = logging.getLogger("muster.worker")
 
 _MUSTER = Path(__file__).parents[1]
-_BEGINNING = str(_MUSTER / "worker" / "runtime.py"), str(_MUSTER / "training" / "datasets.py")
+_BEGINNING = str(_MUSTER / "worker" / "runtime.py"), str(_MUSTER / "example" / "datasets.py")
 """Files whose errors are mistakes in settings, for which the script's line says nothing."""
 
 _ROOMS = ("communicators", "launch", "parallel", "programs", "torch", "training", "worker")

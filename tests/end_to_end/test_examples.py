@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from muster.certs.files import write_file
+from muster.example import datasets
 from muster.launch.command import count_gpus
-from muster.training import datasets
 from tests.launch.launching import free_port
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
 

@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from muster.training import checkpoint, datasets
+from muster.example import datasets
+from muster.training import checkpoint
 from muster.training.sampler import ShardedSampler
 from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
 

@@ -16,9 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from examples import resnet50_cifar10 as example
+from examples.throughput import Throughput
 from muster.errors import MembershipChanged
+from muster.example.status_line import Progress
 from muster.torch.capture import capture_step
-from muster.training.status_line import Progress, Throughput
 from tests.gpu import cuda_rules, graphs
 from tests.gpu.threads import _Meeting
 from tests.torch.test_data_parallel import batch_of, linear_net, loss_function

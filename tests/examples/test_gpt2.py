@@ -15,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from examples import gpt2 as example
-from muster.training.status_line import Progress, Throughput
+from examples.throughput import Throughput
+from muster.example.status_line import Progress
 from tests.examples.test_capture_on_cpu import WARM_UP, LoneSession
 from tests.gpu import cuda_rules, graphs
 

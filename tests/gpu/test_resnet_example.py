@@ -17,8 +17,8 @@ from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
 from examples.resnet50_cifar10 import closing_line, device_of
 from examples.stem_kernels import relu_pool, stem_convolution
-from muster.training.datasets import CIFAR10_MEAN, CIFAR10_STD
-from muster.training.status_line import Throughput
+from examples.throughput import Throughput
+from muster.example.datasets import CIFAR10_MEAN, CIFAR10_STD
 from tests.gpu.example_runs import RANK_0_DIES, closing, losses
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muster.training.datasets import CIFAR10_RECORD_BYTES, CIFAR10_TEST_FILE, CIFAR10_TRAIN_FILES
+from muster.example.datasets import CIFAR10_RECORD_BYTES, CIFAR10_TEST_FILE, CIFAR10_TRAIN_FILES
 
 CLASSES = 10
 PLANE = 32 * 32

@@ -24,8 +24,8 @@ from muster.bench.report import describe_machine as describe_host
 from muster.bench.report import write
 from muster.bench.training import gpt2
 from muster.bench.training.command import MODELS, CapturedByHand, make_model, make_step, start_clean
+from muster.example.status_line import Progress
 from muster.torch.transfer import gather_rows
-from muster.training.status_line import Progress
 
 WARM_UP_STEPS = 12
 ENDLESS = 10**6

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(list(argv))
     try:
         if "--data" not in " ".join(rest) and not os.environ.get("DATA_PATH"):
-            from muster.training.datasets import load_digits
+            from muster.example.datasets import load_digits
 
             load_digits()  # once here, rather than in each worker, it says what is missing
         certificates = _certificates()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.example import choose_devices
+from muster.example.command import choose_devices
 from tests.launch.test_command import launch
 
 

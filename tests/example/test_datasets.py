@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muster.training import datasets
-from muster.training.datasets import CIFAR10_RECORD_BYTES, DatasetError
+from muster.example import datasets
+from muster.example.datasets import CIFAR10_RECORD_BYTES, DatasetError
 
 CIFAR_FILES = [*datasets.CIFAR10_TRAIN_FILES, datasets.CIFAR10_TEST_FILE]
 
@@ -37,7 +37,7 @@ def test_digits_are_real_and_split_the_same_way_every_time() -> None:
 
 def test_digits_are_read_without_importing_scikit_learn() -> None:
     code = (
-        "import sys; from muster.training import datasets\n"
+        "import sys; from muster.example import datasets\n"
         "datasets.load_digits(); print('sklearn' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
