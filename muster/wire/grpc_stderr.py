@@ -7,12 +7,10 @@ import ctypes
 import faulthandler
 import io
 import logging
-import mmap
 import os
 import re
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -27,10 +25,8 @@ MAX_WRITE_BYTES = 32 * 1024
 """What is longer is cut."""
 
 BUFFER_BYTES = 1 << 20
-_BATCH = 512
-_BATCHES_A_TURN = 8
+_MOST_A_TURN = 4096
 _JOIN_S = 1.0
-_GATHER_S = 0.02
 
 
 class Listener(Protocol):
@@ -39,11 +35,8 @@ class Listener(Protocol):
     def written(self, data: bytes) -> None:
         """Takes the bytes of one write."""
 
-    def tend(self) -> None:
-        """Does what is due; called after each turn of reading."""
-
-    def next_s(self) -> float | None:
-        """When something is due next, on the monotonic clock; None: nothing is."""
+    def tend(self) -> float | None:
+        """Does what is due, after each turn of reading; returns when more is, on the monotonic clock."""
 
     def failed(self) -> None:
         """Handles an error in the reading thread, which then ends; called within an exception handler."""
@@ -68,9 +61,11 @@ class NativeStderr:
         self.lock = threading.Lock()
         self._listener = listener
         self._closed = threading.Event()
+        # PyDLL keeps the interpreter's lock: to let go of it costs up to 5 ms a write, where all is busy.
+        self._receive = ctypes.PyDLL(None).recv
+        self._received = ctypes.create_string_buffer(MAX_WRITE_BYTES)
         self.real = os.dup(2)
         try:
-            self._batch = _Batch()
             self._reading, writing = _make_pair()
         except OSError:
             os.close(self.real)
@@ -89,21 +84,15 @@ class NativeStderr:
         faulthandler.enable(file=self.real)
         self.thread = start_thread(self._run, name="native-stderr")
 
-    def drain(self, *, gather: bool = False) -> bool:
-        """Reads what is there now; returns whether there can be more. The caller holds the lock.
-
-        Args:
-            gather: wait a moment for more, and for its end.
-        """
-        for _ in range(_BATCHES_A_TURN):  # a flood must not keep the lock for ever
-            count = self._batch.receive(self._reading, wait=gather)
-            for index in range(count):
-                data = self._batch.message(index)
-                if not data:
-                    return False
-                self._listener.written(data)
-            if count < _BATCH:
-                break
+    def drain(self) -> bool:
+        """Reads what is there now; returns whether more can be written. The caller holds the lock."""
+        for _ in range(_MOST_A_TURN):  # a flood must not keep the lock for ever
+            length = self._receive(
+                self._reading.fileno(), self._received, MAX_WRITE_BYTES, socket.MSG_DONTWAIT
+            )
+            if length <= 0:  # nothing is there, or the other end was closed
+                return bool(length)
+            self._listener.written(ctypes.string_at(self._received, length))
         return True
 
     def close(self) -> None:
@@ -125,14 +114,14 @@ class NativeStderr:
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         try:
-            open_still = True
+            open_still, due_s = True, None
             while open_still:
-                readable = bool(poll.poll(self._patience_ms()))
+                poll.poll(None if due_s is None else max(0.0, 1000 * (due_s - time.monotonic())))
                 with self.lock:
                     if self._closed.is_set():
                         return
-                    open_still = self.drain(gather=True) if readable else True
-                    self._listener.tend()
+                    open_still = self.drain()
+                    due_s = self._listener.tend()
         except Exception:
             # Nobody reads any more: what C code has to say must not end there.
             os.dup2(self.real, 2)
@@ -140,10 +129,6 @@ class NativeStderr:
         finally:
             if self._closed.is_set():  # close() may not have waited for this thread's end
                 self._reading.close()
-
-    def _patience_ms(self) -> float | None:
-        next_s = self._listener.next_s()
-        return None if next_s is None else max(0.0, 1000 * (next_s - time.monotonic()))
 
 
 def _make_pair() -> tuple[socket.socket, socket.socket]:
@@ -155,63 +140,7 @@ def _make_pair() -> tuple[socket.socket, socket.socket]:
     reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     writing.setblocking(False)
     writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # a wish: the system has its limit
-    timeout = struct.pack("ll", 0, int(1e6 * _GATHER_S))
-    reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
     return reading, writing
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-class _Header(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("name_length", ctypes.c_uint32),
-        ("buffers", ctypes.POINTER(_Buffer)),
-        ("count", ctypes.c_size_t),
-        ("control", ctypes.c_void_p),
-        ("control_length", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )
-
-
-class _Message(ctypes.Structure):
-    _fields_ = (("header", _Header), ("length", ctypes.c_uint))
-
-
-class _Moment(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Batch:
-    """Room for messages, which the kernel fills in one call (``recvmmsg``)."""
-
-    def __init__(self) -> None:
-        try:
-            self._recvmmsg = ctypes.CDLL(None, use_errno=True).recvmmsg
-        except AttributeError:
-            raise OSError("the system has no recvmmsg") from None
-        self._room = mmap.mmap(-1, _BATCH * MAX_WRITE_BYTES)  # takes memory only where messages are long
-        self._messages = (_Message * _BATCH)()
-        self._buffers = (_Buffer * _BATCH)()
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
-        for index in range(_BATCH):
-            self._buffers[index] = _Buffer(begin + index * MAX_WRITE_BYTES, MAX_WRITE_BYTES)
-            self._messages[index].header.buffers = ctypes.pointer(self._buffers[index])
-            self._messages[index].header.count = 1
-
-    def receive(self, sock: socket.socket, *, wait: bool) -> int:
-        """Receives messages; returns how many. Waits, if at all, until none came for a moment or in all."""
-        moment = _Moment(0, int(1e9 * _GATHER_S))
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        count = self._recvmmsg(sock.fileno(), self._messages, _BATCH, flags, ctypes.byref(moment))
-        return max(0, int(count))
-
-    def message(self, index: int) -> bytes:
-        """What came in that one; empty: the other end was closed."""
-        begin = index * MAX_WRITE_BYTES
-        return self._room[begin : begin + self._messages[index].length]
 
 
 class _Streams:
@@ -305,27 +234,27 @@ class Sayings:
         self._budget = Budget[str](lines=lines, window_s=WINDOW_S, max_callers=32)
         self.next_s = self._budget.next_s
 
-    def add(self, written: bytes, record: Record | None, now_s: float) -> str | None:
-        """Notes what was written; returns a line if it is to be logged now. Call :meth:`due` before.
+    def add(self, written: bytes, record: Record | None, now_s: float) -> list[str]:
+        """Notes what was written; returns the lines that are to be logged now.
 
         Args:
             written: what came by one write.
             record: that, read by :func:`record_of`.
             now_s: the time.
         """
+        told = [*self.due(now_s)]
         if not written.strip():
-            return None
+            return told
         who, data = ("C code", written) if record is None else (f"gRPC ({record.source})", record.data)
         text = plain(data)
-        return f"{who} says: {text}" if self._budget.take(who, "", text, now_s) else None
+        return [*told, f"{who} says: {text}"] if self._budget.take(who, "", text, now_s) else told
 
     def due(self, now_s: float) -> Iterator[str]:
-        """Ends the intervals that are over; yields a line for what was suppressed in them."""
+        """Ends the intervals that are over; yields a line for what was suppressed in them.
+
+        Without an end, ``float("inf")``, it ends all of them.
+        """
         for left in self._budget.due(now_s):
             who, count = left.caller if left.caller != OTHERS else "C code", sum(left.codes.values())
             more = f" {count} more things within {WINDOW_S:.0f} s, the last" if count > 1 else ""
             yield f"{who} says{more}: {left.last}"
-
-    def all(self) -> Iterator[str]:
-        """Ends all intervals, at the end of the output."""
-        return self.due(float("inf"))

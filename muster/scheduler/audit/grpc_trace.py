@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from muster.scheduler.access import address_of
@@ -17,7 +17,7 @@ _MAX_DETAIL = 120
 
 _AUTHORITY = "Both sides need certificates of one authority in ca_cert_path."
 _JOB = "If it is a worker, start it with this job's config.json."
-_SAYINGS = {
+_SENTENCES = {
     "expired": "its certificate, or its authority's, has expired. Renew it, or check this host's clock.",
     "not_yet_valid": "its certificate is not valid yet. Wait, or check this host's clock.",
     "wrong_use": "its certificate was not issued for use as a client.",
@@ -33,43 +33,34 @@ _SAYINGS = {
     TIMED_OUT: "it was not done in time. Look at the load of its host, and at the network.",
     OTHER: "{detail}.",
 }
-REASONS = tuple(_SAYINGS)
+REASONS = tuple(_SENTENCES)
 """The codes of all failures."""
 
-_SIGNS = {  # the first that is in gRPC's text decides
+_SIGNS = {  # the first pattern that is found in gRPC's text decides
     "certificate has expired": "expired",
     "certificate is not yet valid": "not_yet_valid",
     "unsupported certificate purpose": "wrong_use",
-    "self signed certificate": "unknown_ca",
-    "issuer certificate": "unknown_ca",
-    "unable to verify the first certificate": "unknown_ca",
-    "certificate signature failure": "unknown_ca",
+    "self signed|issuer certificate|verify the first|signature failure": "unknown_ca",
     "CERTIFICATE_VERIFY_FAILED": "bad_certificate",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no_certificate",
-    "HTTP_REQUEST": "plaintext_http",
-    "PROXY_REQUEST": "plaintext_http",
-    "WRONG_VERSION_NUMBER": "no_tls",
-    "ENCRYPTED_LENGTH_TOO_LONG": "no_tls",
+    "(HTTP|PROXY)_REQUEST": "plaintext_http",
+    "WRONG_VERSION_NUMBER|ENCRYPTED_LENGTH_TOO_LONG": "no_tls",
     "ALPN": "no_grpc",
-    "UNSUPPORTED_PROTOCOL": "no_common_settings",
-    "NO_SHARED_": "no_common_settings",
-    "NO_COMMON_": "no_common_settings",
-    "WRONG_CURVE": "no_common_settings",
-    "_ALERT_": "refused_us",
-    # An alert in the clear, where TLS 1.3 is past that: OpenSSL's clients refuse a server like this.
-    "BAD_PACKET_LENGTH": "refused_us",
-    "Handshake read failed": HUNG_UP,
-    "Handshake write failed": HUNG_UP,
+    "UNSUPPORTED_PROTOCOL|NO_(SHARED|COMMON)_|WRONG_CURVE": "no_common_settings",
+    # The second is an alert in the clear, where TLS 1.3 is past that: so OpenSSL's clients refuse a server.
+    "_ALERT_|BAD_PACKET_LENGTH": "refused_us",
+    "Handshake (read|write) failed": HUNG_UP,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A handshake that failed: the code of its reason, the other side's address and port, the sentence."""
+    """Handshakes that failed: the reason's code, the other side's address and port, a sentence, how many."""
 
     reason: str
     peer: str
     text: str
+    count: int = 1
 
     @property
     def host(self) -> str:
@@ -79,12 +70,11 @@ class Failure:
 
 def explain(error: str, peer: str) -> Failure:
     """Turns gRPC's text on a failed handshake into a code and a sentence."""
-    code = next((code for sign, code in _SIGNS.items() if sign in error), OTHER)
-    return _failure(code, peer, _detail(error))
+    return _failure(next((_SIGNS[sign] for sign in _SIGNS if re.search(sign, error)), OTHER), peer, error)
 
 
-def _failure(code: str, peer: str, detail: str = "") -> Failure:
-    said = _SAYINGS[code].format(detail=detail)
+def _failure(code: str, peer: str, error: str = "") -> Failure:
+    said = _SENTENCES[code].format(detail=_detail(error))
     return Failure(code, peer, f"The TLS handshake with {peer} failed: {said}")
 
 
@@ -137,47 +127,48 @@ INTERVAL_S = 10.0
 MAX_HOSTS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What to log: one failure, or how many more there were."""
-
-    reason: str
-    peer: str
-    text: str
-    count: int = 1
-
-
 class Thinner:
-    """Limits log lines: an address's first failure at once, then one line with a count in each interval."""
+    """Limits log lines: an address's first failure at once, then one line with a count in each interval.
+
+    Those who just hang up, as probes and port scans do, are counted apart from the others.
+    """
 
     def __init__(self) -> None:
-        self._budget = Budget[Failure](lines=1, window_s=INTERVAL_S, max_callers=MAX_HOSTS)
-        self.next_s = self._budget.next_s
+        self._budgets = {
+            quiet: Budget[Failure](lines=1, window_s=INTERVAL_S, max_callers=MAX_HOSTS)
+            for quiet in (False, True)
+        }
 
-    def add(self, failure: Failure, now_s: float) -> Line | None:
-        """Notes a failure; returns a line if it is to be logged now. Call :meth:`due` before."""
-        is_due = self._budget.take(failure.host, failure.reason, failure, now_s)
-        return _single(failure) if is_due else None
+    def add(self, failure: Failure, now_s: float) -> list[Failure]:
+        """Notes a failure; returns what is to be logged now."""
+        told, budget = [*self.due(now_s)], self._budgets[failure.reason == HUNG_UP]
+        is_due = budget.take(failure.host, failure.reason, failure, now_s)
+        return [*told, failure] if is_due else told
 
-    def due(self, now_s: float) -> Iterator[Line]:
-        """Ends the intervals that are over; yields what was suppressed in them."""
-        return map(_summary, self._budget.due(now_s))
+    def due(self, now_s: float) -> Iterator[Failure]:
+        """Ends the intervals that are over; yields what was suppressed in them.
 
-    def all(self) -> Iterator[Line]:
-        """Ends all intervals: there will be no more failures."""
-        return self.due(float("inf"))
+        Without an end, ``float("inf")``, it ends all of them.
+        """
+        for budget in self._budgets.values():
+            yield from map(_summary, budget.due(now_s))
+
+    def next_s(self) -> float | None:
+        """When :meth:`due` has something to yield; None: nothing was suppressed."""
+        return earliest(budget.next_s() for budget in self._budgets.values())
 
 
-def _single(failure: Failure) -> Line:
-    return Line(failure.reason, failure.peer, failure.text)
+def earliest(times: Iterable[float | None]) -> float | None:
+    """The first of these times; None: there is none."""
+    return min((at for at in times if at is not None), default=None)
 
 
-def _summary(suppressed: Suppressed[Failure]) -> Line:
+def _summary(suppressed: Suppressed[Failure]) -> Failure:
     total = sum(suppressed.codes.values())
     if total == 1:
-        return _single(suppressed.last)
+        return suppressed.last
     who = "other addresses" if suppressed.caller == OTHERS else suppressed.caller
     codes = suppressed.codes.most_common()
     reasons = ", ".join(f"{count} {code}" for code, count in codes)
     text = f"TLS handshakes failed: {total} more from {who} within {INTERVAL_S:.0f} s ({reasons})."
-    return Line(codes[0][0], who, text, total)
+    return Failure(codes[0][0], who, text, total)

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from muster.scheduler import systemd
 from muster.scheduler.access import address_of
-from muster.scheduler.audit.grpc_trace import REASONS
+from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, Failure
 from muster.scheduler.errors import SchedulerError, SettingsError, end_call
 from muster.wire.files import open_own
 from muster.wire.log_lines import BoundedFormatter, one_line
 
 if TYPE_CHECKING:
     from muster.scheduler.access import Caller
-    from muster.scheduler.audit.grpc_trace import Line
     from muster.scheduler.jobs.driver import Note
 
 LOG = logging.getLogger("scheduler")
@@ -186,20 +185,18 @@ class Recorder:
         """
         self._followers.append(follower)
 
-    def handshake_failed(self, line: Line, *, quiet: bool) -> None:
-        """Records TLS handshakes that failed; in a thread of its own, unlike all others.
+    def handshake_failed(self, failure: Failure) -> None:
+        """Records TLS handshakes that failed, in a thread of its own; the caller has counted them.
 
-        Args:
-            line: what to write; the caller has counted the events.
-            quiet: for debugging only: the other side just hung up, as probes and port scans do.
+        That the other side just hung up, as probes and port scans do, is for debugging only.
         """
-        facts: dict[str, object] = {"call": "handshake", "peer": line.peer}
-        if line.count > 1:
-            facts["count"] = line.count
-        if quiet:
-            LOG.debug("denied %s", fields(code=line.reason, **facts, text=line.text))
+        facts: dict[str, object] = {"call": "handshake", "peer": failure.peer}
+        if failure.count > 1:
+            facts["count"] = failure.count
+        if failure.reason == HUNG_UP:
+            LOG.debug("denied %s", fields(code=failure.reason, **facts, text=failure.text))
         else:
-            self._write("denied", line.text, line.reason, facts)
+            self._write("denied", failure.text, failure.reason, facts)
 
     def close(self) -> None:
         """Closes the audit log."""

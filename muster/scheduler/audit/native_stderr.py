@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, MutableMapping
 
-from muster.scheduler.audit.grpc_trace import HUNG_UP, Failure, Line, Thinner, TraceReader
+from muster.scheduler.audit.grpc_trace import Failure, Thinner, TraceReader, earliest
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.wire.grpc_stderr import NativeStderr, Sayings, record_of
 
@@ -51,7 +51,7 @@ class HandshakeWatch:
     def __init__(self, *, asked: bool = False) -> None:
         self._asked = asked
         self._reader = TraceReader()
-        self._thinners = {False: Thinner(), True: Thinner()}  # those who just hang up apart
+        self._thinner = Thinner()
         self._sayings = Sayings(_ASKED_LINES if asked else 1)
         self._recorder: Recorder | None = None
         self.native = NativeStderr(self, (LOG,))
@@ -65,58 +65,40 @@ class HandshakeWatch:
         """Reports what has been written until now, and no handshake afterwards."""
         with self.native.lock:
             self.native.drain()
-            for quiet, thinner in self._thinners.items():
-                self._tell(thinner.all(), quiet=quiet)
+            self._tell(self._thinner.due(float("inf")))
             self._recorder = None
 
     def close(self) -> None:
         """Puts everything back as it was; nothing that was written is lost."""
         self.native.close()
-        self._say(self._sayings.all())
+        self._say(self._sayings.due(float("inf")))
 
     def written(self, data: bytes) -> None:
         """See :class:`muster.wire.grpc_stderr.Listener`."""
         record, now_s = record_of(data), time.monotonic()
         if record is not None and record.level in "IW" and not self._asked:
             failure = self._reader.read(record)
-            if failure is not None:
-                self._note(failure, now_s)
-            return
-        self._say(self._sayings.due(now_s))
-        line = self._sayings.add(data, record, now_s)
-        if line is not None:
-            self._say((line,))
+            if failure is not None and self._recorder is not None:
+                self._recorder.failed_handshakes[failure.reason] += 1
+                self._tell(self._thinner.add(failure, now_s))
+        else:
+            self._say(self._sayings.add(data, record, now_s))
 
-    def tend(self) -> None:
+    def tend(self) -> float | None:
         """See :class:`muster.wire.grpc_stderr.Listener`."""
         now_s = time.monotonic()
-        for quiet, thinner in self._thinners.items():
-            self._tell(thinner.due(now_s), quiet=quiet)
+        self._tell(self._thinner.due(now_s))
         self._say(self._sayings.due(now_s))
-
-    def next_s(self) -> float | None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
-        due = [thinner.next_s() for thinner in self._thinners.values()] + [self._sayings.next_s()]
-        return min((at for at in due if at is not None), default=None)
+        return earliest((self._thinner.next_s(), self._sayings.next_s()))
 
     def failed(self) -> None:
         """See :class:`muster.wire.grpc_stderr.Listener`."""
         LOG.exception("fault while reading gRPC's trace; failed handshakes are no longer logged")
 
-    def _note(self, failure: Failure, now_s: float) -> None:
-        if self._recorder is None:
-            return
-        self._recorder.failed_handshakes[failure.reason] += 1
-        quiet = failure.reason == HUNG_UP
-        self._tell(self._thinners[quiet].due(now_s), quiet=quiet)
-        line = self._thinners[quiet].add(failure, now_s)
-        if line is not None:
-            self._tell((line,), quiet=quiet)
-
-    def _tell(self, lines: Iterable[Line], *, quiet: bool) -> None:
-        for line in lines:
+    def _tell(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
             if self._recorder is not None:
-                self._recorder.handshake_failed(line, quiet=quiet)
+                self._recorder.handshake_failed(failure)
 
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -67,25 +67,19 @@ class _GrpcLog:
     def close(self) -> None:
         """Puts standard error back as it was; nothing that was written is lost."""
         self._native.close()
-        self._say(self._sayings.all())
+        self._say(self._sayings.due(float("inf")))
 
     def written(self, data: bytes) -> None:
         """See :class:`muster.wire.grpc_stderr.Listener`."""
-        record, now_s = record_of(data), time.monotonic()
+        record = record_of(data)
         if record is None:
             write_all(self._native.real, data)
-            return
-        self._say(self._sayings.due(now_s))
-        line = self._sayings.add(data, record, now_s)
-        if line is not None:
-            self._say((line,))
+        else:
+            self._say(self._sayings.add(data, record, time.monotonic()))
 
-    def tend(self) -> None:
+    def tend(self) -> float | None:
         """See :class:`muster.wire.grpc_stderr.Listener`."""
         self._say(self._sayings.due(time.monotonic()))
-
-    def next_s(self) -> float | None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
         return self._sayings.next_s()
 
     def failed(self) -> None:

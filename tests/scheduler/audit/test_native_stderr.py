@@ -213,7 +213,7 @@ child.wait()
 def test_a_fault_in_the_reader_leaves_standard_error_as_it_was() -> None:
     told = run("""
 class Broken(Recorder):
-    def handshake_failed(self, line, *, quiet): raise RuntimeError("no")
+    def handshake_failed(self, failure): raise RuntimeError("no")
 watch = native_stderr.HandshakeWatch()
 watch.report_to(Broken())
 trace(FAILED)

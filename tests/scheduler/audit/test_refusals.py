@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from muster.scheduler.access import Caller
-from muster.scheduler.audit.grpc_trace import Line
+from muster.scheduler.audit.grpc_trace import Failure
 from muster.scheduler.audit.logs import LOG, AuditLog
 from muster.scheduler.audit.refusals import (
     DECISIONS,
@@ -117,7 +117,7 @@ def test_callers_beyond_the_most_share_one_budget_and_are_not_named(tmp_path: Pa
 def test_failed_handshakes_have_been_thinned_already(tmp_path: Path) -> None:
     recorder = ThinnedRecorder(AuditLog(tmp_path / "audit.jsonl"), FakeClock())
     for _ in range(2 * LINES):
-        recorder.handshake_failed(Line("no_tls", "10.0.0.1:5", "no"), quiet=False)
+        recorder.handshake_failed(Failure("no_tls", "10.0.0.1:5", "no"))
     recorder.close()
     assert len(entries(tmp_path / "audit.jsonl")) == 2 * LINES
 
