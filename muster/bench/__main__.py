@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args(rest)
     try:
+        machine = describe_machine()
         result = module.run(options)
     except KeyboardInterrupt:
         print("bench: interrupted, nothing was written", file=sys.stderr)
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(module, "report"):
         module.report(result)
     if options.json is not None:
-        write(options.json, name, {"machine": describe_machine(), **result})
+        write(options.json, name, {"machine": machine, **result})
     return int(module.check(result, options.check)) if getattr(options, "check", None) else 0
 
 

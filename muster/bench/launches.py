@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,39 @@ def environment(**more: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return {**env, "PYTHONPATH": path, **more}
+
+
+def stopwatch() -> Callable[[str], None]:
+    """Prints what it is called with, each line with the seconds since this call."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:8.1f} s  {text}", flush=True)
+
+    return say
+
+
+@contextlib.contextmanager
+def by_pipes(workers: int, target: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
+    """Starts processes that call ``target(rank, pipe, *arguments)``; yields our ends of the pipes, by rank.
+
+    At the context's end they have ten seconds to end.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(workers):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(rank, theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
 
 
 def receive(pipe: Connection) -> Any:

@@ -5,14 +5,13 @@ For benchmarks of what stands on a communicator. What a session does besides (de
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from muster.bench.launches import receive
+from muster.bench.launches import by_pipes, receive
 from muster.communicators.membership import Membership, Peer
 
 _JOB, _PASSWORD = "bench", b"bench"
@@ -41,28 +40,13 @@ def run_ranks(
     Raises:
         RuntimeError: one failed, or ended.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as scratch:
         folder = _certificates(Path(scratch)) if tls else None
-        pipes, processes = [], []
-        for rank in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank, args=(rank, theirs, folder, seal, function, arguments), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
+        with by_pipes(workers, _rank, folder, seal, function, arguments) as pipes:
             places = [receive(pipe) for pipe in pipes]
             for pipe in pipes:
                 pipe.send(([address for address, _ in places], places[0][1]))
             return [receive(pipe) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
 
 
 def _certificates(folder: Path) -> Path:

@@ -9,10 +9,7 @@ barrier; its time is that of its slowest rank, and the median counts. Sums are c
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -21,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.allreduce.command import rounds_of, size_in_bytes, slowest
-from muster.bench.launches import receive
-from muster.bench.report import describe_machine, summary, write
+from muster.bench.launches import by_pipes, make_keys, receive
+from muster.bench.report import summary
 from muster.programs import assignment, registration
 
 SIZES = (4096, 1 << 20, 16 << 20)
@@ -46,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; returns the exit code."""
-    machine = describe_machine()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures and returns the results."""
     samples = measure(options.workers, tuple(options.sizes), options.turns)
     rows, ratios = [], {}
     for size in options.sizes:
@@ -59,25 +55,27 @@ def run(options: argparse.Namespace) -> int:
             row = {"backend": backend, "bytes": size, "samples": len(samples[backend, size])}
             rows.append(row | {f"{key}_ms": found[key] * 1e3 for key in ("median", "min", "p90")})
         ratios[size] = medians["muster"] / medians["gloo"]
-    _show(rows, ratios)
-    if options.json is not None:
-        conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
-        results: dict[str, Any] = {
-            "rows": rows,
-            "ratios": {str(size): ratio for size, ratio in ratios.items()},
-        }
-        write(options.json, "torch-groups", {"machine": machine, **conditions, **results})
-    limits = {size_in_bytes(text.split("=")[0]): float(text.split("=")[1]) for text in options.check}
-    over = {size: ratios[size] for size, limit in limits.items() if ratios[size] > limit}
+    conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
+    return {**conditions, "rows": rows, "ratios": {str(size): ratio for size, ratio in ratios.items()}}
+
+
+def check(results: dict[str, Any], bounds: list[str]) -> int:
+    """Returns 1, and says so, if ours takes longer than these bounds allow."""
+    limits = {str(size_in_bytes(text.split("=")[0])): float(text.split("=")[1]) for text in bounds}
+    over = {
+        size: results["ratios"][size] for size, limit in limits.items() if results["ratios"][size] > limit
+    }
     for size, ratio in over.items():
         print(f"{size} bytes take {ratio:.2f} times as long as with Gloo; {limits[size]:g} is the limit.")
     return 1 if over else 0
 
 
-def _show(rows: list[dict[str, Any]], ratios: dict[int, float]) -> None:
+def report(results: dict[str, Any]) -> None:
+    """Prints the times and their ratios."""
+    rows, ratios = results["rows"], results["ratios"]
     print(f"{'backend':8} {'bytes':>10} {'median ms':>10} {'min ms':>9} {'p90 ms':>9} {'to Gloo':>8}")
     for row in rows:
-        ratio = f"{ratios[row['bytes']]:8.2f}" if row["backend"] == "muster" else ""
+        ratio = f"{ratios[str(row['bytes'])]:8.2f}" if row["backend"] == "muster" else ""
         times = f"{row['median_ms']:10.3f} {row['min_ms']:9.3f} {row['p90_ms']:9.3f}"
         print(f"{row['backend']:8} {row['bytes']:10} {times} {ratio}")
 
@@ -88,43 +86,29 @@ def measure(workers: int, sizes: tuple[int, ...], turns: int) -> dict[tuple[str,
     Raises:
         RuntimeError: a process failed.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as scratch:
         folder = Path(scratch)
-        certificates = ["certs", "init", "--dir", str(folder), "--password-file", str(folder / "password")]
-        command = [sys.executable, "-m", "muster", *certificates, "--job", "bench"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        unique_id, pipes, processes = os.urandom(128), [], []
-        for rank in range(workers):
-            ours, theirs = context.Pipe()
-            place = (rank, workers, folder, unique_id)
-            process = context.Process(target=_rank, args=(theirs, place, sizes, turns), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
+        make_keys(folder)
+        with by_pipes(workers, _rank, (workers, folder, os.urandom(128)), sizes, turns) as pipes:
             found = [receive(pipe) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
     return {key: slowest([each[key] for each in found]) for key in found[0]}
 
 
-def _rank(pipe: Connection, place: tuple[int, int, Path, bytes], sizes: tuple[int, ...], turns: int) -> None:
+def _rank(
+    rank: int, pipe: Connection, group: tuple[int, Path, bytes], sizes: tuple[int, ...], turns: int
+) -> None:
     try:
-        pipe.send(_measure_all(place, sizes, turns))
+        pipe.send(_measure_all(rank, group, sizes, turns))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
 def _measure_all(
-    place: tuple[int, int, Path, bytes], sizes: tuple[int, ...], turns: int
+    rank: int, group: tuple[int, Path, bytes], sizes: tuple[int, ...], turns: int
 ) -> dict[tuple[str, int], list[float]]:
     import torch.distributed as dist
 
-    rank, workers, folder, unique_id = place
+    workers, folder, unique_id = group
     os.environ["MS_CLIENT_PASSWORD_FILE"] = str(folder / "password")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     members = tuple(assignment.HeldPlace(str(each), "here", "here") for each in range(workers))

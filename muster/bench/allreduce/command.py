@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.ranks import run_ranks
-from muster.bench.report import describe_machine, summary, write
+from muster.bench.report import summary
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.wire.variables import TABLE
@@ -57,12 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; returns the exit code."""
+def run(options: argparse.Namespace) -> int | dict[str, Any]:
+    """Measures and returns the results; on GPUs it prints and writes them, and returns the exit code."""
     if options.backend == "nccl":
         return _on_gpus(options)
     options.workers, options.sizes = options.workers or 2, options.sizes or SIZES
-    machine = describe_machine()
     name = options.backend + ("-plain" if options.plain else "-tls-only" if options.tls_only else "")
     runs: dict[str, Callable[[], dict[int, list[float]]]] = {name: lambda: measure_ours(options)}
     if options.peer:
@@ -76,11 +75,8 @@ def run(options: argparse.Namespace) -> int:
     rows = [
         _row(who, size, seconds, options.workers) for who in runs for size, seconds in samples[who].items()
     ]
-    _show(rows)
-    if options.json is not None:
-        conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
-        write(options.json, "allreduce", {"machine": machine, **conditions, "rows": rows})
-    return 0
+    conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
+    return {**conditions, "rows": rows}
 
 
 def _on_gpus(options: argparse.Namespace) -> int:
@@ -127,9 +123,10 @@ def _row(who: str, size: int, seconds: Sequence[float], workers: int) -> dict[st
     return row
 
 
-def _show(rows: Sequence[dict[str, Any]]) -> None:
+def report(results: dict[str, Any]) -> None:
+    """Prints the times."""
     print(f"{'backend':12} {'bytes':>10} {'median ms':>10} {'min ms':>9} {'p90 ms':>9} {'bus GB/s':>9}")
-    for row in rows:
+    for row in results["rows"]:
         times = f"{row['median_ms']:10.3f} {row['min_ms']:9.3f} {row['p90_ms']:9.3f}"
         print(f"{row['backend']:12} {row['bytes']:10} {times} {row['bus_gb_per_s']:9.2f}")
 

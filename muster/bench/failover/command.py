@@ -27,6 +27,7 @@ from typing import Any
 
 from muster.bench.failover import space
 from muster.bench.failover.job import DEPOSED, WORKER, SeveralSchedulers
+from muster.bench.launches import stopwatch
 from muster.bench.recovery.job import longest_pause
 
 NODE_TIMEOUT_S = 5.0
@@ -89,10 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: the job did not behave; says how.
     """
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
+    say = stopwatch()
 
     results: dict[str, Any] = {"workers": options.workers, "schedulers": 3, "etcd_members": 3}
     results["load_at_start"] = os.getloadavg()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from muster.bench.launches import stopwatch
 from muster.launch.command import count_gpus
 
 
@@ -54,10 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: the job did not behave; says how.
     """
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
+    say = stopwatch()
 
     if options.kills is None:
         options.kills = 5 if options.backend == "nccl" else 20

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from muster.bench.launches import stopwatch
 from muster.bench.recovery.job import Job, Worker
 from muster.bench.small_disk import SmallDisk
 from muster.bench.soak.clock import CLOCK_VARIABLE, shift
@@ -101,10 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: the job did not come up, did not end, or something that must hold did not.
     """
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:8.1f} s  {text}", flush=True)
+    say = stopwatch()
 
     directory = Path(tempfile.mkdtemp(prefix="muster-soak-"))
     keep = options.keep
