@@ -3,10 +3,13 @@
 While nobody leads, nobody may draw a conclusion from silence: a worker finds out that the leader hangs, and
 reaches the next one, before that one takes it for dead, and before it gives up waiting for a verdict itself::
 
-    hang_detection_s + reconnect_s < LEAST_TAKEOVER_S + takeover_patience_s
-    hang_detection_s + reconnect_s < the scheduler's node time-out + verdict_margin_s
-    takeover_patience_s            < the scheduler's node time-out + verdict_margin_s
-    reconnect_s                    < takeover_patience_s, however long nobody led
+    detection + reconnect < a lease less a renewal + takeover_patience_s
+    detection + reconnect < the scheduler's node time-out + verdict_margin_s
+    takeover_patience_s   < the scheduler's node time-out + verdict_margin_s
+    reconnect             < takeover_patience_s, however long nobody led
+
+    detection = PING_AFTER_S + ping_answer_s
+    reconnect = TRY_S for each scheduler but one + 1.5 * RETRY_LAST_S
 
 All times in seconds; ``node_timeout_s`` is MS_NODE_TIMEOUT. ``tests/wire/test_patience.py`` tries all.
 """
@@ -23,9 +26,6 @@ TRY_S = 1.0
 RETRY_LAST_S = 1.0
 """The longest pause between two reconnects, but for chance, which makes half as much again of it."""
 
-LEAST_TAKEOVER_S = 1.6
-"""The shortest time until the next leader begins after the last one stood still: a lease less a renewal."""
-
 _LEAST_NODE_TIMEOUT_S = 5.0
 _TAKEOVER_S = 1.5
 _VERDICT_S = 2.0
@@ -36,19 +36,9 @@ def ping_answer_s(node_timeout_s: float) -> float:
     return max(LEAST_ANSWER_S, 0.3 * node_timeout_s)
 
 
-def hang_detection_s(node_timeout_s: float) -> float:
-    """How long after a scheduler has stopped its workers leave it, at the latest."""
-    return PING_AFTER_S + ping_answer_s(node_timeout_s)
-
-
 def breaking_pause_s(node_timeout_s: float) -> float:
     """How long a scheduler may stand still before a worker may leave it, at the earliest."""
     return 0.9 * ping_answer_s(node_timeout_s)
-
-
-def reconnect_s(schedulers: int) -> float:
-    """How long it takes a worker to find the one that leads, if all others hang, at the latest."""
-    return (schedulers - 1) * TRY_S + 1.5 * RETRY_LAST_S
 
 
 def takeover_patience_s(node_timeout_s: float) -> float:

@@ -241,7 +241,8 @@ class Member(Scheduler):
         self.paused_until = self.process.stopped_until = now + seconds
         world.judge.disturbed(self.paused_until)
         for stream in self.streams.values():
-            when = now + world.rng.uniform(1.5, patience.hang_detection_s(MS_NODE_TIMEOUT_S))
+            detection_s = patience.PING_AFTER_S + patience.ping_answer_s(MS_NODE_TIMEOUT_S)
+            when = now + world.rng.uniform(1.5, detection_s)
             if when < self.paused_until:
                 world.loop.at(when, world.network.break_up, stream, "keepalive")
 

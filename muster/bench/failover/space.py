@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from muster.bench.failover.job import SeveralSchedulers
 from muster.bench.launches import MUSTER
@@ -29,39 +29,23 @@ LIMIT_S = 10.0
 _GAUGE = re.compile(r"^muster_journal_unwritable (\S+)$", re.M)
 
 
-class Tight(Protocol):
-    """A job whose journal's space can be taken away."""
-
-    def fill(self) -> None:
-        """Takes it away."""
-
-    def make_space(self) -> None:
-        """Gives it back."""
-
-    def lives(self) -> list[int]:
-        """The processes of all schedulers."""
-
-    def metrics_at(self) -> tuple[str, int]:
-        """Where the scheduler that leads serves its metrics."""
-
-
 class OnEtcd(SeveralSchedulers):
     """Three schedulers on an etcd with a small quota."""
 
     def fill(self) -> None:
-        """See :class:`Tight`."""
+        """Takes the journal's space away."""
         self.etcd.fill()
 
     def make_space(self) -> None:
-        """See :class:`Tight`."""
+        """Gives it back."""
         self.etcd.make_space()
 
     def lives(self) -> list[int]:
-        """See :class:`Tight`."""
+        """The processes of all schedulers."""
         return [each.process.pid for each in self.schedulers]
 
     def metrics_at(self) -> tuple[str, int]:
-        """See :class:`Tight`."""
+        """Where the scheduler that leads serves its metrics."""
         leader = self.leader()
         return (leader.host if leader is not None else "127.0.0.1"), self.metrics_port
 
@@ -102,20 +86,20 @@ class OnDisk(Job):
         self.wait("all train", lambda: self.training(self.size, 3), 120)
 
     def fill(self) -> None:
-        """See :class:`Tight`."""
+        """Takes the journal's space away."""
         self._disk.fill()
 
     def make_space(self) -> None:
-        """See :class:`Tight`."""
+        """Gives it back."""
         self._disk.make_space()
 
     def lives(self) -> list[int]:
-        """See :class:`Tight`."""
+        """The processes of all schedulers."""
         assert self.scheduler is not None
         return [self.scheduler.pid] if self.scheduler.poll() is None else []
 
     def metrics_at(self) -> tuple[str, int]:
-        """See :class:`Tight`."""
+        """Where the scheduler that leads serves its metrics."""
         return "127.0.0.1", self._metrics_port
 
     def __exit__(self, *error: object) -> None:
