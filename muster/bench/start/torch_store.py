@@ -7,15 +7,15 @@ which goes over Muster's store, the other by ``file://``, which needs no network
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from muster.bench.launches import MUSTER, environment, make_keys
 
 PROGRAM = """
 import os, sys, time
@@ -45,15 +45,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures in turns; times in seconds, of the slowest rank of each launch."""
     took: dict[str, list[float]] = {"muster": [], "file": []}
     with tempfile.TemporaryDirectory(prefix="muster-torch-") as name:
-        folder, password = Path(name), secrets.token_hex(16)
-        env = {**os.environ, "MS_CERTS_PASSWORD": password, "MS_SERVER_PASSWORD": password}
-        env["MS_CLIENT_PASSWORD"] = password
-        init = [sys.executable, "-m", "muster", "certs", "init", "--dir", str(folder)]
-        subprocess.run(init, env=env, check=True, capture_output=True)
+        folder = Path(name)
+        make_keys(folder)
         (folder / "program.py").write_text(PROGRAM)
         for turn in range(args.turns):
             for kind, method in (("muster", "env://"), ("file", f"file://{folder}/met-{turn}")):
-                took[kind].append(_launch(args, folder, env, method))
+                took[kind].append(_launch(args, folder, method))
                 print(f"{kind:8} {took[kind][-1]:.3f} s", flush=True)
     medians = {kind: statistics.median(times) for kind, times in took.items()}
     ratio = medians["muster"] / medians["file"]
@@ -62,23 +59,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"workers": args.workers, "backend": args.backend, "took_s": took, "ratio": ratio}
 
 
-def _launch(args: argparse.Namespace, folder: Path, env: dict[str, str], method: str) -> float:
-    launcher = [
-        sys.executable,
-        "-m",
-        "muster",
-        "run",
-        "-n",
-        str(args.workers),
-        "--scheduler",
-        "--tail",
-        "all",
-    ]
-    config = ["--config", str(folder / "config.json"), "--log-dir", str(folder / "logs")]
+def _launch(args: argparse.Namespace, folder: Path, method: str) -> float:
+    launcher = [*MUSTER, "run", "-n", str(args.workers), "--scheduler", "--tail", "all"]
+    launcher += ["--config", str(folder / "config.json"), "--password-file", str(folder / "password")]
+    launcher += ["--log-dir", str(folder / "logs")]
     program = [sys.executable, str(folder / "program.py"), args.backend, method]
     done = subprocess.run(
-        [*launcher, *config, "--", *program],
-        env=env,
+        [*launcher, "--", *program],
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
