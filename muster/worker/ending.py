@@ -37,7 +37,7 @@ _MUSTER = Path(__file__).parents[1]
 _BEGINNING = str(_MUSTER / "worker" / "runtime.py"), str(_MUSTER / "example" / "datasets.py")
 """Files whose errors are mistakes in settings, for which the script's line says nothing."""
 
-_ROOMS = ("communicators", "launch", "parallel", "programs", "torch", "training", "worker")
+_ROOMS = ("communicators", "example", "launch", "parallel", "programs", "torch", "training", "worker")
 _OURS = tuple(f"{_MUSTER / room}{os.sep}" for room in _ROOMS)
 _LIBRARIES = (*_OURS, f"{Path(os.__file__).parent}{os.sep}", "<frozen")
 
