@@ -62,7 +62,7 @@ def test_a_build_that_takes_long_is_late_and_no_more_once_all_are_there(stage: S
     thread = stage.thread
     thread.note_entering()
     stage.now += 50.0
-    assert thread.late_s() == 0.0, "whoever is to come may take as long as it likes"
+    assert thread.late_s() == 0.0, "a generation may take as long as it likes to form"
     thread.note_building(1)
     stage.now += 7.0
     assert thread.late_s() == 7.0
