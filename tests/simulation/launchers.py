@@ -87,7 +87,9 @@ class Launchers:
         if not living or world.judge.outcome is not None:
             return
         worker = rng.choice(living)
-        older = sorted(world.judge.admitted.get(worker.node_id, set()) - {worker.incarnation})
+        # A twin that looks for the scheduler just now is not older: a word for it counts, true or not.
+        twins = {w.incarnation for w in living if w.node_id == worker.node_id and not self._is_heard(w)}
+        older = sorted(world.judge.admitted.get(worker.node_id, set()) - {worker.incarnation} - twins)
         stale = not self._is_heard(worker) or rng.random() < 0.5
         incarnation = rng.choice([*older, worker.incarnation ^ 2]) if stale else worker.incarnation
         world.note(f"!! a forger says that {worker.node_id}#{incarnation} has ended")

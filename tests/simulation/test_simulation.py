@@ -65,6 +65,11 @@ def test_no_promise_is_broken(first: int) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("seed", [1104002500, 1106003547])
+def test_no_word_is_forged_for_a_twin_that_looks_for_the_scheduler(seed: int) -> None:
+    assert play(seed) == ""
+
+
 def test_a_seed_decides_everything() -> None:
     one: list[str] = []
     other: list[str] = []
