@@ -419,6 +419,10 @@ class Cluster:
         """How long the one that leads has tried to write what it decided last."""
         return self.leading.held_up_s() if self.leading is not None else 0.0
 
+    def held_up_since(self, since: float) -> float:
+        """For how long the one that leads has waited for etcd from then on."""
+        return self.leading.held_up_since(since) if self.leading is not None else 0.0
+
     def lacked_space(self) -> bool:
         """Whether etcd had no space, ever."""
         return self.full_until > 0.0

@@ -337,7 +337,7 @@ class Judge:
         self.expect(process not in self.retired, f"{process} was superseded, and is ranked")
         self.expect(self.claims.get(process[0]) == process[1], f"{process} is ranked without a claim")
         settings = self.world.scenario.settings
-        dead_for = self.world.dead_for(process) - self.world.scheduler.held_up_s()  # as it was decided
+        dead_for = self.world.dead_for(process)
         # After a takeover silence counts only when workers have had time to find the new leader.
         grace_s = max(0.0, (settings.recovered_timeout_s or 0.0) - settings.node_timeout_s)
         self.expect(

@@ -242,6 +242,14 @@ def a_forgiven_end_is_no_word(right: Any) -> Any:
     return session_lost
 
 
+def patient_for_good(right: Any) -> Any:
+    def held_up(job: Job, event: se.HeldUp, now: float) -> None:
+        right(job, event, now)
+        job.settings = replace(job.settings, node_timeout_s=job.settings.node_timeout_s + 6.0)
+
+    return held_up
+
+
 def late_turns_do_not_add_up(right: Any) -> Any:
     def process_paused(job: Job, event: se.ProcessPaused, now: float) -> None:
         job.deadlines.late_s = 0.0
@@ -582,6 +590,8 @@ MUTANTS: dict[str, Mutant] = {
         silence, "receive_backlog", forgives_silence_alone, 860),
     "who lost its stream meanwhile has no time to come back": Mutant(
         leaving, "session_lost", a_forgiven_end_is_no_word, 1943),
+    "a time without a journal makes it patient for good": Mutant(
+        silence, "held_up", patient_for_good, 1109000432),
     "late turns do not add up": Mutant(silence, "process_paused", late_turns_do_not_add_up, 1377),
     "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
     "who is gone is still listened for": Mutant(members.Members, "forget", forgets_the_claim_alone),

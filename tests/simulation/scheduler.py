@@ -151,6 +151,7 @@ class Scheduler:
         self.broken_until = 0.0
         self.no_space_until = 0.0
         self.held_up_at = self.held_up_for_s = 0.0
+        self._late_writes: list[tuple[float, float]] = []
         self.writing, self.writing_since = False, 0.0
         self.next_write = ""
         self._dies_after: int | None = None
@@ -233,12 +234,19 @@ class Scheduler:
         now = self.world.loop.now
         if now > self.writing_since + LATE_WRITE_S:
             self.held_up_at, self.held_up_for_s = now, now - self.writing_since
+            self._late_writes.append((self.writing_since, now))
 
     def held_up_s(self) -> float:
         """How old what it decided last may be: it has tried to write that, or heard late what it rests on."""
         now = self.world.loop.now
         late_s = self.held_up_for_s if now < self.held_up_at + 1.0 else 0.0
         return late_s + (now - self.writing_since if self.writing else 0.0)
+
+    def held_up_since(self, since: float) -> float:
+        """For how long it has waited for its journal from then on, in seconds: it has heard nobody then."""
+        under_way = [(self.writing_since, self.world.loop.now)] if self.writing else []
+        spans = ((max(begun, since), until) for begun, until in (*self._late_writes, *under_way))
+        return sum(until - begun for begun, until in spans if until > begun)
 
     def lacked_space(self) -> bool:
         """Whether there was no space for the journal, ever."""

@@ -36,6 +36,7 @@ QUICKLY_CAUGHT = (
     "deltas for who does not hold the base",
     "unread words count as silence",
     "silence ignored",
+    "a time without a journal makes it patient for good",
     "suspicions ignored",
     "a message after the last one",
     "every goodbye counts as finished",
@@ -67,6 +68,11 @@ def test_no_promise_is_broken(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [1104002500, 1106003547])
 def test_no_word_is_forged_for_a_twin_that_looks_for_the_scheduler(seed: int) -> None:
+    assert play(seed) == ""
+
+
+@pytest.mark.parametrize("seed", [1109000432, 1109005488])
+def test_a_time_without_a_journal_is_nobodys_silence_even_long_after(seed: int) -> None:
     assert play(seed) == ""
 
 

@@ -104,7 +104,9 @@ class World:
         """For how long the scheduler could have known that a process is dead."""
         if process not in self.died_at:
             return 0.0
-        return self.loop.now - max(self.died_at[process], self.scheduler.up_since, self.scheduler.excused_at)
+        since = max(self.died_at[process], self.scheduler.up_since, self.scheduler.excused_at)
+        # While it waits for its journal it hears nobody, and gives all that time back, whenever that was.
+        return self.loop.now - since - self.scheduler.held_up_since(since)
 
     def has_state(self, process: tuple[str, int]) -> bool:
         return any((w.node_id, w.incarnation) == process and w.has_state for w in self.processes)
