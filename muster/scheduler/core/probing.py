@@ -651,7 +651,7 @@ def accusations(
         one, other = members[session], members[target]
         hosts = (one.host.id, other.host.id)
         if hosts not in through:
-            through[hosts] = _got_through(current, members, *hosts)
+            through[hosts] = _got_through(current, *hosts)
         if through[hosts]:
             single.add((one.node_id, other.node_id))
         else:
@@ -659,19 +659,16 @@ def accusations(
     return between, single
 
 
-def _got_through(current: ProbeRound, members: dict[e.SessionId, m.Candidate], here: str, there: str) -> bool:
-    """Whether some member on the one host has reached one on the other.
+def _got_through(current: ProbeRound, here: str, there: str) -> bool:
+    """Whether some worker on the one host has reached one on the other; spares speak for their host too.
 
     Or the other way, where a single probe speaks for a host of many: one worker may refuse it, or lie.
     """
-    forth, back = (_tried(current, members, *ends) for ends in ((here, there), (there, here)))
+    forth, back = (_tried(current, *ends) for ends in ((here, there), (there, here)))
     counts = forth + back if len(forth) == 1 < len(back) else forth
     return any(current.failed(*pair) == "" for pair in counts)
 
 
-def _tried(
-    current: ProbeRound, members: dict[e.SessionId, m.Candidate], here: str, there: str
-) -> list[tuple[e.SessionId, e.SessionId]]:
-    """Which members on the one host were to probe which on the other."""
-    pairs = [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here] if s in members]
-    return [pair for pair in pairs if pair[1] in members]
+def _tried(current: ProbeRound, here: str, there: str) -> list[tuple[e.SessionId, e.SessionId]]:
+    """Which workers on the one host were to probe which on the other."""
+    return [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here]]

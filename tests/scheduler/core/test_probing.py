@@ -22,8 +22,9 @@ SETTINGS = e.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_
 class Hosts:
     """A job of workers ``a0 a1 b0 ...`` on hosts a, b, ...; nobody dies, time moves by hand."""
 
-    def __init__(self, *names: str, worker_min: int = 1) -> None:
-        self.job = Machine("red", replace(SETTINGS, worker_num=len(names), worker_min=worker_min))
+    def __init__(self, *names: str, worker_min: int = 1, spare: str = "") -> None:
+        settings = replace(SETTINGS, worker_num=len(names), worker_min=worker_min, spares=len(spare) and 1)
+        self.job = Machine("red", settings)
         self.now = 100.0
         self.sessions: dict[str, int] = {}
         self.incarnation = 1
@@ -31,6 +32,8 @@ class Hosts:
         self.said: list[str] = []
         for name in names:
             self.join(name)
+        if spare:
+            self.join(spare, spare=True)
         self.stand()
 
     def feed(self, event: e.Event) -> Decision:
@@ -38,11 +41,11 @@ class Hosts:
         self.said.append(self.last.reason)
         return self.last
 
-    def join(self, name: str) -> Decision:
+    def join(self, name: str, *, spare: bool = False) -> Decision:
         session = self.sessions[name] = len(self.said) + 1
         host = m.Host(name[0], f"host-{name[0]}", "")
         size = self.job.job.settings.worker_num
-        candidate = m.Candidate(name, self.incarnation, host, m.Device(), size, 0, "tcp")
+        candidate = m.Candidate(name, self.incarnation, host, m.Device(), size, 0, "tcp", spare=spare)
         return self.feed(e.Joined(session, candidate, probe_address=f"{name}:1"))
 
     def stand(self) -> None:
@@ -312,6 +315,17 @@ def test_a_liar_among_many_workers_of_its_host_does_not_cost_their_places() -> N
     assert lies(hosts, "b0>a0") == ["b0"]
     assert lies(hosts, "c0>a0") == ["a0"]
     assert hosts.ranks() == ["a1", "a2", "c0", "d0"]
+
+
+@pytest.mark.parametrize("lie", ["c0>a0", "a0>c0"])
+def test_what_a_spare_reaches_speaks_for_its_host(lie: str) -> None:
+    """Beside a liar, or beside whom it lies of, somebody has reached the other host."""
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", spare="c1")
+    assert lies(hosts, lie) == ["c0"]
+    assert hosts.ranks() == ["a0", "a1", "b0", "b1", "c1"]
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", spare="c1")
+    assert lies(hosts, f"{lie} c1>a1 a1>c1") == ["c0"]
+    assert hosts.ranks() == ["a0", "a1", "b0", "b1"]
 
 
 def test_who_lied_goes_at_once_when_it_does_so_again() -> None:
