@@ -181,7 +181,8 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
     if not between and not single:
         return False
     sentence = _broken_pairs(job, current, members)
-    out, pairs = _who_goes(job, members.values(), between, single, leaving)
+    present = _present(job, members.values())
+    out, pairs = _who_goes(job, present, between, single, leaving)
     job.probing.broken |= pairs
     if job.ledger.living == 2:
         why = "nobody is expelled, because of two members neither can be shown to be at fault"
@@ -189,13 +190,22 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
         return True
     if _too_few_left(job, (candidate for candidate, _ in out)):
         # Whoever is at fault: as long as enough reach each other, the job goes on.
-        out, _ = _who_goes(job, members.values(), between, single, leaving_by_size)
+        out, _ = _who_goes(job, present, between, single, leaving_by_size)
     if may_expel(job, (candidate for candidate, _ in out), sentence):
         for candidate, barred in out:
             job.probing.barred[barred] = sentence
             what = f"was expelled: {sentence}; all that stay reach each other"
             job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
     return True
+
+
+def _present(job: Job, asked: Iterable[m.Candidate]) -> list[m.Candidate]:
+    """The members that a host counts for: those that were asked, and those that have come since."""
+    present = {one.node_id: one for one in asked}
+    for claim in job.ledger.living_members():
+        if job.members.session_of(claim.candidate.node_id) is not None:
+            present.setdefault(claim.candidate.node_id, claim.candidate)
+    return list(present.values())
 
 
 def _who_goes(

@@ -41,12 +41,13 @@ class Hosts:
         self.said.append(self.last.reason)
         return self.last
 
-    def join(self, name: str, *, spare: bool = False) -> Decision:
+    def join(self, name: str, *, spare: bool = False, held_rank: int = -1) -> Decision:
         session = self.sessions[name] = len(self.said) + 1
         host = m.Host(name[0], f"host-{name[0]}", "")
         size = self.job.job.settings.worker_num
         candidate = m.Candidate(name, self.incarnation, host, m.Device(), size, 0, "tcp", spare=spare)
-        return self.feed(e.Joined(session, candidate, probe_address=f"{name}:1"))
+        held = (self.generation if held_rank >= 0 else 0, held_rank, held_rank >= 0)
+        return self.feed(e.Joined(session, candidate, *held, probe_address=f"{name}:1"))
 
     def stand(self) -> None:
         for name in self.ranks():
@@ -391,6 +392,18 @@ def test_who_alone_accuses_many_stays_where_too_few_could_go_on_without_it() -> 
     assert lies(hosts, accusations) == ["b0", "c0"]
     hosts = Hosts("a0", "a1", "a2", "b0", "c0", worker_min=2)
     assert lies(hosts, accusations) == ["a0", "a1", "a2"]
+
+
+def test_a_member_that_comes_back_during_the_round_counts_for_its_host() -> None:
+    """After the scheduler was restarted a round may begin before all have opened their streams again."""
+    hosts = Hosts("a0", "b0", "b1")
+    hosts.feed(e.SessionLost(hosts.sessions["b1"], "its host's stream ended", may_return=True))
+    assert hosts.late("a0") == {"a0": ["b0"], "b0": ["a0"]}
+    asked = hosts.last
+    hosts.join("b1", held_rank=2)
+    hosts.last = asked
+    hosts.answer("a0>b0 b0>a0")
+    assert hosts.ranks() == ["b0", "b1"]
 
 
 def test_of_two_members_nobody_is_expelled() -> None:
