@@ -485,8 +485,8 @@ def everybody_broken_goes(right: Any) -> Any:
 
 
 def both_must_accuse(right: Any) -> Any:
-    return lambda parties, accusations, others=None: right(
-        parties, {(a, b) for a, b in accusations if (b, a) in accusations}, others
+    return lambda parties, accusations, *more: right(
+        parties, {(a, b) for a, b in accusations if (b, a) in accusations}, *more
     )
 
 
@@ -503,12 +503,17 @@ def suspects_all_in_a_star(right: Any) -> Any:
 def holds_on_to_suspicions(right: Any) -> Any:
     """Who is under suspicion goes, or nobody, even where it and others would be enough to go on."""
 
-    def leaving_by_size(parties: Any, accusations: Any, others: Any = None) -> Any:
-        return (
-            right(parties, accusations) if others is None else probing.leaving(parties, accusations, others)
-        )
+    def leaving_by_size(parties: Any, accusations: Any, others: Any = None, split: Any = None) -> Any:
+        if others is None:
+            return right(parties, accusations, split=split)
+        return probing.leaving(parties, accusations, others, split)
 
     return leaving_by_size
+
+
+def compares_whole_sides(right: Any) -> Any:
+    """Between the sides of a cut is decided without a look at whom else each of them would lose."""
+    return lambda self, parties, accusations: right(probing.WHOLE, parties, accusations)
 
 
 def forgets_pairs_of_silent_members(right: Any) -> Any:
@@ -634,6 +639,8 @@ MUTANTS: dict[str, Mutant] = {
         probing, "stars_of", suspects_all_in_a_star, 947001631),
     "who is suspected goes, or nobody": Mutant(
         probing, "leaving_by_size", holds_on_to_suspicions, 950003099),
+    "sides of a cut are compared as wholes": Mutant(
+        probing.Split, "apart", compares_whole_sides, 1102001898),
     "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(

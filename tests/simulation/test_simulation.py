@@ -49,6 +49,7 @@ QUICKLY_CAUGHT = (
     "of a pair the accuser goes",
     "who was broken with one at fault is suspected",
     "who is suspected goes, or nobody",
+    "sides of a cut are compared as wholes",
     "the side of the lowest rank stays",
     "worker_min does not hold expulsions back",
     "expelled and taken in at once",

@@ -218,11 +218,12 @@ def _who_goes(
     """The workers that leave by a rule, each with what is barred then, and the pairs to remember."""
     gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
     if between:
-        gone, pairs = _leaving_and_pairs(job, _parties(job, members, lambda one: one.host.id), between, rule)
+        hosts = _parties(job, members, lambda one: one.host.id)
+        gone, pairs = _leaving_and_pairs(job, hosts, between, rule, _workers_beside(job, members, single))
     workers = _parties(job, (one for one in members if one.host.id not in gone), lambda one: one.node_id)
     single = {pair for pair in single if set(pair) <= workers.keys()}
     if single:
-        unreachable, more = _leaving_and_pairs(job, workers, single, rule)
+        unreachable, more = _leaving_and_pairs(job, workers, single, rule, WHOLE)
         pairs |= more
     out = []
     for claim in seated_claims(job):
@@ -232,21 +233,37 @@ def _who_goes(
     return out, pairs
 
 
+def _workers_beside(job: Job, members: Collection[m.Candidate], single: Collection[Accusation]) -> Split:
+    """The hosts of these workers as parts: each of them, and those beside them as a whole."""
+    apart = {node_id for pair in single for node_id in pair}
+    concerned = {one.host.id for one in members if one.node_id in apart}
+    parts: dict[str, dict[str, Party]] = {host_id: {} for host_id in concerned}
+    for host_id, here in parts.items():
+        beside = [one for one in members if one.host.id == host_id]
+        here |= _parties(job, beside, lambda one: one.node_id if one.node_id in apart else one.host.id)
+    return Split(parts, single)
+
+
 def _leaving_and_pairs(
-    job: Job, parties: Mapping[str, Party], accusations: Collection[Accusation], rule: Rule
+    job: Job,
+    parties: Mapping[str, Party],
+    accusations: Collection[Accusation],
+    rule: Rule,
+    split: Split,
 ) -> tuple[frozenset[str], frozenset[BrokenPair]]:
     """The parties that must leave by this round and those before, and the pairs to remember of it.
 
-    Of a lone pair either may be at fault. Who goes because it is broken with several is at fault: these are
-    not.
+    Of a lone pair either may be at fault, where no part of it is apart from others either. Who goes because
+    it is broken with several is at fault: these are not.
     """
     names = {name: party.name for name, party in parties.items()}
-    lone = [tuple(pair) for pair in lone_pairs(accusations)]
+    apart = {*accusations, *split.of_wholes()}
+    lone = [tuple(pair) for pair in lone_pairs(apart) & lone_pairs(accusations)]
     seen = {(names[a], names[b]) for one, other in lone for a, b in ((one, other), (other, one))}
     known = job.probing.broken | seen
-    others = {name: _others(one, known) for name, one in names.items()}
-    gone = rule(parties, accusations, others)
-    stars = {(names[centre], names[other]) for centre, other in stars_of(gone, accusations)}
+    others = {name: _others(names[name], known) for pair in lone for name in pair}
+    gone = rule(parties, accusations, others, split)
+    stars = {(names[centre], names[other]) for centre, other in stars_of(gone, apart)}
     return gone, frozenset(seen | stars)
 
 
@@ -481,7 +498,7 @@ MANY = 2
 
 Accusation = tuple[str, str]
 
-Rule = Callable[[Mapping[str, "Party"], Collection[Accusation], Mapping[str, int]], frozenset[str]]
+Rule = Callable[[Mapping[str, "Party"], Collection[Accusation], Mapping[str, int], "Split"], frozenset[str]]
 """Says which parties leave, as :func:`leaving` does."""
 
 
@@ -502,8 +519,42 @@ class Party:
     name: PartyName = ("", "")
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Parties of which one part may go alone.
+
+    Attributes:
+        parts: the parts by name, of each such party; what is left of it bears its own name.
+        accusations: which parts could not reach which other.
+    """
+
+    parts: Mapping[str, Mapping[str, Party]]
+    accusations: Collection[Accusation]
+
+    def of_wholes(self) -> set[Accusation]:
+        """The same accusations as of whole parties."""
+        whole = {part: name for name, parts in self.parts.items() for part in parts}
+        return {(whole[a], whole[b]) for a, b in self.accusations}
+
+    def apart(
+        self, parties: Mapping[str, Party], accusations: Collection[Accusation]
+    ) -> tuple[dict[str, Party], list[Accusation]]:
+        """The parties with parts in their place, and all accusations as of these."""
+        parts = {name: self.parts.get(name, {name: party}) for name, party in parties.items()}
+        taken = {part: party for here in parts.values() for part, party in here.items()}
+        left = [(a, b) for one, other in accusations for a in parts[one] for b in parts[other]]
+        return taken, left + [(a, b) for a, b in self.accusations if a in taken and b in taken]
+
+
+WHOLE = Split({}, ())
+"""Of no party a part alone may go."""
+
+
 def leaving(
-    parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int] | None = None
+    parties: Mapping[str, Party],
+    accusations: Collection[Accusation],
+    others: Mapping[str, int] | None = None,
+    split: Split = WHOLE,
 ) -> frozenset[str]:
     """The parties that must leave so that all that stay reach each other.
 
@@ -516,23 +567,38 @@ def leaving(
         accusations: who could not reach which other.
         others: with how many different others each has been in a lone pair, this round's among them, or was
             broken when it went for several.
+        split: which single parts of them could not reach each other: the sides are compared without the
+            parts that they would lose. These go by another decision, as do parties that are in no pair.
     """
     alone = lone_accusers(parties, accusations)
     alone |= repeaters(parties, accusations, others or {})
-    return alone | leaving_by_size({n: p for n, p in parties.items() if n not in alone}, accusations)
+    rest = {name: party for name, party in parties.items() if name not in alone}
+    return alone | leaving_by_size(rest, accusations, split=split)
 
 
 def leaving_by_size(
-    parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int] | None = None
+    parties: Mapping[str, Party],
+    accusations: Collection[Accusation],
+    others: Mapping[str, int] | None = None,
+    split: Split = WHOLE,
 ) -> frozenset[str]:
     """The parties that must leave so that the largest set stays, whoever is at fault.
 
     Takes what :func:`leaving` does; ``others`` counts for nothing.
     """
     left = [(a, b) for a, b in accusations if a in parties and b in parties]
+    taken, broken = split.apart(parties, left)
+    if not _is_soon_decided(broken):
+        split = WHOLE
+        taken, broken = dict(parties), left
+    find = best if _is_soon_decided(broken) else _thinned_out
+    stay = find(frozenset(taken), taken, broken)
     involved = {name for pair in left for name in pair}
-    find = best if len(involved) <= EXACT_PARTIES else _thinned_out
-    return frozenset(parties) - find(frozenset(parties), parties, left)
+    return frozenset(name for name in involved if stay.isdisjoint(split.parts.get(name, (name,))))
+
+
+def _is_soon_decided(accusations: Collection[Accusation]) -> bool:
+    return len({name for pair in accusations for name in pair}) <= EXACT_PARTIES
 
 
 def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:

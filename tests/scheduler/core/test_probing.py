@@ -394,6 +394,33 @@ def test_who_alone_accuses_many_stays_where_too_few_could_go_on_without_it() -> 
     assert lies(hosts, accusations) == ["a0", "a1", "a2"]
 
 
+CUT = "a0>b0 b0>a0 a1>b1 b1>a1"
+"""Hosts a and b, with two workers each."""
+
+
+@pytest.mark.parametrize("single", ["c0>a0", "a0>c0"])
+def test_sides_of_a_cut_are_compared_without_the_workers_that_they_would_lose(single: str) -> None:
+    """Whether a and b stay is decided along with the single pair: without a, c0 has not to go."""
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", worker_min=3)
+    assert lies(hosts, f"{CUT} {single}") == ["a0", "a1"]
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0")
+    assert lies(hosts, f"{CUT} c0>b0") == ["b0", "b1"]
+
+
+def test_who_is_cut_off_from_one_host_and_from_a_worker_of_another_is_in_no_lone_pair() -> None:
+    """The other side of the cut is not under suspicion."""
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", "d0")
+    assert lies(hosts, f"{CUT} c0>a0") == ["a0", "a1"]
+    assert lies(hosts, "b0>d0 b1>d0 d0>b0") == ["d0"]
+
+
+def test_who_lied_goes_also_when_others_are_cut_off() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", "d0", "e0")
+    assert lies(hosts, "c0>a0") == ["c0"]
+    assert lies(hosts, "b0>e0 e0>b0 b1>e0 d0>a0") == ["a0", "e0"]
+    assert hosts.ranks() == ["a1", "b0", "b1", "d0"]
+
+
 def test_a_member_that_comes_back_during_the_round_counts_for_its_host() -> None:
     """After the scheduler was restarted a round may begin before all have opened their streams again."""
     hosts = Hosts("a0", "b0", "b1")
