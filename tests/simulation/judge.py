@@ -86,6 +86,7 @@ class Judge:
         self.taught: set[Process] = set()  # they have finished a step of the newest generation
         self.broken_with: dict[str, set[str]] = {}  # of hosts that may be at fault, with which others
         self.remembers_since = 0.0
+        self.asked_at = 0.0  # the newest round of probes
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
@@ -236,7 +237,8 @@ class Judge:
         ago = world.loop.now - 20.0 - world.scheduler.held_up_s()
         nodes = [*here, *(gone & set(members))]
         left = {world.host(node) for node in here}
-        suspect = self._suspect({world.host(node) for node in gone} - left, left, ago)
+        # Who is in a single pair now is what the newest round has found: it saw no cut that was over before.
+        suspect = self._suspect({world.host(node) for node in gone} - left, left, max(ago, self.asked_at))
         most = world.cables.most_together([node for node in nodes if world.host(node) != suspect], ago)
         self.expect(bool(newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
 
@@ -434,6 +436,8 @@ class Judge:
 
     def sending(self, session: int, message: sm.SchedulerMessage) -> None:
         self.expect(session not in self.closed, f"a message follows the last one on session {session}")
+        if isinstance(message, sm.Probe):
+            self.asked_at = self.world.loop.now
         if isinstance(message, sm.Refused | sm.Ended):
             self.closed.add(session)
             self.expect(
