@@ -107,7 +107,9 @@ def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     from muster.scheduler.audit import logs
     from muster.scheduler.audit.native_stderr import handshakes_watched
     from muster.scheduler.serve.credentials import load_security
+    from muster.wire.malloc import bound_arenas
 
+    bound_arenas(env)
     logs.set_up(settings.log_level, env)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
         security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
