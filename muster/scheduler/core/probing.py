@@ -235,13 +235,16 @@ def _who_goes(
 
 def _workers_beside(job: Job, members: Collection[m.Candidate], single: Collection[Accusation]) -> Split:
     """The hosts of these workers as parts: each of them, and those beside them as a whole."""
-    apart = {node_id for pair in single for node_id in pair}
-    concerned = {one.host.id for one in members if one.node_id in apart}
+    # A node id may be the id of a host as well.
+    units = {node_id: f"worker {node_id}" for pair in single for node_id in pair}
+    concerned = {one.host.id for one in members if one.node_id in units}
+    here = {one.node_id: one for one in members if one.host.id in concerned}
+    named = {node_id: units.get(node_id, one.host.id) for node_id, one in here.items()}
+    parties = _parties(job, here.values(), lambda one: named[one.node_id])
     parts: dict[str, dict[str, Party]] = {host_id: {} for host_id in concerned}
-    for host_id, here in parts.items():
-        beside = [one for one in members if one.host.id == host_id]
-        here |= _parties(job, beside, lambda one: one.node_id if one.node_id in apart else one.host.id)
-    return Split(parts, single)
+    for node_id, one in here.items():
+        parts[one.host.id][named[node_id]] = parties[named[node_id]]
+    return Split(parts, [(units[a], units[b]) for a, b in single])
 
 
 def _leaving_and_pairs(
@@ -587,18 +590,13 @@ def leaving_by_size(
     Takes what :func:`leaving` does; ``others`` counts for nothing.
     """
     left = [(a, b) for a, b in accusations if a in parties and b in parties]
-    taken, broken = split.apart(parties, left)
-    if not _is_soon_decided(broken):
-        split = WHOLE
-        taken, broken = dict(parties), left
-    find = best if _is_soon_decided(broken) else _thinned_out
-    stay = find(frozenset(taken), taken, broken)
     involved = {name for pair in left for name in pair}
+    if sum(len(split.parts.get(name, (name,))) for name in involved | split.parts.keys()) > EXACT_PARTIES:
+        split = WHOLE
+    taken, broken = split.apart(parties, left)
+    find = best if len({name for pair in broken for name in pair}) <= EXACT_PARTIES else _thinned_out
+    stay = find(frozenset(taken), taken, broken)
     return frozenset(name for name in involved if stay.isdisjoint(split.parts.get(name, (name,))))
-
-
-def _is_soon_decided(accusations: Collection[Accusation]) -> bool:
-    return len({name for pair in accusations for name in pair}) <= EXACT_PARTIES
 
 
 def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:

@@ -407,6 +407,12 @@ def test_sides_of_a_cut_are_compared_without_the_workers_that_they_would_lose(si
     assert lies(hosts, f"{CUT} c0>b0") == ["b0", "b1"]
 
 
+def test_a_worker_whose_id_is_that_of_its_host_is_no_more_than_itself() -> None:
+    hosts = Hosts("a", "a1", "a2", "a3", "b0", "b1", "c0", "d0")
+    cut = "a>b0 a1>b1 a2>b0 a3>b1 b0>a b1>a1"
+    assert lies(hosts, f"{cut} c0>a d0>a") == ["a", "b0", "b1"]
+
+
 def test_who_is_cut_off_from_one_host_and_from_a_worker_of_another_is_in_no_lone_pair() -> None:
     """The other side of the cut is not under suspicion."""
     hosts = Hosts("a0", "a1", "b0", "b1", "c0", "d0")
