@@ -62,16 +62,14 @@ HEAP_BYTES = 64 << 20
 
 def further_heaps(pid: int) -> int:
     """How many heaps a process has beside the first arena's."""
-    rows = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    areas = [(*(int(end, 16) for end in row[0].split("-")), row[1], len(row)) for row in rows]
+    areas = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        bounds, mode, *more = line.split()
+        begin, end = (int(each, 16) for each in bounds.split("-"))
+        areas.append((begin, end, mode if len(more) == 3 else "of a file"))
     return sum(
-        not begin % HEAP_BYTES
-        and mode == "rw-p"
-        and words == 5
-        and following[0] == end
-        and following[1] == begin + HEAP_BYTES
-        and following[2] == "---p"
-        for (begin, end, mode, words), following in itertools.pairwise(areas)
+        begin % HEAP_BYTES == 0 and mode == "rw-p" and following == (end, begin + HEAP_BYTES, "---p")
+        for (begin, end, mode), following in itertools.pairwise(areas)
     )
 
 
