@@ -133,6 +133,9 @@ class Judge:
         if removed:
             assert formed is not None
             here = [each.candidate for each in formed.members if each.candidate.node_id in claims]
+            # Where others stay of its host, a worker alone was expelled, and its host is not barred.
+            for host in {self.world.host(node_id) for node_id in self.claims}:
+                self.barred.pop(host, None)
             self._check_lost_to_one(removed, here, newcomers - taught)
             self._check_most_stay(removed, formed, newcomers)
 
