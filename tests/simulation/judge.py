@@ -87,6 +87,8 @@ class Judge:
         self.broken_with: dict[str, set[str]] = {}  # of hosts that may be at fault, with which others
         self.remembers_since = 0.0
         self.asked_at = 0.0  # the newest round of probes
+        self.round = 0
+        self.answered: set[int] = set()  # the streams on which it has been answered, and that are not over
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
@@ -254,8 +256,12 @@ class Judge:
         if self.remembers_since != self.world.scheduler.up_since:
             self.remembers_since, self.broken_with = self.world.scheduler.up_since, {}
         is_cut = self.world.cables.is_cut
-        hosts = gone | left
+        # Of a host from which no answer counts, because its streams were lost in that round, say, the round
+        # has found nothing: who is in a single pair beside it is in no other one.
+        told = {self.world.host(self.identity[session][0]) for session in self.answered & set(self.identity)}
+        hosts = (gone | left) & told
         apart = {one: {x for x in hosts - {one} if is_cut(one, x, ago)} for one in hosts}
+        apart |= {one: set() for one in (gone | left) - hosts}
         for one in gone:
             self.broken_with.setdefault(one, set()).update(apart[one])
             for peer in apart[one]:
@@ -441,8 +447,11 @@ class Judge:
         self.expect(session not in self.closed, f"a message follows the last one on session {session}")
         if isinstance(message, sm.Probe):
             self.asked_at = self.world.loop.now
+            if message.round != self.round:
+                self.round, self.answered = message.round, set()
         if isinstance(message, sm.Refused | sm.Ended):
             self.closed.add(session)
+            self.answered.discard(session)
             self.expect(
                 bool(message.sentence if isinstance(message, sm.Refused) else message.reason), "no reason"
             )
@@ -476,6 +485,10 @@ class Judge:
         if isinstance(event, se.PeerSuspected | se.SessionLost | se.LeftCleanly | se.LeaveRequested):
             self.disturbed()
         session = getattr(event, "session", None)
+        if isinstance(event, se.Probed) and event.round == self.round:
+            self.answered.add(event.session)
+        if isinstance(event, se.SessionLost | se.LeftCleanly):
+            self.answered.discard(event.session)
         if isinstance(event, se.SessionLost):
             self.ended_at[event.session] = self.world.loop.now
         elif session in self.identity:
