@@ -340,8 +340,8 @@ class Client:
 
     @property
     def news_of_members(self) -> object:
-        """Differs after a change of members, and once the scheduler could decide nothing."""
-        return self._news.change, self._core.times_put_off
+        """Differs after a change of members, once a group stands, or the scheduler could decide nothing."""
+        return self._news.change, self.training.is_building, self._core.times_put_off
 
     def is_outdated(self, generation: int) -> bool:
         """Whether the generation is over, or a newer one is known."""

@@ -91,6 +91,11 @@ class TrainingThread:
         return ", ".join(self._busy)
 
     @property
+    def is_building(self) -> bool:
+        """Whether it builds a generation's communicator, or waits until all others have."""
+        return self._building_since is not None
+
+    @property
     def is_hanging(self) -> bool:
         """Whether a collective takes so long that others may not come to it."""
         return self._collectives.hanging_s() > HANG_S

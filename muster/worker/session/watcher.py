@@ -49,8 +49,8 @@ class Informed(Protocol):
 
     @property
     def news_of_members(self) -> object:
-        """Differs after a change of members, and once the scheduler could decide nothing: how long a wait was
-        in which that happened says nothing of the steps.
+        """Differs after a change of members, once a group stands, and once the scheduler could decide
+        nothing: how long a wait was in which that happened says nothing of the steps.
         """
 
     def post(self, event: e.Event) -> object:
@@ -110,9 +110,10 @@ class Watcher:
 
     def look(self) -> None:
         """Reports to the machine if the training thread has waited for too long."""
+        news = self._client.news_of_members  # before: the wait may end while it is looked at
         late_s = self._training.late_s()
         if late_s > self._pace.limit_s:
-            self._late_s, self._late_in = late_s, self._client.news_of_members
+            self._late_s, self._late_in = late_s, news
             self._client.post(e.PeersLate(late_s))
         elif self._late_s:
             if self._late_in == self._client.news_of_members:

@@ -34,7 +34,7 @@ from muster.worker.session.threads import Threads
 from muster.worker.session.training_thread import HANG_S, Collectives
 from tests.waiting import wait_for
 from tests.worker.session.machine import assignment, profile
-from tests.worker.session.scripted import ScriptedConnector, Thread, stub_communicator
+from tests.worker.session.scripted import Line, ScriptedConnector, Thread, stub_communicator
 
 
 class Minter:
@@ -108,6 +108,11 @@ def running(connector: ScriptedConnector, calls: Calls) -> Iterator[Client]:
 
 def run(made: Client, connector: ScriptedConnector) -> None:
     """Brings a client into generation 1."""
+    stand(made, build(made, connector))
+
+
+def build(made: Client, connector: ScriptedConnector) -> Line:
+    """Has a client build generation 1."""
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -115,6 +120,11 @@ def run(made: Client, connector: ScriptedConnector) -> None:
     line.assign(line.hear("join"))
     line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
     assert building.result().unique_ids == (b"secret",)
+    return line
+
+
+def stand(made: Client, line: Line) -> None:
+    """Lets what a client has built stand."""
     building = Thread(lambda: made.built(1))
     line.hear("built")
     line.say(group_built=pb.GroupBuilt(generation=1))
@@ -317,31 +327,48 @@ class Fast(Threads):
         return 20.0 * super().now()
 
 
+class LateCalls(FlightRecorder):
+    """A collective that has been waited for as long as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.late = 0, 0.0
+
+    def late_s(self) -> float:
+        self.looks += 1
+        return self.late
+
+    def waited(self, seconds: float) -> None:
+        """Waits until the watcher has seen it so."""
+        self.late, before = seconds, self.looks
+        wait_for(lambda: self.looks >= before + 3)
+
+
 @pytest.mark.parametrize("undecided", [False, True])
 def test_a_wait_says_nothing_of_the_steps_once_the_scheduler_could_decide_nothing(
     connector: ScriptedConnector, undecided: bool
 ) -> None:
     """Else the next wait would be late after five times as long as there was no space."""
-    late, pace, looks = 30.0, Pace(), 0
-
-    class Late(FlightRecorder):
-        def late_s(self) -> float:
-            nonlocal looks
-            looks += 1
-            return late
-
-    def look_twice() -> None:
-        before = looks
-        wait_for(lambda: looks >= before + 2)
-
-    made = client(connector, threads=Fast(), calls=Late(), pace=pace, goodbye_timeout_s=0.01)
+    calls, pace = LateCalls(), Pace()
+    made = client(connector, threads=Fast(), calls=calls, pace=pace, goodbye_timeout_s=0.01)
     run(made, connector)
-    look_twice()
+    calls.waited(30.0)
     made.post(e.Received(1, Waiting(1, 1, "There is no space.", undecided=undecided)))
-    late = 0.0
-    look_twice()
+    calls.waited(0.0)
     made.close()
     assert pace.limit_s == (Pace().limit_s if undecided else 150.0)
+
+
+def test_how_long_a_group_takes_to_stand_says_nothing_of_the_steps(connector: ScriptedConnector) -> None:
+    """Else nobody would be probed while the next one is built: its time would be over before it is late."""
+    calls, pace = LateCalls(), Pace()
+    made = client(connector, threads=Fast(), calls=calls, pace=pace, goodbye_timeout_s=0.01)
+    line = build(made, connector)
+    line.hear("late")
+    stand(made, line)
+    calls.waited(0.0)
+    made.close()
+    assert pace.limit_s == Pace().limit_s
 
 
 def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:
