@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,7 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
     began = time.monotonic()
     watched = {"worker": Watched(), "scheduler": Watched(), "page": Watched()}
     next_harm = next_sample = next_progress = began
+    kinds = _kinds(chance)
     wanted, patience = 0, began
     while (now := time.monotonic()) < began + seconds:
         job.wake(now)
@@ -396,7 +397,7 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
             next_harm, patience = now + chance.uniform(0.5, 4.0), now + PATIENCE_S
             wanted = job.results.checked + (0 if chance.random() < BURST else 3 * WORKERS)
             scheduler_rests = now > began + seconds / 3
-            done[_harm(job, veteran, chance, spare_scheduler=scheduler_rests)] += 1
+            done[_harm(job, next(kinds), veteran, chance, spare_scheduler=scheduler_rests)] += 1
         if now >= next_sample:
             next_sample = now + SAMPLE_S
             watched["worker"].look(veteran.process.pid)
@@ -422,9 +423,15 @@ def _progress(job: Soak, done: Counter[str], left_s: float) -> None:
     )
 
 
-def _harm(job: Soak, veteran: Worker, chance: random.Random, *, spare_scheduler: bool) -> str:
+def _kinds(chance: random.Random) -> Iterator[str]:
+    """Which harm is next: each kind once, the scheduler's death first, because that soon comes no more."""
+    yield from ("scheduler", *chance.sample(sorted(HARMS.keys() - {"scheduler"}), len(HARMS) - 1))
+    while True:
+        yield chance.choices(list(HARMS), list(HARMS.values()))[0]
+
+
+def _harm(job: Soak, what: str, veteran: Worker, chance: random.Random, *, spare_scheduler: bool) -> str:
     """Does one harm; its name, or "" if there was nobody to do it to."""
-    what = chance.choices(list(HARMS), list(HARMS.values()))[0]
     place, seconds = chance.random(), chance.choice((0.3, 1.0, 2.0, 8.0))
     if what == "scheduler" and spare_scheduler:
         return ""
