@@ -354,7 +354,12 @@ class Cluster:
     def _check_told(self, member: Member, since: float) -> None:
         """Of whom a launcher says that it died nobody waits until its time to come back is over."""
         judge = self.world.judge
-        others = any(stream.came_at < since + TOLD_S / 2 for stream in member.streams.values())
+        # Until one has come that the journal knows, it may be older than what its workers hold: no word counts.
+        others = any(
+            stream.came_at < since + TOLD_S / 2
+            and judge.claims.get(stream.worker.node_id) == stream.worker.incarnation
+            for stream in member.streams.values()
+        )
         if self.unanswered or not others:
             return
         for node_id, incarnation in self.world.launchers.waiting:

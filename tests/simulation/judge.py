@@ -93,6 +93,7 @@ class Judge:
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
         self.formed_at = 0.0
+        self.change_gave_up_at = 0.0  # a planned change found no step to end with, in its time
 
     def fault(self, what: str) -> NoReturn:
         """A promise was broken."""
@@ -262,10 +263,16 @@ class Judge:
         hosts = (gone | left) & told
         apart = {one: {x for x in hosts - {one} if is_cut(one, x, ago)} for one in hosts}
         apart |= {one: set() for one in (gone | left) - hosts}
+        # What was cut after a round had begun, it may have seen or not.
+        seen_whole = {
+            one: {x for x in apart[one] if self.world.cables.was_cut_throughout(one, x, self.asked_at)}
+            for one in apart
+        }
         for one in gone:
             self.broken_with.setdefault(one, set()).update(apart[one])
             for peer in apart[one]:
-                if apart[peer] == {one} and len(apart[one]) == 1:
+                alone = {one} in (apart[peer], seen_whole[peer])
+                if alone and len(apart[one]) == 1:
                     self.broken_with.setdefault(peer, set()).add(one)
         if len(gone) != 1 or any(len(apart[one]) != 1 for one in gone):
             return ""
@@ -294,7 +301,8 @@ class Judge:
         self.expect(not (whole and known and enough), f"{worker} has hung for long, and is waited for")
 
     def _settled(self, what: str) -> None:
-        calm_for = self.world.loop.now - max(self.disturbed_at, self.world.scheduler.up_since)
+        since = max(self.disturbed_at, self.change_gave_up_at, self.world.scheduler.up_since)
+        calm_for = self.world.loop.now - since
         if self.established:
             self.expect(
                 calm_for < NODE_TIMEOUT_S + 5.0, f"{what} though nothing happened for {calm_for:.1f} s"
@@ -324,6 +332,8 @@ class Judge:
             # A member that went between two steps broke none; whether one is redone is judged at the end.
             needed = self.went or self.world.scheduler.lacked_space()  # who waits too long for a change goes
             self.expect(not abrupt or needed, f"a step is broken without need: {record.reason}")
+        if "took over" in record.reason:  # a change that waits behind it begins only then
+            self.change_gave_up_at = self.world.loop.now
         self.went = False
         self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
         self.formed, self.finished = record, set()
@@ -412,7 +422,8 @@ class Judge:
         self.expect(bool(record.reason), "the job ended without a reason")
         if self.formed is not None:
             nodes = [each.candidate.node_id for each in self.formed.members]
-            together = self.world.cables.most_together(nodes, self.world.loop.now - TWO_ROUNDS_S)
+            decided_at = self.world.loop.now - self.world.scheduler.held_up_s()
+            together = self.world.cables.most_together(nodes, decided_at - TWO_ROUNDS_S)
             # Of two members nobody is expelled, whatever MS_WORKER_MIN is.
             self.torn = together < max(self.world.scenario.worker_min, min(2, len(nodes)))
             # MS_TOPO_TIMEOUT bounds the building of a job that has not trained yet, over all generations that

@@ -250,9 +250,12 @@ class JobDriver:
             batch.insert(0, _Item(e.HeldUp(held_up_s)))
         stepped: list[Stepped] = []
         over: set[e.SessionId] = set()
+        ended = {item.event.session for item in batch if isinstance(item.event, e.SessionLost)}
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
             if isinstance(item.event, e.Joined) and (
-                item.event.session in over or item.event.session not in self.sessions
+                item.event.session in over
+                or item.event.session not in self.sessions
+                or (item.event.session in ended and item.event.held_generation <= 0)
             ):  # its stream has had the last word by now: nothing could answer it
                 stepped.append((item, Decision()))
                 continue

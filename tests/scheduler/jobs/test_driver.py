@@ -369,6 +369,23 @@ def test_a_join_after_the_last_word_on_its_stream_is_not_heard(last: m.Scheduler
     go(test())
 
 
+@pytest.mark.parametrize(("held", "heard"), [(0, False), (3, True)])
+def test_of_a_newcomer_whose_stream_has_ended_already_the_join_is_not_heard(held: int, heard: bool) -> None:
+    """It would be admitted and lost at once, and its process be refused when it comes by its next stream."""
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.session(1)
+        join, lost = e.Joined(1, candidate(), held), e.SessionLost(1, "ping timeout")
+        rig.driver.post(join)
+        await rig.driver.submit(lost)
+        assert (join in rig.job.events()) is heard
+        assert lost in rig.job.events()
+        await rig.close()
+
+    go(test())
+
+
 def test_losses_that_come_together_are_concluded_together() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
