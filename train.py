@@ -14,7 +14,7 @@ import numpy as np
 import muster
 from muster import ElasticLoop, ShardedSampler, TrainingState
 from muster.example import datasets
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.training import checkpoint
 from muster.training.carrier import module_for
 from muster.training.gradient_reducer import GradientReducer
@@ -90,7 +90,7 @@ class Network:
                 gradient = (gradient @ self.parameters[f"w{i}"].T) * (activations[i] > 0)
 
 
-def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Session, out: Progress) -> None:
+def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Session, out: StatusLine) -> None:
     """Trains to the end; a worker that is asked to leave does not come to the test."""
     xp = module_for(session)
     net = Network(xp, data, args)
@@ -135,7 +135,7 @@ def main() -> None:
     """Ends by itself when the job ended well; a wrong setting, say, ends it in words, with exit code 2."""
     args = settings()
     data = datasets.load(args.data)
-    with muster.init() as session, Progress() as out:  # released at the end of the block
+    with muster.init() as session, StatusLine() as out:  # released at the end of the block
         train(args, data, session, out)
 
 

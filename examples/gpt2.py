@@ -22,7 +22,7 @@ from torch.nn import functional
 import muster
 from examples.throughput import Throughput
 from muster import ElasticLoop, ShardedSampler
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.training import checkpoint
 from muster.training.sampler import Batch
@@ -185,7 +185,7 @@ class Job:
         return bytes(found[0].tolist()).decode(errors="replace")
 
 
-def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Progress) -> Throughput:
+def train(args: argparse.Namespace, job: Job, session: muster.Session, out: StatusLine) -> Throughput:
     """Trains to the end and returns what was done."""
     files = checkpoint.Folder("" if job.divided else args.checkpoint_dir, job.state, session)
     keeps: Any = {}
@@ -218,7 +218,7 @@ def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Prog
 def main() -> None:
     """A wrong setting ends it in words; SIGTERM, after the step, with 143."""
     args = settings()
-    with muster.init("nccl" if torch.cuda.is_available() else "tcp") as session, Progress() as out:
+    with muster.init("nccl" if torch.cuda.is_available() else "tcp") as session, StatusLine() as out:
         device = torch.device("cpu")
         if torch.cuda.is_available():
             torch.cuda.set_device(device := torch.device("cuda", session.device_ordinal))

@@ -28,7 +28,7 @@ from examples.resnet import ResNet, resnet50
 from examples.throughput import Throughput
 from muster import ElasticLoop, ShardedSampler
 from muster.example import datasets
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.torch.transfer import gather_rows
 from muster.training import checkpoint
@@ -144,7 +144,7 @@ class Job:
         return self.step(rows)
 
 
-def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Progress) -> Throughput:
+def train(args: argparse.Namespace, job: Job, session: muster.Session, out: StatusLine) -> Throughput:
     """Trains to the end and returns what was done."""
     checkpoints = checkpoint.Folder("" if job.divided else args.checkpoint_dir, job.state, session)
     keeps: Any = {}
@@ -194,7 +194,7 @@ def compilations() -> int:
 
 
 def report(
-    args: argparse.Namespace, job: Job, session: muster.Session, out: Progress, done: Throughput
+    args: argparse.Namespace, job: Job, session: muster.Session, out: StatusLine, done: Throughput
 ) -> None:
     """Prints the line at the end, on rank 0; all ranks call it."""
     with contextlib.suppress(muster.WorkerError):  # another has gone: what this one has counted, then
@@ -230,7 +230,7 @@ def main() -> None:
     """A wrong setting, say, ends it in words, with exit code 2; SIGTERM, after the step, with 143."""
     args = settings()
     cuda = torch.cuda.is_available() and not args.tiny
-    with muster.init("nccl" if cuda else "tcp") as session, Progress() as out:
+    with muster.init("nccl" if cuda else "tcp") as session, StatusLine() as out:
         job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
         done = train(args, job, session, out)
         if job.divided and session.rank == 0:

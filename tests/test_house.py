@@ -124,6 +124,32 @@ def test_what_both_sides_need_is_defined_once(name: str) -> None:
     assert [path.parent.name for path in where] == ["wire"]
 
 
+def places_of_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Where each class is defined, nested ones too: by name, its files and lines."""
+    places: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return places
+
+
+def named_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names that several classes have, and where these are defined."""
+    return {name: places for name, places in places_of_classes(sources).items() if len(places) > 1}
+
+
+def test_a_name_that_two_classes_have_is_found_with_both_places() -> None:
+    one, other = "class Job: ...\nclass _Only: ...", "def f():\n    class Job: ..."
+    assert named_twice({"a.py": one, "b.py": other}) == {"Job": ["a.py:1", "b.py:2"]}
+
+
+def test_each_class_name_stands_for_one_thing() -> None:
+    """In generated code, too; not in its stubs for types, which name messages as the product does."""
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in MUSTER.rglob("*.py")}
+    assert named_twice(sources) == {}
+
+
 def circles(arrows: Mapping[str, set[str]]) -> set[str]:
     """What is in a circle of the arrows, or on the way from one to another."""
     remaining = {name: arrows[name] - {name} for name in arrows}

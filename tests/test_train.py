@@ -14,7 +14,7 @@ import pytest
 
 import train
 from muster.example import datasets
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.training import checkpoint
 from tests.fakes import ElasticWorld
 
@@ -115,7 +115,7 @@ def trained(
     (session,) = ElasticWorld(1).members
     session.backend = argparse.Namespace(on_device=False)  # type: ignore[attr-defined]
     args = settings(monkeypatch, *arguments)
-    with Progress() as out:
+    with StatusLine() as out:
         train.train(args, datasets.load(args.data), session, out)  # type: ignore[arg-type]
     return capsys.readouterr().out.splitlines()
 

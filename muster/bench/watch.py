@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures; times in seconds, shares of one core."""
 
     async def measure(load: Load, scheduler_pid: int, folder: Path) -> dict[str, Any]:
-        return await Watched(args, load, scheduler_pid, folder).play()
+        return await WatchedScheduler(args, load, scheduler_pid, folder).play()
 
     return {"watchers": args.watchers, **beside_a_job(args, 1.0, measure)}
 
 
-class Watched:
+class WatchedScheduler:
     """A scheduler whose workers stand, and those who watch it.
 
     Args:
@@ -159,7 +159,7 @@ class Watched:
 class _Watching:
     """The watchers, for as long as it lasts."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedScheduler) -> None:
         self._watched = watched
 
     async def __aenter__(self) -> None:

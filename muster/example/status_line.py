@@ -7,7 +7,7 @@ import sys
 from typing import TextIO
 
 
-class Progress:
+class StatusLine:
     """Prints lines; on a terminal it also keeps a status line at the bottom, overwritten in place.
 
     As a context manager it takes the status line away at the end.
@@ -40,7 +40,7 @@ class Progress:
         clearing, self._shown = self._clearing(), ""
         self._write(clearing)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StatusLine:
         """Nothing more to do."""
         return self
 

@@ -20,7 +20,7 @@ from muster.launch.plan import ENDED_VARIABLE
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import load_settings
-from muster.worker.session.connection import DeniedError, Dial, MalformedError, grpc_dial, load_keyring
+from muster.worker.session.connection import DeniedError, Dial, MessageRejectedError, grpc_dial, load_keyring
 
 METHOD = "/rendezvous.v1.Rendezvous/ProcessEnded"
 AGAIN_S = 0.25
@@ -36,7 +36,7 @@ def tell(
 
     Raises:
         DeniedError: this certificate may not say that, or there is no safe connection.
-        MalformedError: the scheduler does not know the call.
+        MessageRejectedError: the scheduler does not know the call.
     """
     for word in words:
         while not _taken(dial, word):
@@ -76,7 +76,7 @@ def main(env: Mapping[str, str] = os.environ) -> int:
     except WorkerError as error:
         log.warning("%s", error)
         return error.exit_code
-    except (DeniedError, MalformedError) as error:
+    except (DeniedError, MessageRejectedError) as error:
         log.warning("The scheduler was not told which processes have ended: %s", error)
         return 1
     return 0

@@ -20,7 +20,7 @@ from muster.parallel.eager import TraceError
 from muster.parallel.measure import load_machine
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning import context
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import whole_shape
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh
@@ -109,7 +109,7 @@ def parallelize(
     plan: str | Path | None = None,
     loss: Any = None,
     mesh: Mesh | None = None,
-    machine: Machine | str | Path | None = None,
+    machine: Hardware | str | Path | None = None,
     batch_norm: str | None = None,
     optimizer_states: int = 2,
     shard_updates: bool | str | None = None,
@@ -214,7 +214,7 @@ def parallelize(
         strategies or {},
         memory,
         mesh,
-        load_machine(machine) if isinstance(machine, (str, Path)) else machine or Machine(),
+        load_machine(machine) if isinstance(machine, (str, Path)) else machine or Hardware(),
         optimizer_states=optimizer_states,
         survive=survive,
     )
@@ -256,7 +256,7 @@ class _Given:
     strategies: Mapping[str, Strategy]
     memory: float
     mesh: Mesh | None
-    machine: Machine
+    machine: Hardware
     optimizer_states: int
     survive: int
 

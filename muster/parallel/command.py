@@ -15,7 +15,7 @@ from typing import Any
 
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.planning.context import MODES, SEARCH_NAMES
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import RESTS, find_plan
 from muster.parallel.planning.precision import mark_autocast
@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     return find_plan(
         graph,
         options.gpus,
-        machine=load_machine(options.machine) if options.machine else Machine(),
+        machine=load_machine(options.machine) if options.machine else Hardware(),
         mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
         search=SEARCH_NAMES[options.search],
         strategies=_strategies(options.strategy),
@@ -203,7 +203,7 @@ def _measure(path: str) -> None:
             _write(path, machine)
 
 
-def _write(path: str, machine: Machine) -> None:
+def _write(path: str, machine: Hardware) -> None:
     Path(path).write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
     print(
         f"{machine.name}: {machine.flops_per_s / 1e12:.3g} Tflop/s,"

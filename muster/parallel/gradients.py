@@ -137,7 +137,7 @@ def share_of(shard: ParameterShard, local: Any, mesh_communicator: MeshCommunica
     return padded[start : start + shard.own_numel].clone().view(shard.own_shape)
 
 
-class _Bucket:
+class _MeshBucket:
     def __init__(self, planned: PlannedBucket, members: Sequence[HeldParameter]) -> None:
         self.dims, self.sharded, self.members = planned.dims, planned.sharded, list(members)
         self.waiting = len(self.members)
@@ -226,7 +226,7 @@ class Gradients:
         mesh_communicator: MeshCommunicator,
     ) -> None:
         self.held, self._mesh_communicator = held, mesh_communicator
-        self._buckets = [_Bucket(each, [held[name] for name in each.nodes]) for each in planned]
+        self._buckets = [_MeshBucket(each, [held[name] for name in each.nodes]) for each in planned]
         self._bucket_of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
         self.synchronize = True
         self._in_backward = False

@@ -12,7 +12,7 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.saved import read_json
 from muster.torch.transfer import array_of
 
@@ -24,7 +24,7 @@ _CALLS = 50
 
 def measure(
     communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
-) -> Machine:
+) -> Hardware:
     """Measures this machine; with a communicator its collectives too, by the slowest rank.
 
     Args:
@@ -58,11 +58,11 @@ def measure(
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     ranks = communicator.world_size if communicator is not None else 1
     sums = measured.get("all_reduce", {}).get(str(ranks), [])
-    bus, latency = Machine.bus_bytes_per_s, Machine.latency_s
+    bus, latency = Hardware.bus_bytes_per_s, Hardware.latency_s
     if sums:
         latency = sums[0][1]
         bus = 2 * (ranks - 1) / ranks * sums[-1][0] / max(1e-9, sums[-1][1])
-    return Machine(
+    return Hardware(
         f"{name}, measured on {ranks} rank{'s' if ranks > 1 else ''}",
         flops_per_s=facts[0],
         memory_bytes_per_s=facts[1],
@@ -159,7 +159,7 @@ def _one(group: Communicator, kind: str, nbytes: int, ranks: int, device: Any) -
     return _seconds(calls[kind], device)
 
 
-def load_machine(path: str | Path) -> Machine:
+def load_machine(path: str | Path) -> Hardware:
     """A machine that ``--measure`` wrote.
 
     Raises:
@@ -167,7 +167,7 @@ def load_machine(path: str | Path) -> Machine:
     """
     saved = read_json(path, "the measured machine")
     try:
-        machine = Machine(**saved)
+        machine = Hardware(**saved)
         for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
             value = getattr(machine, each)
             if not isinstance(value, (int, float)) or not value > 0:

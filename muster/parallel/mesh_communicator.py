@@ -14,7 +14,7 @@ from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import FINISHED, Work
 from muster.errors import GroupError
-from muster.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
+from muster.parallel.planning.layouts import Mesh, RedistributionStep, coordinates, group_ranks
 from muster.torch.transfer import array_of, bytes_of
 
 
@@ -185,7 +185,7 @@ class MeshCommunicator:
 
     # ------------------------------------------------------------ moves
 
-    def run(self, x: Any, steps: Sequence[Step]) -> Any:
+    def run(self, x: Any, steps: Sequence[RedistributionStep]) -> Any:
         """Brings a tensor from one layout to another."""
         for step in steps:
             if self.size(step.dims) == 1:
@@ -210,7 +210,11 @@ class Move(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, mesh_communicator: MeshCommunicator, there: Sequence[Step], back: Sequence[Step]
+        ctx: Any,
+        x: Any,
+        mesh_communicator: MeshCommunicator,
+        there: Sequence[RedistributionStep],
+        back: Sequence[RedistributionStep],
     ) -> Any:
         """Moves the value."""
         ctx.mesh_communicator, ctx.back = mesh_communicator, back

@@ -15,14 +15,14 @@ from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
 from muster.parallel.gradients import Gradients, HeldParameter, share_of
 from muster.parallel.mesh_communicator import MeshCommunicator, Move, Scale
-from muster.parallel.operators import DRAWS_BY_GENERATOR, Local, Run, local_function
+from muster.parallel.operators import DRAWS_BY_GENERATOR, ForwardPass, Local, local_function
 from muster.parallel.planning.buckets import (
     ParameterShard,
     edge_layouts,
     gradient_buckets,
     parameter_shards,
 )
-from muster.parallel.planning.graph import FAN_OUT, Node, Value
+from muster.parallel.planning.graph import FAN_OUT, Node, TensorValue
 from muster.parallel.planning.layouts import (
     Placements,
     local_shape,
@@ -84,7 +84,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._planner = planner
         self._whole = [] if connect else [module]  # in a list, lest it become a part of this module
         self._traced, self._graph = traced, traced.graph
-        self._run = Run(seed)
+        self._run = ForwardPass(seed)
         self._summed = summed
         self._autocast = autocast
         self._take(plan, _mesh_communicator_of(plan, communicator, connect=connect))
@@ -649,7 +649,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self.mesh_communicator.close()
 
 
-def _check_input(tensor: Any, node: Node, value: Value, shape: tuple[int, ...]) -> None:
+def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ArrayError(
             f"The plan takes {node.name} of shape {list(shape)} from each rank; it got {list(tensor.shape)}.",

@@ -37,7 +37,7 @@ Where = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Run:
+class ForwardPass:
     """A forward pass: seed, rank, mode; dropout depends on all of it.
 
     A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
@@ -79,7 +79,7 @@ def local_function(
     state: State,
     function: Any,
     mesh_communicator: MeshCommunicator,
-    run: Run,
+    run: ForwardPass,
     *,
     local_norm: bool,
 ) -> Local:
@@ -101,13 +101,13 @@ def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
     return arguments
 
 
-def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
+def seed_of(run: ForwardPass, name: str, shard: Sequence[int]) -> int:
     """The seed of what is drawn in a step; ranks with the same part have the same."""
     text = f"{run.seed} {run.step} {name} {tuple(shard)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def keep_mask(run: Run, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
+def keep_mask(run: ForwardPass, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
     """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p); of 1 zeros are left."""
     generator = run.generator(where, like.device)
     mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
@@ -124,7 +124,7 @@ class LocalFunction:
         state: State,
         function: Any,
         mesh_communicator: MeshCommunicator,
-        run: Run,
+        run: ForwardPass,
         local_norm: bool,
     ) -> None:
         self.node, self.state, self.function = node, state, function

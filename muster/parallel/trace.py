@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from muster.errors import ArrayError
 from muster.parallel.eager import TraceError, in_evaluation, is_users, what_no_graph_shows
-from muster.parallel.planning.graph import Graph, Node, Ref, Value
+from muster.parallel.planning.graph import Graph, Node, Ref, TensorValue
 from muster.parallel.planning.layouts import Shape
 
 _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
@@ -104,7 +104,7 @@ def trace(
                 evaluated = _exported(module, distinct)
             except TraceError:
                 evaluated = None
-    traced = _Reader(program, module, layerwise, prefix).read([_is_trained(leaf) for leaf in leaves])
+    traced = _ProgramReader(program, module, layerwise, prefix).read([_is_trained(leaf) for leaf in leaves])
     traced.structure = structure
     traced.arguments = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
     if evaluated is None:
@@ -162,7 +162,7 @@ def _not_traced(error: Exception) -> TraceError:
     )
 
 
-class _Reader:
+class _ProgramReader:
     """Reads an exported program into a graph."""
 
     def __init__(self, program: Any, module: Any, layerwise: frozenset[str], prefix: str) -> None:
@@ -239,7 +239,7 @@ class _Reader:
                     remedy='Use torch.where, or a mask as a factor; mode="data_parallel" needs no graph.',
                 )
             shape: Shape = tuple(meta.shape)
-            value = Value(
+            value = TensorValue(
                 node.name if len(metas) == 1 else f"{node.name}.{number}",
                 shape,
                 str(meta.dtype).removeprefix("torch."),

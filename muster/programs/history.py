@@ -18,7 +18,7 @@ PART_BYTES = 512 * 1024
 _SETS = (pb.STORE_KIND_SET, pb.STORE_KIND_MULTI_SET)
 
 
-class History:
+class ChangeHistory:
     """The changes of one member, by their numbers.
 
     Args:

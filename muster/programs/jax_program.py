@@ -132,7 +132,7 @@ class Cluster:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
-        self._store: Store | None = None
+        self._store: AgentStore | None = None
         self._handover: Handover | None = None
         self._protected = False
         self._meetings = 0
@@ -144,10 +144,10 @@ class Cluster:
         return int(self._env["RANK"])
 
     @property
-    def store(self) -> Store:
+    def store(self) -> AgentStore:
         """This generation's."""
         if self._store is None:
-            self._store = Store(self._env[STORE_VARIABLE])
+            self._store = AgentStore(self._env[STORE_VARIABLE])
         return self._store
 
     @property
@@ -256,7 +256,7 @@ def free_port(host: str) -> int:
         return port
 
 
-class Store:
+class AgentStore:
     """The agent's listener for a program without torch: what of TCPStore's protocol it needs.
 
     Args:

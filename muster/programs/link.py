@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from muster.errors import WorkerError
-from muster.programs.history import History
+from muster.programs.history import ChangeHistory
 from muster.wire.v1 import store_pb2 as pb
 
 log = logging.getLogger("muster.worker")
@@ -65,7 +65,7 @@ class StoreLink:
     def __init__(self, opening: pb.StoreOpen, connect: Connect) -> None:
         self._opening = opening
         self._connect = connect
-        self._history = History()
+        self._history = ChangeHistory()
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
         self._unsent: list[pb.StoreOperation] = []

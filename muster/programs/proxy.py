@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.programs.link import StoreEndedError, StoreLink
-from muster.wire.log_lines import Budget
+from muster.wire.log_lines import LogBudget
 from muster.wire.v1 import store_pb2 as pb
 
 log = logging.getLogger("muster.worker")
@@ -55,7 +55,7 @@ _READY, _NOT_READY = b"\0", b"\1"
 _U64, _I64 = struct.Struct("<Q"), struct.Struct("<q")
 
 
-class RefusedError(Exception):
+class ConnectionEndedError(Exception):
     """The connection must end; says why."""
 
 
@@ -83,7 +83,7 @@ class Proxy:
         self._owner = owner or peer_uid
         self._listener: socket.socket | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._refused = Budget[str](lines=LINES, window_s=WINDOW_S, max_callers=16)
+        self._refused = LogBudget[str](lines=LINES, window_s=WINDOW_S, max_callers=16)
 
     async def open(self) -> int:
         """Begins to listen; returns the port."""
@@ -122,7 +122,7 @@ class Proxy:
                 return
             try:
                 self._check_owner(connection)
-            except RefusedError as error:
+            except ConnectionEndedError as error:
                 connection.close()
                 self._say_refused(str(error), str(error))
                 continue
@@ -140,7 +140,7 @@ class Proxy:
             pass  # it went, or this goes
         except StoreEndedError as error:
             log.info("a connection to the store ends: %s", error)
-        except RefusedError as error:
+        except ConnectionEndedError as error:
             log.error("a connection to the store was closed: %s", error)
         except Exception:
             log.exception("fault in a connection to the store")
@@ -151,9 +151,9 @@ class Proxy:
         uid = self._owner(connection)
         if uid != os.getuid():
             whose = "nobody that the kernel knows" if uid is None else f"user {uid}"
-            raise RefusedError(f"it came from {whose}, and this store is of user {os.getuid()}.")
+            raise ConnectionEndedError(f"it came from {whose}, and this store is of user {os.getuid()}.")
         if len(self._connections) >= MAX_CONNECTIONS:
-            raise RefusedError(f"there are {MAX_CONNECTIONS} already.")
+            raise ConnectionEndedError(f"there are {MAX_CONNECTIONS} already.")
 
     def _say_refused(self, kind: str, why: str) -> None:
         """Says why a connection was not taken, or counts it: who is no user of it must not fill its log."""
@@ -189,9 +189,9 @@ class _Connection:
         try:
             hello = await asyncio.wait_for(self._reader.readexactly(5), GREETING_TIMEOUT_S)
         except TimeoutError:
-            raise RefusedError("it said nothing.") from None
+            raise ConnectionEndedError("it said nothing.") from None
         if hello != bytes((_VALIDATE,)) + struct.pack("<I", MAGIC):
-            raise RefusedError("it does not speak torch's TCPStore protocol.")
+            raise ConnectionEndedError("it does not speak torch's TCPStore protocol.")
         try:
             while True:
                 command = await self._command()
@@ -215,7 +215,7 @@ class _Connection:
     async def _u64(self, limit: int) -> int:
         (number,) = _U64.unpack(await self._reader.readexactly(8))
         if number > limit:
-            raise RefusedError(f"it announces {number} bytes or keys; {limit} is the limit.")
+            raise ConnectionEndedError(f"it announces {number} bytes or keys; {limit} is the limit.")
         return int(number)
 
     async def _bytes(self) -> bytes:
@@ -290,7 +290,7 @@ class _Connection:
             self._write_number(len(found))
             self._write_bytes(*(key[len(self._prefix) :] for key in found))
         else:
-            raise RefusedError(f"it asks for {command}, which this version does not know.")
+            raise ConnectionEndedError(f"it asks for {command}, which this version does not know.")
 
     # ------------------------------------------------------------ asking
 
@@ -299,7 +299,7 @@ class _Connection:
     ) -> pb.StoreAnswer:
         answer = await self._link.submit(kind, keys, values, amount=amount)
         if answer.status == pb.STORE_STATUS_REFUSED:
-            raise RefusedError(answer.sentence)
+            raise ConnectionEndedError(answer.sentence)
         return answer
 
     async def _change(self, kind: pb.StoreKind, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
@@ -309,7 +309,9 @@ class _Connection:
         """
         size = sum(map(len, keys)) + sum(map(len, values))
         if size > LARGEST_CHANGE_BYTES:
-            raise RefusedError(f"a change has at most {LARGEST_CHANGE_BYTES} bytes; this one has {size}.")
+            raise ConnectionEndedError(
+                f"a change has at most {LARGEST_CHANGE_BYTES} bytes; this one has {size}."
+            )
         answer = self._link.submit(kind, keys, values)
         self._changes.add(answer)
         answer.add_done_callback(self._changed)
@@ -333,10 +335,10 @@ class _Connection:
             return
         error = done.exception()
         if error is None and done.result().status == pb.STORE_STATUS_REFUSED:
-            error = RefusedError(done.result().sentence)
+            error = ConnectionEndedError(done.result().sentence)
         if error is not None and self._failed is None:
-            self._failed = error if isinstance(error, Exception) else RefusedError(str(error))
-            if isinstance(error, RefusedError):
+            self._failed = error if isinstance(error, Exception) else ConnectionEndedError(str(error))
+            if isinstance(error, ConnectionEndedError):
                 log.error("the store refused a change: %s", error)
             self._writer.close()  # what is read next fails
 
@@ -363,7 +365,7 @@ class _Connection:
             return
         result = answer.result()
         if result.status == pb.STORE_STATUS_REFUSED:
-            raise RefusedError(result.sentence)
+            raise ConnectionEndedError(result.sentence)
         if len(keys) == 1 and result.values:
             self._pushed = (keys[0], result.values[0])
         self._writer.write(_STOP_WAITING)

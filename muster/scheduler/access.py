@@ -15,7 +15,7 @@ from muster.certs.errors import CertificateError, RevokedError
 from muster.scheduler.errors import NotPermittedError, UnauthenticatedError
 
 if TYPE_CHECKING:
-    from muster.certs.pki.peer import Peer
+    from muster.certs.pki.peer import PeerCertificate
     from muster.certs.pki.revocation import Revocations
 
 
@@ -34,7 +34,7 @@ class Caller:
     """The process that calls; ``certificate`` is None on a plaintext connection."""
 
     address: str
-    certificate: Peer | None = None
+    certificate: PeerCertificate | None = None
 
 
 def address_of(peer: str) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.scheduler.core.events import Settings
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.core.events import CoreSettings
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.files import path_of
 from muster.wire.patience import breaking_pause_s, takeover_patience_s
 from muster.wire.rank_table import RankTable
@@ -73,11 +73,11 @@ class SchedulerSettings:
     audit_log_path: Path | None = None
     log_level: str = default_of("MS_LOG_LEVEL")
 
-    def core(self, *, own_job: bool = True) -> Settings:
+    def core(self, *, own_job: bool = True) -> CoreSettings:
         """The settings of a job's state machine; the workers of a job other than the own one say its size."""
         heartbeat_interval_s = min(1.0, self.node_timeout_s / 4)
         several = self.etcd is not None  # workers of several schedulers wait for them longer
-        return Settings(
+        return CoreSettings(
             worker_num=self.worker_num if own_job else 0,
             worker_min=self.worker_min if own_job else 0,
             spares=self.spares,
@@ -107,9 +107,9 @@ def load_address(env: Mapping[str, str], *, config_path: Path | None = None, job
     """Reads where the scheduler is and whose job is meant.
 
     Raises:
-        SettingsError: a variable has a wrong value.
+        SchedulerSettingsError: a variable has a wrong value.
     """
-    read = Environment(env, SettingsError)
+    read = Environment(env, SchedulerSettingsError)
     return Address(
         hosts=read.hosts("MS_SCHED_HOST"),
         port=read.integer("MS_SCHED_PORT"),
@@ -138,9 +138,9 @@ def load_settings(
         adopt: take over workers that are ahead of the journal.
 
     Raises:
-        SettingsError: a value is missing, out of its range or contradicts another.
+        SchedulerSettingsError: a value is missing, out of its range or contradicts another.
     """
-    read = Environment(env, SettingsError)
+    read = Environment(env, SchedulerSettingsError)
     shared = shared_settings(read, "MS_SCHED")
     address = load_address(env, config_path=config_path)
     worker_num, worker_min = (0, 0) if serve and not read.text("MS_WORKER_NUM") else read.worker_counts()
@@ -196,8 +196,8 @@ def _endpoint(raw: str, part: str) -> tuple[str, int]:
     return canonical_address(bare), number
 
 
-def _no_etcd(raw: str) -> SettingsError:
-    return SettingsError(
+def _no_etcd(raw: str) -> SchedulerSettingsError:
+    return SchedulerSettingsError(
         "MS_RECOVERY_PATH, if it is etcd, must be members of one cluster and a path, as in"
         f" etcd://a:2379,b:2379,c:2379/muster; it is {raw[:120]!r}."
     )
@@ -206,23 +206,23 @@ def _no_etcd(raw: str) -> SettingsError:
 def _recovery_path(read: Environment, address: Address) -> Path | None:
     path = read.path("MS_RECOVERY_PATH")
     if len(address.hosts) > 1:
-        raise SettingsError(
+        raise SchedulerSettingsError(
             f"MS_SCHED_HOST names {len(address.hosts)} schedulers, and they have no journal in common.",
             remedy="Set MS_RECOVERY_PATH to etcd, as in etcd://a:2379,b:2379/muster, or name one host.",
         )
     if not read.flag("MS_ENABLE_RECOVERY"):
         if path is not None and not read.text("MS_ENABLE_RECOVERY"):  # who names one counts on it
-            raise SettingsError(
+            raise SchedulerSettingsError(
                 "MS_RECOVERY_PATH is set and MS_ENABLE_RECOVERY is not: set it to 1 to keep a journal there,"
                 " or to 0 to keep none."
             )
         return None
     if path is None:
-        raise SettingsError(
+        raise SchedulerSettingsError(
             "MS_RECOVERY_PATH is not set: with MS_ENABLE_RECOVERY=1 it must name the journal's directory."
         )
     if path.exists() and not path.is_dir():
-        raise SettingsError(f"MS_RECOVERY_PATH must name a directory; '{path}' is a file.")
+        raise SchedulerSettingsError(f"MS_RECOVERY_PATH must name a directory; '{path}' is a file.")
     return path
 
 
@@ -230,7 +230,7 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
     table = read.rank_table()
     if table and worker_num and len(table.entries) != worker_num:
         name, file = read.rank_table_file()
-        raise SettingsError(
+        raise SchedulerSettingsError(
             f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in {name} '{path_of(file)}';"
             f" it is '{worker_num}'."
         )

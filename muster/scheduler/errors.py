@@ -30,7 +30,7 @@ class SchedulerError(RemediedError):
     refusal = "internal"
 
 
-class SettingsError(SchedulerError):
+class SchedulerSettingsError(SchedulerError):
     """A variable, option or file has a wrong value; names it, the value and the legal range."""
 
     exit_code = 2

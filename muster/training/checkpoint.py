@@ -47,7 +47,7 @@ TAKEN_WITHIN_S = 1.0
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
-class Session(Protocol):
+class CheckpointSession(Protocol):
     """What is needed of a :class:`muster.worker.session.session.Session`."""
 
     @property
@@ -273,7 +273,9 @@ class Folder:
         session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
     """
 
-    def __init__(self, directory: str, state: TrainingState, session: Session | None = None) -> None:
+    def __init__(
+        self, directory: str, state: TrainingState, session: CheckpointSession | None = None
+    ) -> None:
         self._directory = directory
         self._state = state
         self._session = session
@@ -382,7 +384,7 @@ class Folder:
         session = self._current()
         return f"{session.launch:016x}" if session is not None and session.launch else ""
 
-    def _current(self) -> Session | None:
+    def _current(self) -> CheckpointSession | None:
         if self._session is None:
             with contextlib.suppress(NotInitializedError):
                 self._session = process.current()

@@ -82,7 +82,7 @@ class GradientReducer:
         self._xp = array_module(self._parameters)
         specs = [_spec(name, array) for name, array in self._parameters.items()]
         plan = plan_buckets(reversed(specs), bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-        self._buckets = [_Bucket(self._xp, bucket, self._parameters) for bucket in plan]
+        self._buckets = [_FlatBucket(self._xp, bucket, self._parameters) for bucket in plan]
         self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._communicator: Communicator | None = None
@@ -223,7 +223,7 @@ class GradientReducer:
         return f"The parameters are: {', '.join(list(self._parameters)[:20])}."
 
 
-class _Bucket:
+class _FlatBucket:
     """A flat buffer and what is in it. Its last element counts the ranks that lack a gradient."""
 
     def __init__(self, xp: Any, plan: Bucket, parameters: Mapping[str, Array]) -> None:

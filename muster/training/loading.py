@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import SettingsError
-from muster.training.sampler import Batch, Place, ShardedSampler
+from muster.training.sampler import Batch, SamplerPosition, ShardedSampler
 from muster.training.state import TrainingState
 
 Source = Iterable[Any] | Callable[[Batch], Any]
@@ -16,7 +16,7 @@ Source = Iterable[Any] | Callable[[Batch], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    place: Place
+    place: SamplerPosition
     data: Any = None
     error: Exception | None = None
 
@@ -39,7 +39,7 @@ class Loading:
         self._source = source
         self._state = state
         self._iterator: Iterator[Any] | None = None
-        self._next: Place | None = None
+        self._next: SamplerPosition | None = None
         self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
         if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
             raise SettingsError(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from muster.errors import SettingsError, WorkerError
 
 
-class Place(NamedTuple):
+class SamplerPosition(NamedTuple):
     """Which part of which batch comes next: equal places have equal samples."""
 
     epoch: int
@@ -159,9 +159,9 @@ class ShardedSampler:
         return -(-(self._end - self.position) // self.batch_size)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SamplerPosition:
         """What ``batch()`` depends on."""
-        return Place(
+        return SamplerPosition(
             self.epoch, self.position, self.batch_size, self.rank, self.world_size, self.seed, self.shuffle
         )
 

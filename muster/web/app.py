@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from muster.certs.errors import CertificateError
-from muster.scheduler.cli.client import Client
+from muster.scheduler.cli.client import SchedulerClient
 from muster.scheduler.errors import SchedulerError
 from muster.web.feed import Feed
 from muster.web.guard import COOKIE, Browser, Entrance, browser_of
@@ -70,7 +70,7 @@ class Pages:
 
     known: Followed
     entrance: Entrance
-    connect: Callable[[str], Client]
+    connect: Callable[[str], SchedulerClient]
     identity: str = ""
     own_ends: float | None = None
     logs: Callable[[str], list[Log]] = lambda job_id: []
@@ -282,7 +282,9 @@ class Pages:
         form["reason"] = form.get("reason", "")[:MAX_REASON] or "through muster web"
         return form
 
-    async def _act(self, request: Request, form: dict[str, str], act: Callable[[Client], str]) -> Response:
+    async def _act(
+        self, request: Request, form: dict[str, str], act: Callable[[SchedulerClient], str]
+    ) -> Response:
         browser, job_id = self._browser(request), form.get("id", "")
 
         def do() -> str:

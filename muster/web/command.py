@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from muster.certs.errors import CertificateError
 from muster.scheduler.cli import command as asking
-from muster.scheduler.cli.client import Client
+from muster.scheduler.cli.client import SchedulerClient
 from muster.scheduler.config import Address
-from muster.scheduler.errors import SchedulerError, SettingsError
+from muster.scheduler.errors import SchedulerError, SchedulerSettingsError
 from muster.version import how_to_install
 from muster.wire.settings import is_loopback, show_address
 from muster.wire.threads import Pool
@@ -92,7 +92,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     from muster.web.past import points_of
 
     if not 0 <= options.port <= 65_535:
-        raise SettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
+        raise SchedulerSettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
     target = asking.find_scheduler(options, asking.with_password(options, env))
     address, env = target.address, target.env
     certificate = asking.operator_certificate(options, address)
@@ -158,9 +158,9 @@ class _Connector:
     def __init__(self, address: Address, env: Mapping[str, str], certificate: Path | None) -> None:
         self._address, self._env, self._certificate = address, env, certificate
 
-    def __call__(self, job_id: str) -> Client:
+    def __call__(self, job_id: str) -> SchedulerClient:
         address = dataclasses.replace(self._address, job_id=job_id) if job_id else self._address
-        return Client(address, self._env, certificate=self._certificate, wait_s=0.0)
+        return SchedulerClient(address, self._env, certificate=self._certificate, wait_s=0.0)
 
 
 class _Links:
@@ -207,7 +207,7 @@ def _transport(options: argparse.Namespace, address: Address, env: Mapping[str, 
         names = dict.fromkeys([options.bind, "127.0.0.1", "localhost", *options.name])
         return Transport(tuple(names))
     if address.config_path is None:
-        raise SettingsError(
+        raise SchedulerSettingsError(
             f"--bind {options.bind} is not loopback: the page is served there with TLS only.",
             remedy="Give a config.json by --config or MS_CONFIG_FILE, or leave --bind out and use ssh -L.",
         )
@@ -232,7 +232,7 @@ def _own(address: Address, env: Mapping[str, str], certificate: Path | None) -> 
     credentials = load_configured(config, "operator", env)
     reason = credentials.identity.may(role="operator")
     if reason is not None:
-        raise SettingsError(reason, remedy="Give the operator's .p12 with --cert.")
+        raise SchedulerSettingsError(reason, remedy="Give the operator's .p12 with --cert.")
     return f"{credentials.identity} ({credentials.fingerprint[:23]})", credentials.not_after.timestamp()
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from muster.certs.errors import CertificateError
-from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
+from muster.scheduler.cli.client import RefusedByScheduler, SchedulerClient, UnreachableError
 from muster.scheduler.errors import SchedulerError
 from muster.web.model import Followed
 from muster.wire.threads import start_thread
@@ -23,7 +23,7 @@ REFUSED_S, REFUSED_MOST_S = 5.0, 300.0
 UNTRUSTED_S = 1.0
 """Likewise at first, where a certificate did not count: each time is a failed handshake at the scheduler."""
 
-Connect = Callable[[str], Client]
+Connect = Callable[[str], SchedulerClient]
 """Makes a connection on which a job, or "" for all, is asked about."""
 
 
@@ -31,7 +31,7 @@ class Feed:
     """Keeps what is known of a scheduler up to date.
 
     Args:
-        connect: see :data:`Connect`; it may raise what :class:`Client` does.
+        connect: see :data:`Connect`; it may raise what :class:`SchedulerClient` does.
         known: what is known; changed in the event loop alone.
         changed: called in the event loop after each change.
     """
@@ -142,7 +142,7 @@ class _Stream:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._client: Client | None = None
+        self._client: SchedulerClient | None = None
 
     @property
     def stopped(self) -> bool:

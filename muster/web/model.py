@@ -23,7 +23,7 @@ LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class ObservedWorker:
     """A worker as last seen: its seat, and its figures; ``lag`` in steps, ``loss`` None: not reported."""
 
     seat: pb.Seat
@@ -38,7 +38,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Generation:
+class ObservedGeneration:
     """A membership: when it was formed, stood and was over, in seconds since 1970; None: not (yet) seen."""
 
     number: int
@@ -51,7 +51,7 @@ class Generation:
 
 
 @dataclass
-class Job:
+class ObservedJob:
     """A job as last heard of.
 
     Attributes:
@@ -113,16 +113,16 @@ class Job:
         elif kind == "happenings":
             self.events.extend(reply.happenings.happenings)
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[ObservedWorker]:
         """The workers, with figures where those are of the newest roster."""
         seats, columns = self.roster.seats, self.progress
         if columns.roster != self.roster.number or len(columns.step) != len(seats):
-            return [Worker(seat, 0, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
+            return [ObservedWorker(seat, 0, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
         furthest, calls = columns.job.furthest, columns.calls
         step_s = self._step_s()
         allowed = 1 + HEARD_EVERY_S / step_s if step_s else 1
         return [
-            Worker(
+            ObservedWorker(
                 seat,
                 step,
                 _lag(furthest - step, allowed) if seat.rank >= 0 else 0,
@@ -158,15 +158,15 @@ class Job:
         times = sorted(took for _, took in self.series.step_times()[-32:])
         return times[len(times) // 2] if times else 0.0
 
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[ObservedGeneration]:
         """The memberships that are remembered, the oldest first."""
-        found: list[Generation] = []
+        found: list[ObservedGeneration] = []
         for event in self.events:
             last = found[-1] if found else None
             if event.kind == "formed":
                 if last is not None and last.over is None:
                     last.over = event.time
-                found.append(Generation(event.generation, event.count, event.text, event.time))
+                found.append(ObservedGeneration(event.generation, event.count, event.text, event.time))
             elif last is not None and event.kind == "stands":
                 last.stood = event.time
             elif last is not None and event.kind in ("over", "ended") and last.over is None:
@@ -184,9 +184,9 @@ def trouble(line: pb.JobLine) -> str:
     return line.reason
 
 
-def who_waits(workers: Sequence[Worker]) -> Iterator[str]:
+def who_waits(workers: Sequence[ObservedWorker]) -> Iterator[str]:
     """Which ranks wait in which collective for whom, a sentence for each group of ranks that has one."""
-    groups: dict[str, list[Worker]] = {}
+    groups: dict[str, list[ObservedWorker]] = {}
     for worker in workers:
         if worker.seat.rank >= 0 and worker.call is not None:
             groups.setdefault(worker.call.group, []).append(worker)
@@ -248,7 +248,7 @@ class Followed:
     where: str
     overview: pb.Overview = field(default_factory=pb.Overview)
     refusals: deque[pb.Happening] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, ObservedJob] = field(default_factory=dict)
     absent_since: float | None = None
     why_absent: str = "It has not answered yet."
 
@@ -270,10 +270,10 @@ class Followed:
         """Takes a part of a job's own stream in."""
         self.job(job_id, pb.JobLine(job_id=job_id)).take(reply, now)  # it may come before the list of all
 
-    def job(self, job_id: str, line: pb.JobLine) -> Job:
+    def job(self, job_id: str, line: pb.JobLine) -> ObservedJob:
         """The job of that name, a new one if there was none."""
         if job_id not in self.jobs:
-            self.jobs[job_id] = Job(line)
+            self.jobs[job_id] = ObservedJob(line)
         return self.jobs[job_id]
 
     def lose(self, why: str, now: float) -> None:

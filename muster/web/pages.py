@@ -14,7 +14,7 @@ from markupsafe import Markup
 from muster.web import words
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, tail
-from muster.web.model import GENERATIONAL, Followed, Job, Worker, trouble, who_waits
+from muster.web.model import GENERATIONAL, Followed, ObservedJob, ObservedWorker, trouble, who_waits
 from muster.web.plots import bars, plots
 from muster.wire.v1 import watch_pb2 as pb
 
@@ -135,7 +135,7 @@ class JobPage:
         found = [w for w in job.workers() if w.seat.node_id == node_id] if job is not None else []
         return render("worker.html", worker=found[0], job_id=self.job_id) if found else ""
 
-    def _put_grid(self, job: Job, workers: Sequence[Worker]) -> None:
+    def _put_grid(self, job: ObservedJob, workers: Sequence[ObservedWorker]) -> None:
         """Renders the grid: whole when a worker comes, goes or moves; else the cells that have changed."""
         dense = len(workers) > CARDS_AT_MOST
         template = TEMPLATES.get_template("cell_small.html" if dense else "cell.html")
@@ -148,7 +148,7 @@ class JobPage:
             hosts = _by_host(job, workers, cells)
             self.live.put("grid", render("grid.html", hosts=hosts, dense=dense, job=job))
 
-    def _certificates(self, workers: Sequence[Worker], now: float) -> str:
+    def _certificates(self, workers: Sequence[ObservedWorker], now: float) -> str:
         ends: dict[tuple[float, str], list[int]] = {}
         for worker in workers:
             if worker.seat.certificate_ends:
@@ -188,11 +188,11 @@ def _events(events: Iterable[pb.Happening], nothing: str) -> str:
     return render("events.html", events=list(events)[: -EVENTS_SHOWN - 1 : -1], nothing=nothing)
 
 
-def _last(job: Job, now: float) -> float:
+def _last(job: ObservedJob, now: float) -> float:
     return job.events[-1].time if job.events else now
 
 
-def _cell(worker: Worker, template: jinja2.Template, job_id: str, *, dense: bool) -> Cell:
+def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, dense: bool) -> Cell:
     seat = worker.seat
     state = STATES.get(seat.state, seat.state)
     kinds = ["cell", f"s-{seat.state}"]
@@ -211,7 +211,7 @@ def _cell(worker: Worker, template: jinja2.Template, job_id: str, *, dense: bool
 
 
 @dataclass
-class _Host:
+class _HostRow:
     name: str
     address: str
     topology: str
@@ -219,18 +219,18 @@ class _Host:
     missing: list[str] = field(default_factory=list)
 
 
-def _by_host(job: Job, workers: Sequence[Worker], cells: Sequence[Cell]) -> list[_Host]:
+def _by_host(job: ObservedJob, workers: Sequence[ObservedWorker], cells: Sequence[Cell]) -> list[_HostRow]:
     """The cells of each host by device; a missing worker stays where it was last, or apart."""
-    hosts: dict[str, _Host] = {}
+    hosts: dict[str, _HostRow] = {}
 
-    def of(seat: pb.Seat) -> _Host:
-        return hosts.setdefault(seat.host_id, _Host(seat.host_name, seat.address, seat.topology))
+    def of(seat: pb.Seat) -> _HostRow:
+        return hosts.setdefault(seat.host_id, _HostRow(seat.host_name, seat.address, seat.topology))
 
     for worker, cell in zip(workers, cells, strict=True):
         of(worker.seat).cells.append((cell, worker.seat))
     for host in hosts.values():
         host.cells.sort(key=lambda pair: (pair[1].rank < 0, pair[1].local_rank, pair[1].device.index))
-    nowhere = _Host("", "", "")
+    nowhere = _HostRow("", "", "")
     for sentence in job.roster.missing:
         home = job.homes.get(sentence.removeprefix("node "))
         (of(home) if home is not None else nowhere).missing.append(sentence)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.web.model import Generation
+from muster.web.model import ObservedGeneration
 from muster.web.plots import LARGEST
 from muster.web.series import Point, Series
 from muster.wire.files import read_regular
@@ -73,7 +73,7 @@ class Run:
     codes: list[int] = field(default_factory=list)
     latest: float = 0.0
     series: Series = field(default_factory=Series)
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[ObservedGeneration] = field(default_factory=list)
     said: list[Saying] = field(default_factory=list)
     scheduler_said: list[Saying] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)
@@ -173,7 +173,7 @@ def _take_group(run: Run, line: Mapping[str, Any], now: float) -> None:
     if run.generations:
         run.generations[-1].over = now
     run.generations.append(
-        Generation(number, _whole(line, "workers"), _text(line, "reason") or "formed", now, now)
+        ObservedGeneration(number, _whole(line, "workers"), _text(line, "reason") or "formed", now, now)
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.web.model import Generation
+from muster.web.model import ObservedGeneration
 from muster.web.series import Series
 from muster.web.words import duration, number
 
@@ -20,7 +20,7 @@ DRAWN = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class AxisTick:
     """A mark on an axis."""
 
     at: float
@@ -44,8 +44,8 @@ class Plot:
     latest: str
     summary: str
     path: str = ""
-    x_ticks: tuple[Tick, ...] = ()
-    y_ticks: tuple[Tick, ...] = ()
+    x_ticks: tuple[AxisTick, ...] = ()
+    y_ticks: tuple[AxisTick, ...] = ()
 
 
 def plots(series: Series) -> list[Plot]:
@@ -95,8 +95,8 @@ def plot(title: str, points: Sequence[tuple[float, float]], *, zero: bool = Fals
         number(values[-1]),
         summary,
         path,
-        tuple(Tick(x(time_s), text) for time_s, text in times),
-        tuple(Tick(y(value), number(value)) for value in ticks),
+        tuple(AxisTick(x(time_s), text) for time_s, text in times),
+        tuple(AxisTick(y(value), number(value)) for value in ticks),
     )
 
 
@@ -133,7 +133,7 @@ class Bar:
     summary: str
 
 
-def bars(generations: Sequence[Generation], now: float) -> list[Bar]:
+def bars(generations: Sequence[ObservedGeneration], now: float) -> list[Bar]:
     """The generations side by side, as long as they lasted; of short ones enough is left to be seen."""
     if not generations:
         return []

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from muster.wire.log_lines import OTHERS, Budget, one_line
+from muster.wire.log_lines import OTHERS, LogBudget, one_line
 from muster.wire.threads import start_thread
 
 MAX_WRITE_BYTES = 32 * 1024
@@ -29,7 +29,7 @@ _MOST_A_TURN = 4096
 _JOIN_S = 1.0
 
 
-class Listener(Protocol):
+class OutputReader(Protocol):
     """The interface of a reader of C code's output, called by one thread at a time."""
 
     def written(self, data: bytes) -> None:
@@ -57,7 +57,7 @@ class NativeStderr:
         OSError: there is no descriptor 2, no other one left, or it cannot be done on this system.
     """
 
-    def __init__(self, listener: Listener, loggers: Sequence[logging.Logger]) -> None:
+    def __init__(self, listener: OutputReader, loggers: Sequence[logging.Logger]) -> None:
         self.lock = threading.Lock()
         self._listener = listener
         self._closed = threading.Event()
@@ -190,7 +190,7 @@ _PREAMBLE = b"WARNING: All log messages before absl::InitializeLog()"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class GrpcRecord:
     """One record of gRPC's log.
 
     Attributes:
@@ -204,16 +204,16 @@ class Record:
     data: bytes
 
 
-def record_of(written: bytes) -> Record | None:
+def record_of(written: bytes) -> GrpcRecord | None:
     """Parses one write as a record of gRPC's log; None if it is none.
 
     The remark that its log is not set up counts as one of level I.
     """
     found = _RECORD.match(written)
     if found is not None:
-        return Record(found[1].decode(), found[2].decode(), written[found.end() :])
+        return GrpcRecord(found[1].decode(), found[2].decode(), written[found.end() :])
     if written.startswith(_PREAMBLE):
-        return Record("I", "absl", written)
+        return GrpcRecord("I", "absl", written)
     return None
 
 
@@ -231,10 +231,10 @@ class Sayings:
     """
 
     def __init__(self, lines: int = 1) -> None:
-        self._budget = Budget[str](lines=lines, window_s=WINDOW_S, max_callers=32)
+        self._budget = LogBudget[str](lines=lines, window_s=WINDOW_S, max_callers=32)
         self.next_s = self._budget.next_s
 
-    def add(self, written: bytes, record: Record | None, now_s: float) -> list[str]:
+    def add(self, written: bytes, record: GrpcRecord | None, now_s: float) -> list[str]:
         """Notes what was written; returns the lines that are to be logged now.
 
         Args:

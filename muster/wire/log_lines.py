@@ -1,6 +1,6 @@
 """Log lines of the scheduler and of workers: none is longer than 300 characters, and nothing is lost.
 
-Of many events there are few lines (:class:`Budget`): a caller that causes many must not flood a log.
+Of many events there are few lines (:class:`LogBudget`): a caller that causes many must not flood a log.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Suppressed(Generic[T]):
     last: T
 
 
-class Budget(Generic[T]):
+class LogBudget(Generic[T]):
     """Limits how many events of each caller are logged in a window. A window begins with its first event.
 
     Args:

@@ -28,7 +28,7 @@ JAX_PROGRAM = "muster.programs.jax_program"
 HOST = "127.0.0.1"
 
 
-class _Host(Protocol):
+class _MemberHost(Protocol):
     @property
     def id(self) -> str: ...
 
@@ -37,7 +37,7 @@ class _Member(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def host(self) -> _Host: ...
+    def host(self) -> _MemberHost: ...
     @property
     def local_rank(self) -> int: ...
     @property

@@ -35,7 +35,7 @@ from muster.worker.ending import (
     watch_the_end,
 )
 from muster.worker.program_environment import AGENT_VARIABLE
-from muster.worker.session.connection import Connection, grpc_dial, load_keyring
+from muster.worker.session.connection import SchedulerConnection, grpc_dial, load_keyring
 from muster.worker.session.failures import is_consequence, is_good_exit, reason_of
 from muster.worker.uplink.dialing import dial_by_uplink
 from muster.worker.uplink.door import OUTER
@@ -49,7 +49,7 @@ T = TypeVar("T")
 NAME_SERVICE_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
-class Process:
+class ProcessState:
     """The state of ``init`` and ``release`` in this process.
 
     Attributes:
@@ -91,7 +91,7 @@ class Process:
         return asked and self.session is not None and self.session.leaves
 
 
-process = Process()
+process = ProcessState()
 
 
 def set_ps_context(
@@ -303,7 +303,7 @@ def open_session(
         profile=profile,
         device=device,
         backend=plane,
-        connection=Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
+        connection=SchedulerConnection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
         prober=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.transfer import Incoming, Multiplexer
 from muster.communicators.work import FINISHED, WorkQueue
 
@@ -111,7 +111,7 @@ def test_a_wait_ends_with_a_signal_that_another_thread_takes() -> None:
 
 def test_a_transfer_goes_on_with_a_signal_that_another_thread_takes() -> None:
     ours, theirs = socket.socketpair()
-    mover, link = Multiplexer(), Connection(ours, 1)
+    mover, link = Multiplexer(), PeerConnection(ours, 1)
     mover.watch(link)
     view = memoryview(bytearray(4))
     with ours, theirs, Signalled(lambda: theirs.sendall(b"data")) as signalled:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.bench.recovery.job import Worker
+from muster.bench.recovery.job import WorkerProcess
 from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
 from muster.certs.pki.identity import Identity
 from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, python
@@ -50,7 +50,7 @@ class Job:
             self._worker(host, number) for number, host in enumerate(("alpha", "alpha", "beta", "gamma"))
         ]
 
-    def _worker(self, host: str, number: int) -> Worker:
+    def _worker(self, host: str, number: int) -> WorkerProcess:
         record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
         command = python("-m", "muster.bench.recovery.digits", "--epochs=400", "--checkpoint-dir=")
         self.pace(number, 0.05)
@@ -61,13 +61,13 @@ class Job:
             PACE_VARIABLE: str(self.directory / f"pace_{number}"),
         }
         process = self.net[host].start(log, *command, **self._env, **env)
-        return Worker(str(number), process, record, log)
+        return WorkerProcess(str(number), process, record, log)
 
     def pace(self, number: int, seconds: float) -> None:
         """A worker sleeps so long before each of its steps from now on."""
         (self.directory / f"pace_{number}").write_text(f"{seconds:g}")
 
-    def await_steps(self, workers: list[Worker], world: int) -> None:
+    def await_steps(self, workers: list[WorkerProcess], world: int) -> None:
         """Waits until these have finished some steps as ``world`` ranks."""
 
         def there() -> bool:

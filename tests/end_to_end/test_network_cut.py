@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.bench.recovery.job import Worker
+from muster.bench.recovery.job import WorkerProcess
 from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
 from muster.certs.pki.identity import Identity
 from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, python
@@ -53,14 +53,14 @@ class Trained:
         self.alpha = [self._worker("alpha", number) for number in (0, 1)]
         self.beta = [self._worker("beta", number) for number in (2, 3)]
 
-    def _worker(self, host: str, number: int) -> Worker:
+    def _worker(self, host: str, number: int) -> WorkerProcess:
         record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
         command = python("-m", "muster.bench.recovery.digits", "--epochs=60", "--checkpoint-dir=")
         env = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(number), RECORD_VARIABLE: str(record)}
         process = self.net[host].start(log, *command, **self._env, **env)
-        return Worker(str(number), process, record, log)
+        return WorkerProcess(str(number), process, record, log)
 
-    def await_steps(self, workers: list[Worker], world: int) -> None:
+    def await_steps(self, workers: list[WorkerProcess], world: int) -> None:
         """Waits until these have finished some steps as ``world`` ranks."""
 
         def there() -> bool:

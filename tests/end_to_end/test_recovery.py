@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muster.bench.recovery.cpu import Digits, kill_schedulers, kill_workers
-from muster.bench.recovery.job import Worker
+from muster.bench.recovery.job import WorkerProcess
 from muster.training import checkpoint
 
 PACE_S = 0.02
@@ -66,7 +66,7 @@ def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> Non
         assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
 
 
-def await_world(job: Digits, workers: list[Worker], world: int, generation: int) -> None:
+def await_world(job: Digits, workers: list[WorkerProcess], world: int, generation: int) -> None:
     """Waits until these workers train as ``world`` ranks in ``generation`` or later."""
 
     def there() -> bool:

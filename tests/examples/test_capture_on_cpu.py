@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from examples import resnet50_cifar10 as example
 from examples.throughput import Throughput
 from muster.errors import MembershipChanged
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.torch.capture import capture_step
 from tests.gpu import cuda_rules, graphs
 from tests.gpu.threads import _Meeting
@@ -88,7 +88,7 @@ def job_of(
         def train(steps: int, **attributes: Any) -> Throughput:
             args.steps = steps
             vars(session).update(attributes)
-            return example.train(args, job, session, Progress(sys.stderr))
+            return example.train(args, job, session, StatusLine(sys.stderr))
 
         yield train
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from examples import gpt2 as example
 from examples.throughput import Throughput
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from tests.examples.test_capture_on_cpu import WARM_UP, LoneSession
 from tests.gpu import cuda_rules, graphs
 
@@ -53,7 +53,7 @@ def run(text: Path, steps: int, *arguments: str, loses_members_after: int = -1) 
         job = example.Job(args, session, torch.device("cpu"))
         graphs.watch(job.model, job.optimizer)
         lines: list[str] = []
-        out: Any = type("Lines", (Progress,), {"line": lambda self, line: lines.append(line)})()
+        out: Any = type("Lines", (StatusLine,), {"line": lambda self, line: lines.append(line)})()
         done = example.train(args, job, session, out)
         return [float(found) for found in re.findall(r"loss is ([0-9.]+),", "\n".join(lines))], done, job
 

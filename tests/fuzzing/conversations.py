@@ -15,7 +15,7 @@ from muster.wire import messages as m
 from tests.fuzzing.shapes import parts
 from tests.worker.session.machine import Machine, assignment
 
-SETTINGS = se.Settings(
+SETTINGS = se.CoreSettings(
     worker_num=2,
     worker_min=1,
     spares=1,

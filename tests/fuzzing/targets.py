@@ -26,7 +26,7 @@ from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.connection import EndOfStreamError, PeerConnection
 from muster.communicators.tcp.frames import (
     Call,
     FrameKind,
@@ -56,7 +56,7 @@ from muster.scheduler import config as scheduler_config
 from muster.scheduler.audit.grpc_trace import TraceReader
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.records import RecordError, decode_record
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire import codec
 from muster.wire import messages as m
 from muster.wire import settings as rendezvous_settings
@@ -253,7 +253,7 @@ def _files(directory: Path) -> list[Target]:
         Target(
             "rank tables",
             from_file(lambda _: load_settings(table)),
-            (SettingsError,),
+            (SchedulerSettingsError,),
             (json.dumps(TABLE).encode(), json.dumps(GROUPS).encode()),
             lambda chance: changed_json_bytes(chance.choice((TABLE, GROUPS)), chance),
         ),
@@ -345,7 +345,7 @@ def _settings(directory: Path) -> list[Target]:
         loader = worker_config.load_settings if env.get("MS_ROLE") == "MS_WORKER" else load_settings
         try:
             return loader(env)
-        except (SettingsError, WorkerSettingsError) as error:
+        except (SchedulerSettingsError, WorkerSettingsError) as error:
             said = str(error)
             assert said.isprintable(), "a setting can forge lines of the log"
             assert len(said) < 5000, f"{len(said)} characters of error"
@@ -353,7 +353,7 @@ def _settings(directory: Path) -> list[Target]:
             raise
 
     seeds = (text_of(good), text_of({**good, "MS_ROLE": "MS_WORKER"}))
-    return [Target("settings", load, (SettingsError, WorkerSettingsError), seeds, hostile)]
+    return [Target("settings", load, (SchedulerSettingsError, WorkerSettingsError), seeds, hostile)]
 
 
 def _words() -> list[Target]:
@@ -507,7 +507,7 @@ def _hello(data: bytes) -> None:
 def _frames(data: bytes) -> None:
     def use(sock: socket.socket) -> None:
         for _ in range(8):
-            incoming = FrameIn(Connection(sock, 1))
+            incoming = FrameIn(PeerConnection(sock, 1))
             while not incoming.finished and incoming.move():
                 pass
             for call, _payload in incoming.blocks:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import muster
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 
 SAMPLES, BATCH, WIDTH, CLASSES = 96, 24, 48, 24
-SLOW_LINKS = Machine(
+SLOW_LINKS = Hardware(
     "slow links", flops_per_s=1e12, memory_bytes_per_s=1e12, bus_bytes_per_s=1e5, latency_s=1e-9, launch_s=0
 )
 """Where communication costs so much the search divides the large layers."""

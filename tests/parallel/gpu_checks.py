@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.torch.capture import capture_step
 
 STEPS = 7
@@ -47,7 +47,7 @@ def train(
         communicator=comm,
         mode="semi_auto",
         strategies=strategies,
-        machine=Machine(),
+        machine=Hardware(),
         seed=5,
         autocast=torch.bfloat16 if low else None,
     )

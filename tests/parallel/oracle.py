@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from muster.parallel.module import ParallelModule
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.layouts import Mesh, group_ranks
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import options_for
@@ -23,7 +23,7 @@ from tests.parallel.ranks import RankCommunicator, run_ranks
 
 STEPS = 3
 EPSILON = 1e-3  # a bias before BatchNorm has no gradient but noise, which Adam would blow up
-SLOW = Machine(
+SLOW = Hardware(
     "test", flops_per_s=1e9, memory_bytes_per_s=1e9, bus_bytes_per_s=1e9, latency_s=1e-7, launch_s=0
 )
 

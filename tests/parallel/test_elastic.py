@@ -21,7 +21,7 @@ import muster.torch
 from muster.errors import MembershipChanged, SettingsError
 from muster.parallel import elastic
 from muster.parallel.elastic import ParallelTrainingState, StateLostError
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateMismatchError, share_state
 from tests.parallel.divided_job import BATCH, CLASSES, SAMPLES, SLOW_LINKS, WIDTH, data, one_process
@@ -397,7 +397,7 @@ def test_a_batch_that_does_not_divide_is_refused_in_words() -> None:
     run_ranks(5, run)
 
 
-SLOW_MEMORY = Machine(
+SLOW_MEMORY = Hardware(
     "slow memory", flops_per_s=1e15, memory_bytes_per_s=1e5, bus_bytes_per_s=1e12, latency_s=1e-9, launch_s=0
 )
 """Where updates take long the search divides them."""

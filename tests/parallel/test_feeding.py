@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import muster
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import feeding
 from muster.parallel.planning.layouts import coordinates, factorisations
 from muster.parallel.planning.planner import find_plan
@@ -33,7 +33,7 @@ def test_slices_of_the_data_by_input() -> None:
 
     dataset = ((2, 2), (2, 1))
     graph = graph_of(Pair(), (torch.empty(2, 4), torch.empty(2, 4)), 4, dataset)
-    plan = find_plan(graph, 4, machine=Machine(), dataset=dataset, mesh=(2, 2))
+    plan = find_plan(graph, 4, machine=Hardware(), dataset=dataset, mesh=(2, 2))
     assert plan.state_of("x").outs == ((0, 1),)
     assert plan.state_of("y").outs == ((0, "R"),)
     assert "fed as dataset_strategy says, there is no data parallelism" in plan.verdict

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import muster
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Gpt, make
@@ -39,7 +39,7 @@ def wide(world: int = 4, **settings: Any) -> Plan:
     with torch.device("meta"):
         net = Wide(settings.pop("classes", 400_000))
         graph = graph_of(net, (torch.empty(16, 512), torch.empty(16, dtype=torch.long)), world)
-    return find_plan(graph, world, machine=settings.pop("machine", Machine()), **settings)
+    return find_plan(graph, world, machine=settings.pop("machine", Hardware()), **settings)
 
 
 def test_a_plan_is_printed_with_a_verdict_and_a_row_for_each_module() -> None:
@@ -73,7 +73,7 @@ def test_why_shows_the_alternatives_and_what_they_would_cost() -> None:
 
 def test_fused_projections_say_why_they_cannot_be_split() -> None:
     graph = graph_of(Gpt(fused=True), MODELS["gpt"][1](0), 2)
-    plan = find_plan(graph, 2, machine=Machine())
+    plan = find_plan(graph, 2, machine=Hardware())
     assert "the dimension that it divides cannot be split" in plan.why("chunk")
 
 
@@ -99,18 +99,18 @@ def test_data_parallelism_computes_its_part_of_the_batch_and_nothing_twice() -> 
 
 def test_operators_without_a_rule_are_named() -> None:
     graph = graph_of(make("odd"), MODELS["odd"][1](0), 2)
-    plan = find_plan(graph, 2, machine=Machine())
+    plan = find_plan(graph, 2, machine=Hardware())
     assert "kept whole, for want of a rule: linalg_vector_norm" in str(plan)
 
 
 def test_a_plan_says_what_the_loss_of_a_rank_would_mean() -> None:
     from tests.parallel.test_search import graph  # ResNet-50 with a million classes
 
-    split = str(find_plan(graph("resnet50_faces"), 4, machine=Machine()))
+    split = str(find_plan(graph("resnet50_faces"), 4, machine=Hardware()))
     assert "if rank 0 is lost, parts of " in split
     assert "survive=1 keeps every part on two" in split
     hosts = ("a", "a", "b", "b")
-    kept = str(find_plan(graph("resnet50_faces"), 4, machine=Machine(), hosts=hosts))
+    kept = str(find_plan(graph("resnet50_faces"), 4, machine=Hardware(), hosts=hosts))
     assert "if any one host is lost, the others hold every part of the state" in kept
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import muster
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan_file import check_model
 from muster.parallel.planning.planner import find_plan
 from muster.parallel.saved import read_plan
@@ -68,7 +68,7 @@ def test_a_loaded_plan_does_not_outvote_what_is_asked_for(
     find_plan(
         graph_of(Mlp().double(), batch, 1, "full_batch"),
         2,
-        machine=Machine(),
+        machine=Hardware(),
         dataset="full_batch",
         strategies=fixed,
     ).save(path)
@@ -90,7 +90,7 @@ def test_a_plan_of_another_model_is_refused_by_its_first_difference(tmp_path: Pa
     path = tmp_path / "plan.json"
     batch = MODELS["mlp"][1](0)
     graph = graph_of(Mlp(), batch, 2)
-    find_plan(graph, 2, machine=Machine()).save(path)
+    find_plan(graph, 2, machine=Hardware()).save(path)
     saved = read_plan(path)
     other = copy.deepcopy(graph)
     node = next(n for n in other.nodes if n.name == "p_up_weight")

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
 from tests.parallel.test_plan import wide
@@ -27,12 +27,12 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(
         SettingsError, match=r"the batch \(x \[8, 16\], y \[8, 8\]\) cannot be shared by 3 ranks"
     ):
-        find_plan(graph, 3, machine=Machine())
+        find_plan(graph, 3, machine=Hardware())
 
 
 def test_what_does_not_fit_is_refused_and_what_does_is_within_the_limit() -> None:
-    plan = wide(machine=Machine(memory_bytes=2.4e9))
+    plan = wide(machine=Hardware(memory_bytes=2.4e9))
     assert plan.verdict.startswith("data parallel does not fit: it needs ")
     assert plan.nbytes <= 0.9 * 2.4e9
     with pytest.raises(SettingsError, match=r"no plan fits into 0\.1 GB a rank"):
-        wide(machine=Machine(memory_bytes=1e8))
+        wide(machine=Hardware(memory_bytes=1e8))

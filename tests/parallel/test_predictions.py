@@ -19,7 +19,7 @@ from examples.big_vocabulary import Language
 from muster.bench.parallel.job import Classifier
 from muster.bench.parallel.variants import written_loss
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.memory import step_memory
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
@@ -56,7 +56,7 @@ def planned(made: Callable[[], Made], ranks: int = 1, *, low: bool = True, **set
         graph = graph_of(net, batch, ranks, loss=written_loss)
     if low:
         mark_autocast(graph, 2)
-    return find_plan(graph, ranks, machine=Machine(**H100["costs"]), local_norm=True, **settings)
+    return find_plan(graph, ranks, machine=Hardware(**H100["costs"]), local_norm=True, **settings)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
 from muster.parallel.measure import load_machine
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.planner import find_plan
 from muster.parallel.saved import MAX_BYTES, read_plan
 from tests.parallel.models import MODELS, Mlp
@@ -47,7 +47,7 @@ def test_files_that_are_none_of_ours_are_refused(
     if content is not None:
         path.write_bytes(content)
     if content == b"{}" and reader is load_machine:
-        assert reader(path) == Machine()  # a machine of which nothing was measured
+        assert reader(path) == Hardware()  # a machine of which nothing was measured
         return
     with pytest.raises(SettingsError, match=why) as refused:
         reader(path)
@@ -76,7 +76,7 @@ def test_a_fifo_or_a_device_holds_nobody_up(tmp_path: Path, reader: Any) -> None
 )
 def test_a_plan_with_something_else_in_a_part_is_named(tmp_path: Path, key: str, value: Any) -> None:
     path = tmp_path / "plan.json"
-    find_plan(graph_of(Mlp(), MODELS["mlp"][1](0), 2), 2, machine=Machine()).save(path)
+    find_plan(graph_of(Mlp(), MODELS["mlp"][1](0), 2), 2, machine=Hardware()).save(path)
     saved = read_plan(path)
     path.write_text(json.dumps({**saved, key: value}))
     with pytest.raises(SettingsError, match=f"is damaged: it has no {key}"):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.parallel.planning.costs import Machine
-from muster.parallel.planning.graph import Graph, Node, Value
+from muster.parallel.planning.costs import Hardware
+from muster.parallel.planning.graph import Graph, Node, TensorValue
 from muster.parallel.planning.problem import Problem, State
 from muster.parallel.planning.search import TooWide, solve
 
@@ -19,9 +19,9 @@ def random_problem(seed: int, *, nodes: int = 7, states: int = 3) -> Problem:
     """A small graph with random costs, some impossible."""
     draw = random.Random(seed)
     graph = Graph()
-    problem = Problem(graph, (2,), Machine())
+    problem = Problem(graph, (2,), Hardware())
     for number in range(nodes):
-        value = graph.add_value(Value(f"v{number}", (2,), "float32", 4, True))
+        value = graph.add_value(TensorValue(f"v{number}", (2,), "float32", 4, True))
         graph.add(Node(f"n{number}", "call", "relu", outputs=(value,)))
         problem.states.append(
             [
@@ -180,7 +180,7 @@ def test_the_optimum_of_a_model_beside_a_milp_solver(name: str) -> None:
     traced = graph(name)
     options = options_for(traced, (4,), "data_parallel", Options((), ()))
     assert options is not None
-    problem = build(traced, (4,), Machine(), options)
+    problem = build(traced, (4,), Hardware(), options)
     found = solve(problem)
     assert found is not None
     assert found.seconds == pytest.approx(milp_seconds(problem), rel=1e-6)
@@ -189,7 +189,7 @@ def test_the_optimum_of_a_model_beside_a_milp_solver(name: str) -> None:
 def test_data_parallel_is_best_for_resnet50() -> None:
     from muster.parallel.planning.planner import find_plan
 
-    plan = find_plan(graph("resnet50"), 4, machine=Machine())
+    plan = find_plan(graph("resnet50"), 4, machine=Hardware())
     assert plan.verdict.startswith("data parallel is best")
     assert plan.is_data_parallel
 
@@ -197,7 +197,7 @@ def test_data_parallel_is_best_for_resnet50() -> None:
 def test_a_million_classes_are_split() -> None:
     from muster.parallel.planning.planner import find_plan
 
-    plan = find_plan(graph("resnet50_faces"), 4, machine=Machine())
+    plan = find_plan(graph("resnet50_faces"), 4, machine=Hardware())
     assert "fc's gradient of 8.2 GB no longer travels" in plan.verdict
     assert plan.state_of("cross_entropy_loss").modes[-1] == "v"
     assert plan.state_of("linear").outs == ((1,),)  # no rank ever has a whole row of scores
@@ -210,7 +210,7 @@ def test_a_million_classes_are_split() -> None:
 def test_a_plan_within_memory_where_data_parallelism_does_not_fit() -> None:
     from muster.parallel.planning.planner import find_plan
 
-    machine = Machine(memory_bytes=30e9)
+    machine = Hardware(memory_bytes=30e9)
     plan = find_plan(graph("resnet50_faces"), 4, machine=machine)
     assert plan.verdict.startswith("data parallel does not fit")
     assert plan.nbytes <= 0.9 * 30e9
@@ -225,6 +225,6 @@ def test_ten_seconds_for_32_layers() -> None:
     from muster.parallel.planning.planner import find_plan
 
     torch_graph = graph("gpt_7b")
-    plan = find_plan(torch_graph, 8, machine=Machine())
+    plan = find_plan(torch_graph, 8, machine=Hardware())
     print(plan.verdict, f"{time.process_time() - started:.1f} s of CPU")
     assert time.process_time() - started < 20  # of CPU time on two cores

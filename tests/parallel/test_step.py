@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import muster
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.memory import step_memory
 from tests.parallel.models import Bottleneck, Gpt
 from tests.parallel.oracle import part_of
@@ -38,7 +38,7 @@ class Stack(nn.Module):
         return F.mse_loss(self.layers(x), y)
 
 
-def planned(machine: Machine, rows: int = 64, **settings: Any) -> Any:
+def planned(machine: Hardware, rows: int = 64, **settings: Any) -> Any:
     from muster.parallel.api import graph_of
     from muster.parallel.planning.planner import find_plan
 
@@ -47,7 +47,7 @@ def planned(machine: Machine, rows: int = 64, **settings: Any) -> Any:
     return find_plan(graph, 4, machine=machine, mode="data_parallel", **settings)
 
 
-EVEN = Machine(
+EVEN = Hardware(
     "even", flops_per_s=1e12, memory_bytes_per_s=1e15, bus_bytes_per_s=1e15, latency_s=0, launch_s=0
 )
 PRODUCT = 2 * 64 * 1024 * 1024 / 1e12
@@ -200,7 +200,7 @@ def test_predicted_peak_memory_is_what_torch_allocates(
 
 def _data_parallel_plan(module: Any, own: Any, communicator: RankCommunicator, settings: Any) -> Any:
     """Data parallelism run as a plan, as "auto" runs it where that is best."""
-    free = Machine("free", bus_bytes_per_s=1e18, latency_s=0, launch_s=1e-3)
+    free = Hardware("free", bus_bytes_per_s=1e18, latency_s=0, launch_s=1e-3)
     norm = settings.get("batch_norm", "local")
     model = muster.parallelize(
         module,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import muster
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
@@ -29,7 +29,7 @@ def quick(strategies: Any, world: int = 8, **settings: Any) -> Plan:
     from tests.parallel.models import Quick
 
     graph = graph_of(Quick(), (torch.empty(2, 32), torch.empty(2, 16)), world)
-    return find_plan(graph, world, machine=Machine(), mode="semi_auto", strategies=strategies, **settings)
+    return find_plan(graph, world, machine=Hardware(), mode="semi_auto", strategies=strategies, **settings)
 
 
 def test_the_tutorials_strategy_is_propagated_as_there() -> None:
@@ -74,13 +74,13 @@ def test_a_vocabulary_that_does_not_divide_is_offered_padding() -> None:
     with pytest.raises(
         SettingsError, match=r"50257 elements, which 8 slices .* 50264 could. Build the layer with 50264"
     ):
-        find_plan(graph, 8, machine=Machine(), strategies={"tok": {"v": 8}})
+        find_plan(graph, 8, machine=Hardware(), strategies={"tok": {"v": 8}})
 
 
 def test_a_linear_layers_strategy_in_either_order() -> None:
     graph = graph_of(Mlp(), [x.float() for x in MODELS["mlp"][1](0)], 2)
     for strategy in (((1, 2), (1, 2)), ((1, 2), (2, 1)), {"k": 2}):
-        plan = find_plan(graph, 2, machine=Machine(), strategies={"down": strategy})
+        plan = find_plan(graph, 2, machine=Hardware(), strategies={"down": strategy})
         assert plan.state_of("linear_1").modes == ("k",)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import muster
 from muster.errors import ArrayError, CollectiveMismatchError, SettingsError
 from muster.parallel.module import ParallelModule
-from muster.parallel.operators import Run, keep_mask
+from muster.parallel.operators import ForwardPass, keep_mask
 from tests.parallel.models import MODELS, Bert, Lstm, ids, make
 from tests.parallel.oracle import SLOW, close, part_of, whole_gradients
 from tests.parallel.ranks import RankCommunicator, run_ranks
@@ -202,11 +202,11 @@ def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
     results = run_ranks(2, train)
     modes = results[0][1]
     for step in range(3):
-        run = Run(11, step)
+        run = ForwardPass(11, step)
         if "-" in modes:
             mask = keep_mask(run, ((), ()), (4, 8), 0.4, x)
         else:
-            split = [keep_mask(Run(11, step), ((0,), (r,)), (2, 8), 0.4, x) for r in range(2)]
+            split = [keep_mask(ForwardPass(11, step), ((0,), (r,)), (2, 8), 0.4, x) for r in range(2)]
             mask = torch.cat(split) if modes == ("d0",) else torch.cat([s.view(4, 4) for s in split], 1)
         want = F.mse_loss(net.fc(x * mask), y).item()
         for losses, _, _ in results:

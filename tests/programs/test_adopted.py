@@ -31,7 +31,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     }
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runtime, "process", runtime.Process())
+    monkeypatch.setattr(runtime, "process", runtime.ProcessState())
     with ours, theirs:
         ours.settimeout(10)
         yield ours

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from muster.certs.pki.identity import LEGACY, Identity
-from muster.certs.pki.peer import Peer, peer_of_pem
+from muster.certs.pki.peer import PeerCertificate, peer_of_pem
 from muster.certs.pki.revocation import Revocations
 from muster.scheduler.access import Access, Caller, address_of
 from muster.scheduler.errors import NotPermittedError, UnauthenticatedError
@@ -79,7 +79,7 @@ def test_lists_that_cannot_be_relied_on_refuse_newcomers_only(pki: Pki) -> None:
     assert access.revoked(member) is None
 
 
-def peer(pki: Pki, name: str) -> Peer:
+def peer(pki: Pki, name: str) -> PeerCertificate:
     return peer_of_pem(pki.credentials(name).leaf_pem)
 
 

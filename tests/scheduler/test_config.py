@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from muster.scheduler.__main__ import main
 from muster.scheduler.config import load_address, load_settings
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.settings import client_options, server_options
 
 GOOD = {"MS_WORKER_NUM": "4"}
@@ -110,7 +110,7 @@ def test_a_wrong_value_ends_in_one_sentence(
 
 
 def test_the_number_of_workers_may_be_left_out_only_when_serving_several_jobs() -> None:
-    with pytest.raises(SettingsError, match="MS_WORKER_NUM is not set"):
+    with pytest.raises(SchedulerSettingsError, match="MS_WORKER_NUM is not set"):
         load_settings({})
     assert load_settings({}, serve=True).worker_num == 0
 
@@ -145,7 +145,7 @@ def test_recovery_needs_a_directory(tmp_path: Path) -> None:
     env = GOOD | {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(path)}
     assert load_settings(env).recovery_path == path
     path.write_text("")
-    with pytest.raises(SettingsError, match="must name a directory"):
+    with pytest.raises(SchedulerSettingsError, match="must name a directory"):
         load_settings(env)
     assert load_settings(env | {"MS_ENABLE_RECOVERY": "0"}).recovery_path is None
 
@@ -175,7 +175,7 @@ def test_rank_table_is_read(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(_server_list(4))
     assert load_settings(GOOD | {"MINDSPORE_HCCL_CONFIG_PATH": str(path)}).rank_table is not None
-    with pytest.raises(SettingsError, match="MINDSPORE_HCCL_CONFIG_PATH, its old name, is"):
+    with pytest.raises(SchedulerSettingsError, match="MINDSPORE_HCCL_CONFIG_PATH, its old name, is"):
         load_settings(GOOD | {"RANK_TABLE_FILE": str(path), "MINDSPORE_HCCL_CONFIG_PATH": "/else"})
     table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
     assert table is not None
@@ -190,9 +190,13 @@ def test_a_rank_table_says_how_many_workers_there_are(tmp_path: Path) -> None:
     env = {"MS_ROLE": "MS_SCHED", "RANK_TABLE_FILE": str(path)}
     assert load_settings(env).worker_num == 4
     assert load_settings(env | {"RANK_SIZE": "4", "DEVICE_NUM": "8"}).worker_num == 4
-    with pytest.raises(SettingsError, match="RANK_SIZE must be 4, the number of workers, beside RANK_TABLE"):
+    with pytest.raises(
+        SchedulerSettingsError, match="RANK_SIZE must be 4, the number of workers, beside RANK_TABLE"
+    ):
         load_settings(env | {"RANK_SIZE": "8"})
-    with pytest.raises(SettingsError, match="DEVICE_NUM must be at least 4, the devices that RANK_TABLE"):
+    with pytest.raises(
+        SchedulerSettingsError, match="DEVICE_NUM must be at least 4, the devices that RANK_TABLE"
+    ):
         load_settings(env | {"DEVICE_NUM": "3"})
     assert load_settings(GOOD | {"RANK_SIZE": "3"}).rank_table is None  # without a table it is not ours
 
@@ -210,7 +214,7 @@ def test_a_rank_table_says_how_many_workers_there_are(tmp_path: Path) -> None:
 def test_a_bad_rank_table_is_refused(tmp_path: Path, text: str | bytes, words: str) -> None:
     path = tmp_path / "table.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(SettingsError, match=words) as caught:
+    with pytest.raises(SchedulerSettingsError, match=words) as caught:
         load_settings(GOOD | {"RANK_TABLE_FILE": str(path)})
     assert str(path) in str(caught.value)
 
@@ -242,7 +246,7 @@ VARIABLES = (
 def test_whatever_stands_in_a_variable_the_error_is_one_line(env: dict[str, str]) -> None:
     try:
         loaded = load_settings(GOOD | env)
-    except SettingsError as error:
+    except SchedulerSettingsError as error:
         assert str(error).isprintable()
         assert "MS_" in str(error)
     else:
@@ -282,7 +286,7 @@ def test_whatever_stands_in_a_rank_table_the_error_is_typed(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed-table.json"
     path.write_text(json.dumps(document))
-    with contextlib.suppress(SettingsError):
+    with contextlib.suppress(SchedulerSettingsError):
         table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
         assert table is not None
         assert [entry.rank for entry in table.entries] == [0, 1, 2, 3]
@@ -323,12 +327,12 @@ def test_a_journal_in_etcd() -> None:
     ],
 )
 def test_a_wrong_address_of_etcd_is_named(wrong: str) -> None:
-    with pytest.raises(SettingsError, match="MS_RECOVERY_PATH"):
+    with pytest.raises(SchedulerSettingsError, match="MS_RECOVERY_PATH"):
         load_settings(GOOD | {"MS_RECOVERY_PATH": wrong})
 
 
 def test_several_schedulers_need_a_journal_in_common() -> None:
     several = GOOD | {"MS_SCHED_HOST": "a,b"}
     assert load_settings(several | {"MS_RECOVERY_PATH": "etcd://e/muster"}).hosts == ("a", "b")
-    with pytest.raises(SettingsError, match="no journal in common"):
+    with pytest.raises(SchedulerSettingsError, match="no journal in common"):
         load_settings(several)

@@ -34,7 +34,7 @@ def test_a_fault_tells_nothing() -> None:
 
 
 def test_a_wrong_setting_ends_with_two() -> None:
-    assert errors.SettingsError("x").exit_code == 2
+    assert errors.SchedulerSettingsError("x").exit_code == 2
     assert errors.BindError("x").exit_code == 1
 
 

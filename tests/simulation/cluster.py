@@ -67,7 +67,7 @@ class Shared(Scenario):
     unanswered: float = 0.0
 
     @property
-    def settings(self) -> e.Settings:
+    def settings(self) -> e.CoreSettings:
         patience_s = patience.takeover_patience_s(MS_NODE_TIMEOUT_S)
         return dataclasses.replace(
             super().settings,

@@ -496,7 +496,7 @@ class Judge:
         if isinstance(event, se.PeerSuspected | se.SessionLost | se.LeftCleanly | se.LeaveRequested):
             self.disturbed()
         session = getattr(event, "session", None)
-        if isinstance(event, se.Probed) and event.round == self.round:
+        if isinstance(event, se.ProbeAnswered) and event.round == self.round:
             self.answered.add(event.session)
         if isinstance(event, se.SessionLost | se.LeftCleanly):
             self.answered.discard(event.session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from muster.scheduler.core.events import Settings
+from muster.scheduler.core.events import CoreSettings
 
 NODE_TIMEOUT_S = 6.0
 HEARTBEAT_S = 1.0
@@ -62,9 +62,9 @@ class Scenario:
         return self.kind not in ("wild",)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> CoreSettings:
         """What the scheduler is told."""
-        return Settings(
+        return CoreSettings(
             worker_num=self.worker_num,
             worker_min=self.worker_min,
             spares=self.spares,

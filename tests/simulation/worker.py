@@ -12,7 +12,7 @@ from muster.wire import messages as m
 from muster.worker.session import events as e
 from muster.worker.session.client import Client
 from muster.worker.session.leave import LoneLeave
-from muster.worker.session.machine import Membership
+from muster.worker.session.machine import MembershipMachine
 from muster.worker.session.pace import Pace
 from tests.simulation.fibers import Fibers
 from tests.simulation.network import Stream
@@ -27,17 +27,17 @@ GRACE_S = LEAVE_TIMEOUT_S / 0.8
 """How long after SIGTERM the launcher sends SIGKILL: it sets MS_LEAVE_TIMEOUT to 0.8 times its grace."""
 
 
-class Watched(Membership):
+class Watched(MembershipMachine):
     """The machine, and who looks on."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.profile, worker.world.timing or TIMING, worker.world.rng.random)
         self._worker = worker
 
-    def step(self, event: e.Event, now: float) -> e.Decision:
+    def step(self, event: e.Event, now: float) -> e.Effects:
         worker, world = self._worker, self._worker.world
         decision = super().step(event, now)
-        if world.trace is not None and not isinstance(event, e.Tick):
+        if world.trace is not None and not isinstance(event, e.DeadlineReached):
             world.note(f"{worker} <- {event!r}")
         for notice in decision.notices:
             if world.trace is not None and not isinstance(notice, e.LogLine):
@@ -263,7 +263,7 @@ class Worker:
                 self._meet("stepping", "step", generation, self.step)
                 self.world.judge.step_met(self, generation, self.step)
                 self.step += 1
-                self.client.post(e.Progress(self.step, 1.0))
+                self.client.post(e.ProgressReported(self.step, 1.0))
             self.finished = True
         except MembershipChanged:
             self.doing = "entering"

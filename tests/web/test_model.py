@@ -7,7 +7,7 @@ import math
 import pytest
 
 from muster.web import plots, words
-from muster.web.model import Followed, Job, trouble, who_waits
+from muster.web.model import Followed, ObservedJob, trouble, who_waits
 from muster.web.series import POINTS_KEPT, Point, Series
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
@@ -26,9 +26,9 @@ def line(**changes: object) -> pb.JobLine:
     return pb.JobLine(**(fields | changes))  # type: ignore[arg-type]
 
 
-def job(calls: list[tuple[int, int, bool]], *, step: int = 10) -> Job:
+def job(calls: list[tuple[int, int, bool]], *, step: int = 10) -> ObservedJob:
     """A job of ranks that were last seen in these collectives: (call, sequence, done)."""
-    made = Job(line())
+    made = ObservedJob(line())
     seats = [pb.Seat(node_id=str(i), rank=i, state="member", host_id="h") for i in range(len(calls))]
     made.take(pb.WatchReply(roster=pb.Roster(number=1, seats=seats)), 0.0)
     columns = pb.Progress(

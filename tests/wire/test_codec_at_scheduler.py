@@ -113,7 +113,7 @@ def test_an_unset_worker_min_is_worker_num() -> None:
         ({"late": pb.Late(generation=3, seconds=12.5)}, e.PeerLate(SESSION, 3, 12.5)),
         (
             {"probed": pb.Probed(round=7, unreached=[pb.Unreached(node_id="b", detail="x\ny")], waits=True)},
-            e.Probed(SESSION, 7, (("b", "x\\ny"),), waits=True),
+            e.ProbeAnswered(SESSION, 7, (("b", "x\\ny"),), waits=True),
         ),
         (
             {
@@ -121,7 +121,9 @@ def test_an_unset_worker_min_is_worker_num() -> None:
                     round=7, unreached=[pb.Unreached(node_id="b")], late=True, busy="evaluation", seconds=3.5
                 )
             },
-            e.Probed(SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation", seconds=3.5),
+            e.ProbeAnswered(
+                SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation", seconds=3.5
+            ),
         ),
         (
             {"request_leave": pb.RequestLeave(generation=3, reason="TERM")},

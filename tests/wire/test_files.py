@@ -20,7 +20,7 @@ from muster.errors import SettingsError as WorkerSettingsError
 from muster.launch.rank_table import read_json
 from muster.scheduler.audit.logs import AuditLog
 from muster.scheduler.config import load_settings
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.scheduler.jobs.journal import Journal, JournalError
 from muster.wire.files import (
     beside,
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "journal": lambda path: Journal(path).close(),
     "audit log": lambda path: AuditLog(path).close(),
 }
-REFUSALS = (CertificateError, SettingsError, WorkerSettingsError, JournalError)
+REFUSALS = (CertificateError, SchedulerSettingsError, WorkerSettingsError, JournalError)
 
 
 @pytest.fixture(params=["FIFO", "device", "directory", "socket"])
@@ -70,7 +70,7 @@ def test_only_regular_files_are_read(reader: str, odd: Path) -> None:
 def test_the_audit_log_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("keep")
     (tmp_path / "log").symlink_to(tmp_path / "victim")
-    with pytest.raises(SettingsError, match="it is a link"):
+    with pytest.raises(SchedulerSettingsError, match="it is a link"):
         AuditLog(tmp_path / "log")
     assert (tmp_path / "victim").read_text() == "keep"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from muster.wire.log_lines import OTHERS, Budget, Suppressed
+from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
 
-def budget() -> Budget[int]:
-    return Budget(lines=3, window_s=60.0, max_callers=2)
+def budget() -> LogBudget[int]:
+    return LogBudget(lines=3, window_s=60.0, max_callers=2)
 
 
 def test_each_caller_has_a_budget_of_his_own() -> None:

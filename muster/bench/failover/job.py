@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muster.bench.failover.etcd import EtcdCluster, make_keys
-from muster.bench.recovery.job import Job
+from muster.bench.recovery.job import MeasuredJob
 from muster.bench.recovery.loop import PACE_VARIABLE
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -82,7 +82,7 @@ class Scheduler:
         return 0
 
 
-class SeveralSchedulers(Job):
+class SeveralSchedulers(MeasuredJob):
     """The digits, learnt under three schedulers.
 
     Args:
@@ -153,7 +153,7 @@ class SeveralSchedulers(Job):
         self.wait("all train", lambda: self.training(self.size, 3), 120)
 
     def check(self, *, may_end: bool = False) -> None:
-        """As :meth:`Job.check`; also starts schedulers again that have ended."""
+        """As :meth:`MeasuredJob.check`; also starts schedulers again that have ended."""
         for scheduler in self.schedulers:
             scheduler.tend()
         super().check(may_end=may_end)

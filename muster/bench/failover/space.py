@@ -18,7 +18,7 @@ from typing import Any
 
 from muster.bench.failover.job import SeveralSchedulers
 from muster.bench.launches import MUSTER
-from muster.bench.recovery.job import Job, Worker
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess
 from muster.bench.recovery.loop import PACE_VARIABLE
 from muster.bench.small_disk import SmallDisk
 
@@ -50,7 +50,7 @@ class OnEtcd(SeveralSchedulers):
         return (leader.host if leader is not None else "127.0.0.1"), self.metrics_port
 
 
-class OnDisk(Job):
+class OnDisk(MeasuredJob):
     """One scheduler whose journal has a disk of its own."""
 
     def __init__(
@@ -160,7 +160,7 @@ def measure(job: Any, shortages_s: list[float]) -> dict[str, Any]:
     }
 
 
-def _shortage(job: Any, seconds: float, victim: Worker) -> dict[str, Any]:
+def _shortage(job: Any, seconds: float, victim: WorkerProcess) -> dict[str, Any]:
     schedulers, steps = job.lives(), _steps(job)
     job.fill()
     began = time.monotonic()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import ROOT
-from muster.bench.recovery.job import Job
+from muster.bench.recovery.job import MeasuredJob
 
 RULES = ROOT / "deploy" / "nftables" / "handshakes.nft"
 SOURCE = "127.0.0.9"
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     _enter_namespace()
     with tempfile.TemporaryDirectory(prefix="muster-flood-") as scratch:
-        job = Job(
+        job = MeasuredJob(
             Path(scratch),
             workers=options.workers,
             worker_min=1,
@@ -101,7 +101,7 @@ def _load_rules(port: int) -> None:
     subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
 
 
-def _measure(options: argparse.Namespace, job: Job) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, job: MeasuredJob) -> dict[str, Any]:
     if options.rules == "nftables":
         _load_rules(job.port)
     job.start_scheduler()

@@ -17,7 +17,7 @@ from muster.bench.parallel.variants import Task, make_step
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.parallel.measure import measure as measure_machine
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.memory import step_memory
 from muster.parallel.planning.plan import Plan
 from muster.torch.transfer import array_of
@@ -115,7 +115,7 @@ def measure(
     if lacking:
         return row | {"error": lacking}
     try:
-        assumed = Machine(**machine) if machine else None
+        assumed = Hardware(**machine) if machine else None
         step, captured, made = make_step(variant, task, communicator, device, assumed, init_file)
         gc.collect()
         if cuda:

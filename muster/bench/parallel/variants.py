@@ -17,7 +17,7 @@ from muster.communicators.reduce_ops import ReduceOp
 from muster.parallel.api import parallelize
 from muster.parallel.functions.losses import CrossEntropy
 from muster.parallel.mesh_communicator import Scale
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.torch.capture import capture_step
 from muster.torch.data_parallel import DataParallel
 from muster.torch.sharded_optimizer import ShardedOptimizer
@@ -60,7 +60,7 @@ def fused_loss(scores: Any, targets: Any) -> Any:
 
 
 def make_step(
-    variant: str, task: Task, group: Communicator, device: Any, machine: Machine | None, init_file: str
+    variant: str, task: Task, group: Communicator, device: Any, machine: Hardware | None, init_file: str
 ) -> Made:
     """A variant of training a model, ready for its first step."""
     with _SEEDING:
@@ -92,7 +92,7 @@ def _planned(
     group: Communicator,
     batch: Any,
     low: Any,
-    machine: Machine | None,
+    machine: Hardware | None,
     settings: dict[str, Any],
 ) -> Made:
     """The plan that a search chooses, freely or within what a variant fixes."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess, longest_pause, median_and_worst
 from muster.bench.recovery.loop import PACE_VARIABLE
 
 SETTLE_TIMEOUT_S = 180.0
@@ -62,7 +62,7 @@ def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
     return {"kills": kills, "scheduler_kills": scheduler_kills, "accuracy": accuracies, **job.count()}
 
 
-def _victim(job: Digits, chance: random.Random) -> Worker | None:
+def _victim(job: Digits, chance: random.Random) -> WorkerProcess | None:
     living = job.living()
     victim = chance.choice(living)
     others = [worker for worker in living if worker is not victim and worker.steps()]
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str,
     return results
 
 
-class Digits(Job):
+class Digits(MeasuredJob):
     """The digits, learnt by ``train.py``; slowed down while there is harm to do.
 
     Args:
@@ -247,12 +247,12 @@ def kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
     }
 
 
-def next_step(worker: Worker, generation: int, since: float) -> dict[str, Any]:
+def next_step(worker: WorkerProcess, generation: int, since: float) -> dict[str, Any]:
     """The first step that this worker finished in a generation after ``generation``; {} if none yet."""
     return next((s for s in worker.steps() if s["t"] > since and s["generation"] > generation), {})
 
 
-def _last(workers: list[Worker], what: str, since: float) -> float:
+def _last(workers: list[WorkerProcess], what: str, since: float) -> float:
     """When the last of the workers noted something for the first time since."""
     firsts = [
         next(event["t"] for event in worker.follow() if event["what"] == what and event["t"] > since)

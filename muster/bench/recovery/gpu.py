@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
-from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess, longest_pause, median_and_worst
 from muster.launch.plan import sharing_environment
 
 STEADY_STEPS = 20
@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
     if options.ranks_per_gpu > 1:
         results["ranks_per_gpu"] = options.ranks_per_gpu
     chance = random.Random(options.seed)
-    job = Job(
+    job = MeasuredJob(
         directory,
         workers=options.gpus,
         worker_min=options.gpus - 1,
@@ -69,14 +69,14 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
     return results
 
 
-def _start(job: Job, number: int, ranks_per_gpu: int) -> Worker:
+def _start(job: MeasuredJob, number: int, ranks_per_gpu: int) -> WorkerProcess:
     sharing = sharing_environment(f"rank-{number}") if ranks_per_gpu > 1 else {}
     return job.start_worker(
         str(number), DEVICE_ID=str(number // ranks_per_gpu), MS_LOCAL_INDEX=str(number), **sharing
     )
 
 
-def _await_steady(job: Job, options: argparse.Namespace, deadline: float) -> None:
+def _await_steady(job: MeasuredJob, options: argparse.Namespace, deadline: float) -> None:
     """Until all ranks have trained for a while, on captured steps where there is a GPU."""
 
     def steady() -> bool:
@@ -88,13 +88,13 @@ def _await_steady(job: Job, options: argparse.Namespace, deadline: float) -> Non
     job.wait("all ranks train on captured steps", steady, deadline - time.monotonic())
 
 
-def _step_time(workers: list[Worker]) -> float:
+def _step_time(workers: list[WorkerProcess]) -> float:
     """Median time between the last finished steps."""
     times = [[step["t"] for step in worker.steps()[-STEADY_STEPS:]] for worker in workers]
     return float(statistics.median([b - a for each in times for a, b in itertools.pairwise(each)]))
 
 
-def _kill_one(job: Job, options: argparse.Namespace, name: str, deadline: float) -> dict[str, Any]:
+def _kill_one(job: MeasuredJob, options: argparse.Namespace, name: str, deadline: float) -> dict[str, Any]:
     victim = next(worker for worker in job.living() if worker.name == name)
     survivors = [worker for worker in job.living() if worker is not victim]
     rank = victim.steps()[-1]["rank"]
@@ -127,7 +127,7 @@ def _kill_one(job: Job, options: argparse.Namespace, name: str, deadline: float)
     return result
 
 
-def _first(worker: Worker, what: str, since: float) -> dict[str, Any] | None:
+def _first(worker: WorkerProcess, what: str, since: float) -> dict[str, Any] | None:
     """The first event of a kind in a generation that was entered after ``since``; interruptions at once."""
     events = worker.follow()
     entered = next((e["generation"] for e in events if e["what"] == "rejoined" and e["t"] > since), None)
@@ -141,7 +141,7 @@ def _first(worker: Worker, what: str, since: float) -> dict[str, Any] | None:
     return None
 
 
-def phases(survivors: list[Worker], killed: float) -> dict[str, Any]:
+def phases(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
     """When each phase was over on the last survivor, in seconds since the kill."""
     phases = {}
     for what, name in (("interrupted", "told_s"), ("rejoined", "built_s"), ("shared", "shared_s")):
@@ -152,18 +152,18 @@ def phases(survivors: list[Worker], killed: float) -> dict[str, Any]:
     return phases
 
 
-def _since_rejoined(worker: Worker, since: float) -> list[dict[str, Any]]:
+def _since_rejoined(worker: WorkerProcess, since: float) -> list[dict[str, Any]]:
     """The steps finished in generations that were entered after ``since``."""
     entered = _first(worker, "rejoined", since)
     return [] if entered is None else [s for s in worker.steps() if s["generation"] >= entered["generation"]]
 
 
-def _captured(worker: Worker, since: float) -> dict[str, Any] | None:
+def _captured(worker: WorkerProcess, since: float) -> dict[str, Any] | None:
     steps = _since_rejoined(worker, since)
     return next((step for step in steps if step.get("captured") == "replayed"), None)
 
 
-def recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
+def recapture(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
     """How long the step that captured took, and from when on steps were captured again."""
     made = [
         step["seconds"]
@@ -180,7 +180,7 @@ def recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
     }
 
 
-def _leave(job: Job, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
+def _leave(job: MeasuredJob, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """SIGTERM to one worker: it leaves at a step boundary, and the others go on without an abort."""
     leaver, *others = job.living()
     asked = time.monotonic()
@@ -197,7 +197,7 @@ def _leave(job: Job, options: argparse.Namespace, deadline: float) -> dict[str, 
     }
 
 
-def _values(job: Job) -> dict[str, Any]:
+def _values(job: MeasuredJob) -> dict[str, Any]:
     """What the ranks found when they checked their values."""
     found: dict[str, list[bool]] = {"same bits": [], "right step": []}
     errors = []

@@ -20,10 +20,10 @@ from muster.bench.recovery.loop import RECORD_VARIABLE
 
 POLL_S = 0.005
 
-J = TypeVar("J", bound="Job")
+J = TypeVar("J", bound="MeasuredJob")
 
 
-class Worker:
+class WorkerProcess:
     """One worker process, and the events that it has noted so far."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Worker:
         return now
 
 
-def longest_pause(worker: Worker, since: float = 0.0, *, but_first: int = 0) -> float:
+def longest_pause(worker: WorkerProcess, since: float = 0.0, *, but_first: int = 0) -> float:
     """The longest time between two steps that this worker finished since then, without so many at first."""
     times = [step["t"] for step in worker.steps() if step["t"] > since][but_first:]
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
@@ -88,7 +88,7 @@ def median_and_worst(kills: Sequence[Mapping[str, Any]], keys: Sequence[str]) ->
     }
 
 
-class Job:
+class MeasuredJob:
     """A scheduler and its workers. A context manager: what still runs at the end is killed.
 
     Args:
@@ -120,7 +120,7 @@ class Job:
         self.directory = directory
         self.size = workers
         self.say = say
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerProcess] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
         self._command = list(command)
         self._launched = launched
@@ -170,7 +170,7 @@ class Job:
         self.scheduler.wait()
         return now
 
-    def start_worker(self, name: str, **env: str) -> Worker:
+    def start_worker(self, name: str, **env: str) -> WorkerProcess:
         """Starts a worker with this node id."""
         number = len(self.workers)
         record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
@@ -189,7 +189,7 @@ class Job:
                 stdout=out,
                 stderr=out,
             )
-        worker = Worker(name, process, record, log, launched=self._launched)
+        worker = WorkerProcess(name, process, record, log, launched=self._launched)
         self.workers.append(worker)
         return worker
 
@@ -218,7 +218,7 @@ class Job:
             if code not in (None, -signal.SIGKILL) and not worker.killed and not (may_end and code == 0):
                 raise RuntimeError(f"worker {worker.name} ended with code {code}\n{self.tails()}")
 
-    def living(self) -> list[Worker]:
+    def living(self) -> list[WorkerProcess]:
         """The workers that run."""
         return [worker for worker in self.workers if worker.alive]
 

@@ -15,7 +15,7 @@ RECORD_VARIABLE = "MUSTER_BENCH_RECORD"
 PACE_VARIABLE = "MUSTER_BENCH_PACE"
 
 
-class Record:
+class EventFile:
     """Appends events to a file; times are those of the host's monotonic clock, the same in all processes."""
 
     def __init__(self, path: str) -> None:
@@ -32,7 +32,7 @@ class RecordingLoop(ElasticLoop):
 
     def __init__(self, session: Any, state: Any, **options: Any) -> None:
         super().__init__(session, state, **options)
-        self.record = Record(os.environ[RECORD_VARIABLE])
+        self.record = EventFile(os.environ[RECORD_VARIABLE])
         self.facts: dict[str, Any] = {}
         pace = os.environ.get(PACE_VARIABLE, "")
         self._pace = Path(pace) if pace else None

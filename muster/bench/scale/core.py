@@ -38,7 +38,7 @@ def candidate(index: int, size: int) -> m.Candidate:
 
 def measure(size: int) -> dict[str, float]:
     """CPU seconds for each kind of event, from the first Join to a generation without 1 % of the members."""
-    settings = e.Settings(size, 1, 0, 300.0, 31.5, 1.0)
+    settings = e.CoreSettings(size, 1, 0, 300.0, 31.5, 1.0)
     machine, encoder = Machine("default", settings), AssignmentEncoder()
     streams, figures = range(1, size + 1), dict[str, float]()
 

@@ -23,7 +23,7 @@ LOOK_S = 0.02
 
 
 @dataclass
-class Worker:
+class SimulatedWorker:
     """One simulated worker."""
 
     index: int
@@ -46,7 +46,7 @@ class Stream:
     """
 
     load: Load
-    workers: list[Worker]
+    workers: list[SimulatedWorker]
     by_host: bool
     call: Any = None
     channel: Any = None
@@ -77,7 +77,7 @@ class Stream:
             self.put(worker, pb.WorkerMessage(join=load.join_message(worker.index)))
         load.tasks += [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
 
-    def put(self, worker: Worker, message: Any) -> None:
+    def put(self, worker: SimulatedWorker, message: Any) -> None:
         """Sends a message of a worker's; a dead worker sends none."""
         from muster.wire.v1 import host_pb2
 
@@ -88,7 +88,7 @@ class Stream:
         self.outgoing.append(message)
         self.wake.set()
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: SimulatedWorker) -> None:
         """What the scheduler sees of a worker that is killed: its stream ends, or its uplink says so."""
         from muster.wire.v1 import host_pb2
 
@@ -182,7 +182,10 @@ class Load:
         self.streams = [
             Stream(
                 self,
-                [Worker(index, at + 1) for at, index in enumerate(indices[begin : begin + per_stream])],
+                [
+                    SimulatedWorker(index, at + 1)
+                    for at, index in enumerate(indices[begin : begin + per_stream])
+                ],
                 orders["uplinks"],
             )
             for begin in range(0, len(indices), per_stream)
@@ -261,7 +264,7 @@ class Load:
             backend="nccl",
         )
 
-    def take(self, stream: Stream, worker: Worker, message: Any, rank: int | None = None) -> None:
+    def take(self, stream: Stream, worker: SimulatedWorker, message: Any, rank: int | None = None) -> None:
         """A message has come to a worker; ``rank``: of an assignment that is shared."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
@@ -312,7 +315,7 @@ class Load:
                 built_at=max(worker.built_at for worker in alive),
             )
 
-    def _find(self, index: int) -> tuple[Stream, Worker]:
+    def _find(self, index: int) -> tuple[Stream, SimulatedWorker]:
         for stream in self.streams:
             for worker in stream.workers:
                 if worker.index == index:

@@ -33,11 +33,11 @@ def follow(file: str | Path) -> None:
         except OSError:
             return wall()
 
-    class Kind(type):
+    class ShiftedType(type):
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, _Real)
 
-    class Shifted(_Real, metaclass=Kind):
+    class Shifted(_Real, metaclass=ShiftedType):
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> Any:
             return _Real.fromtimestamp(time.time(), tz)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import stopwatch
-from muster.bench.recovery.job import Job, Worker
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess
 from muster.bench.small_disk import SmallDisk
 from muster.bench.soak.clock import CLOCK_VARIABLE, shift
 from muster.bench.soak.job import (
@@ -149,7 +149,7 @@ class Results:
         behind = self._newest - step
         return self._digests[-1 - behind] if behind < len(self._digests) else "too long ago to be checked"
 
-    def take(self, worker: Worker) -> None:
+    def take(self, worker: WorkerProcess) -> None:
         """Checks what a worker has noted since, and forgets it."""
         worker.follow()
         events, worker.events[:] = list(worker.events), worker.events[-1:]
@@ -179,7 +179,7 @@ class Results:
         return self._newest
 
 
-class Watched:
+class WatchedProcess:
     """Memory and descriptors of one process, over time."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     )
 
 
-class Soak(Job):
+class Soak(MeasuredJob):
     """The job, with a relay before the scheduler.
 
     Args:
@@ -272,14 +272,14 @@ class Soak(Job):
         )
         self.relay = Relay(self.port)
         self.results = Results()
-        self.resting: dict[Worker, float] = {}
-        self.liars: dict[Worker, float] = {}
-        self.touched: set[Worker] = set()
+        self.resting: dict[WorkerProcess, float] = {}
+        self.liars: dict[WorkerProcess, float] = {}
+        self.touched: set[WorkerProcess] = set()
         self.reported: list[str] = []
         self.floods: list[subprocess.Popen[bytes]] = []
         self.page: Page | None = None
         self.until: dict[str, float] = {}
-        self._seen_ended: set[Worker] = set()
+        self._seen_ended: set[WorkerProcess] = set()
         self._others_ended: set[str] = set()
 
     def begin(self) -> None:
@@ -291,7 +291,7 @@ class Soak(Job):
         self.page = Page(self.env, self.directory / "page.log")
         self.refill()
 
-    def start(self, name: str, **env: str) -> Worker:
+    def start(self, name: str, **env: str) -> WorkerProcess:
         """Starts a worker that reaches the scheduler through the relay."""
         number = len(self.workers)
         env |= {
@@ -303,12 +303,12 @@ class Soak(Job):
     def _harm_file(self, number: int) -> Path:
         return self.directory / f"harm-{number}"
 
-    def harm(self, worker: Worker, what: str, seconds: float) -> None:
+    def harm(self, worker: WorkerProcess, what: str, seconds: float) -> None:
         """Has a worker do something to itself."""
         self._harm_file(self.workers.index(worker)).write_text(json.dumps({"what": what, "seconds": seconds}))
         worker.process.send_signal(signal.SIGUSR1)
 
-    def jump(self, whose: Worker | None, seconds: float) -> None:
+    def jump(self, whose: WorkerProcess | None, seconds: float) -> None:
         """Sets the clock of a worker, or of the scheduler."""
         name = "scheduler" if whose is None else str(self.workers.index(whose))
         shift(self.directory / f"clock-{name}", seconds)
@@ -343,7 +343,7 @@ class Soak(Job):
             self.reported.append(f"{worker.name} ended with {code}: {last[0][:300]}")
             self.say(self.reported[-1])
 
-    def holders(self) -> list[Worker]:
+    def holders(self) -> list[WorkerProcess]:
         """Those that run, are not stopped, and have the state."""
         return [each for each in self.living() if each not in self.resting and each.events]
 
@@ -383,7 +383,7 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
     job.begin()
     veteran, done = job.workers[0], Counter[str]()
     began = time.monotonic()
-    watched = {"worker": Watched(), "scheduler": Watched(), "page": Watched()}
+    watched = {"worker": WatchedProcess(), "scheduler": WatchedProcess(), "page": WatchedProcess()}
     next_harm = next_sample = next_progress = began
     kinds = _kinds(chance)
     wanted, patience = 0, began
@@ -430,7 +430,9 @@ def _kinds(chance: random.Random) -> Iterator[str]:
         yield chance.choices(list(HARMS), list(HARMS.values()))[0]
 
 
-def _harm(job: Soak, what: str, veteran: Worker, chance: random.Random, *, spare_scheduler: bool) -> str:
+def _harm(
+    job: Soak, what: str, veteran: WorkerProcess, chance: random.Random, *, spare_scheduler: bool
+) -> str:
     """Does one harm; its name, or "" if there was nobody to do it to."""
     place, seconds = chance.random(), chance.choice((0.3, 1.0, 2.0, 8.0))
     if what == "scheduler" and spare_scheduler:
@@ -442,7 +444,7 @@ def _harm(job: Soak, what: str, veteran: Worker, chance: random.Random, *, spare
     return what if done else ""
 
 
-def _harm_member(job: Soak, what: str, veteran: Worker, place: float, seconds: float) -> bool:
+def _harm_member(job: Soak, what: str, veteran: WorkerProcess, place: float, seconds: float) -> bool:
     """Harms a worker that is in the job; whether there was one to spare."""
     holders = job.holders()
     if len(holders) <= WORKERS_MIN or (what == "stop" and job.resting) or (what == "lie" and job.liars):
@@ -520,7 +522,7 @@ def _end(job: Soak) -> None:
         job.results.take(worker)
 
 
-def _judge(job: Soak, done: Counter[str], watched: dict[str, Watched]) -> dict[str, Any]:
+def _judge(job: Soak, done: Counter[str], watched: dict[str, WatchedProcess]) -> dict[str, Any]:
     results = job.results
     done.pop("", None)
     flat = {name: each.summary() for name, each in watched.items()}

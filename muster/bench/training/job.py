@@ -24,7 +24,7 @@ from muster.bench.report import describe_machine as describe_host
 from muster.bench.report import write
 from muster.bench.training import gpt2
 from muster.bench.training.command import MODELS, CapturedByHand, make_model, make_step, start_clean
-from muster.example.status_line import Progress
+from muster.example.status_line import StatusLine
 from muster.torch.transfer import gather_rows
 
 WARM_UP_STEPS = 12
@@ -132,7 +132,7 @@ class Example(Runner):
     def run(self, steps: int) -> float:
         """Trains; returns seconds a step, by the speed that the example itself measures."""
         self._args.steps = self.job.state.step + steps + 1  # the first one of a loop is not timed
-        done = self._module.train(self._args, self.job, self._session, Progress(io.StringIO()))
+        done = self._module.train(self._args, self.job, self._session, StatusLine(io.StringIO()))
         if done.samples_per_s is None:
             raise RuntimeError("too few steps to measure a speed")
         return float(self._args.batch_size * self._session.world_size / done.samples_per_s)

@@ -316,7 +316,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One certificate of a chain, as far as a revocation list needs it."""
 
     name: str
@@ -326,13 +326,13 @@ class Link:
     serial: int
 
 
-def link_of(certificate: x509.Certificate) -> Link:
+def link_of(certificate: x509.Certificate) -> ChainLink:
     """Reads from a certificate what a revocation list needs."""
     try:
         key = extension(certificate, x509.AuthorityKeyIdentifier)
     except UNREADABLE:
         key = None
-    return Link(
+    return ChainLink(
         name=name_of(certificate),
         subject=certificate.subject.public_bytes(),
         issuer=certificate.issuer.public_bytes(),

@@ -1,6 +1,7 @@
 """The certificate at the other end of a connection: identity, dates, revocation.
 
-For interceptors: :func:`peer_of_pem` remembers what it parsed, :meth:`Peer.check` costs microseconds.
+For interceptors: :func:`peer_of_pem` remembers what it parsed, and
+:meth:`PeerCertificate.check` costs microseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cryptography import x509
 from muster.certs.errors import IdentityError
 from muster.certs.pki.certificates import (
     UNREADABLE,
-    Link,
+    ChainLink,
     check_period,
     check_strength,
     extension,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerCertificate:
     """A peer's certificate, read once.
 
     Attributes:
@@ -56,7 +57,7 @@ class Peer:
     common_name: str
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
 
     def check(self, revocations: Revocations | None = None, now: datetime.datetime | None = None) -> None:
         """Refuses a certificate that is out of date or revoked.
@@ -83,7 +84,7 @@ class Peer:
 
 
 @functools.lru_cache(maxsize=4096)
-def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
+def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> PeerCertificate:
     """Reads a peer's certificate; the result is remembered.
 
     Args:
@@ -110,7 +111,7 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
     identity = _identity(leaf, alternatives, common_names, require_identity)
     for each in chain:
         check_strength(each, f"The certificate {name_of(each)}")
-    return Peer(
+    return PeerCertificate(
         identity=identity,
         name=name_of(leaf),
         fingerprint=fingerprint(leaf),

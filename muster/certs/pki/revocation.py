@@ -14,7 +14,7 @@ from muster.certs.pki.certificates import (
     MAX_CHAIN,
     UNREADABLE,
     WEAK_HASHES,
-    Link,
+    ChainLink,
     clock_here,
     extension,
     link_of,
@@ -71,10 +71,10 @@ class Revocations:
     """
 
     lists: tuple[RevocationList, ...] = ()
-    authorities: tuple[Link, ...] = ()
+    authorities: tuple[ChainLink, ...] = ()
     problem: str = ""
 
-    def check(self, links: Sequence[Link], now: datetime.datetime | None = None) -> None:
+    def check(self, links: Sequence[ChainLink], now: datetime.datetime | None = None) -> None:
         """Refuses a revoked chain.
 
         Args:
@@ -100,7 +100,7 @@ class Revocations:
         """The time at which the first of the lists goes out of date; None without lists."""
         return min((each.next_update for each in self.lists), default=None)
 
-    def _check_link(self, link: Link, now: datetime.datetime, *, list_needed: bool) -> None:
+    def _check_link(self, link: ChainLink, now: datetime.datetime, *, list_needed: bool) -> None:
         lists = [each for each in self.lists if _covers(each, link)]
         for each in lists:
             if link.serial in each.serials:
@@ -236,7 +236,7 @@ def _key_id(authority: x509.Certificate) -> bytes:
     return own.digest if own is not None else b""
 
 
-def _covers(each: RevocationList, link: Link) -> bool:
+def _covers(each: RevocationList, link: ChainLink) -> bool:
     if each.issuer != link.issuer:
         return False
     # Two authorities may share a name (after a change of keys): then the key identifiers decide.

@@ -16,11 +16,11 @@ _INTEGER, _OCTETS, _SEQUENCE = 0x02, 0x04, 0x30
 _CONSTRUCTED = 0x20
 
 
-class MalformedError(ValueError):
+class MalformedDerError(ValueError):
     """The bytes are no ASN.1, or too many or too deep values of it."""
 
 
-class _LimitError(MalformedError):
+class _LimitError(MalformedDerError):
     """There are too many or too deep values."""
 
 
@@ -28,14 +28,14 @@ def count_rounds(data: bytes) -> int:
     """The sum of all rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
 
     Raises:
-        MalformedError: as said there.
+        MalformedDerError: as said there.
     """
-    reader = _Reader()
+    reader = _DerReader()
     reader.read(memoryview(data), 0, len(data), 0)
     return reader.rounds
 
 
-class _Reader:
+class _DerReader:
     def __init__(self) -> None:
         self.rounds = 0
         self._values = 0
@@ -72,7 +72,7 @@ class _Reader:
                 self._read_within(octets, depth)
             at = stop
         if until_marked:
-            raise MalformedError("a value has no end")
+            raise MalformedDerError("a value has no end")
         return at
 
     def _read_within(self, octets: memoryview, depth: int) -> None:
@@ -86,25 +86,25 @@ class _Reader:
                 self.read(octets, 0, len(octets), depth + 1)
         except _LimitError:
             raise
-        except MalformedError:
+        except MalformedDerError:
             self._pieces = None  # as it was before: what was read of it is no OCTET STRING in pieces
 
 
 def _header(data: memoryview, at: int, end: int) -> tuple[int, int, int]:
     """Tag, begin and end of a value's content; the end is -1 where a mark says it."""
     if end - at < 2:
-        raise MalformedError("a value is cut off")
+        raise MalformedDerError("a value is cut off")
     tag, length, start = data[at], data[at + 1], at + 2
     if tag & 0x1F == 0x1F:
-        raise MalformedError("a tag of several bytes")  # PKCS#12 has none
+        raise MalformedDerError("a tag of several bytes")  # PKCS#12 has none
     if length == 0x80:
         if not tag & _CONSTRUCTED:
-            raise MalformedError("a value without parts has no length")
+            raise MalformedDerError("a value without parts has no length")
         return tag, start, -1
     if length > 0x80:
         count = length & 0x7F
         length = int.from_bytes(data[start : start + count], "big")
         start += count
     if start + length > end:
-        raise MalformedError("a value is cut off")
+        raise MalformedDerError("a value is cut off")
     return tag, start, start + length

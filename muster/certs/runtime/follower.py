@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from muster.certs.config import SecurityConfig, apply_cipher_list, load_config
 from muster.certs.errors import CertificateError, RevokedError
 from muster.certs.pki.certificates import utc_now
-from muster.certs.pki.peer import Peer
+from muster.certs.pki.peer import PeerCertificate
 from muster.certs.pki.revocation import Revocations
 from muster.certs.runtime.passwords import forbid_core_files, prompted_password
 from muster.certs.runtime.store import Credentials
@@ -183,7 +183,7 @@ class Follower:
         """The ends of the credentials in force."""
         return expiries(self.credentials, self.config.cert_expire_warning_time_in_day)
 
-    def has_revoked(self, peer: Peer) -> bool:
+    def has_revoked(self, peer: PeerCertificate) -> bool:
         """Whether a peer that was accepted is revoked by now.
 
         Lists that cannot be relied on keep newcomers out, but end no connection that stands.

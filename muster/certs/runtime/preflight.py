@@ -26,7 +26,7 @@ from muster.certs.errors import (
     WeakCertificateError,
 )
 from muster.certs.pki.certificates import clock_here, fingerprint, name_of, parse_certificates, printable
-from muster.certs.pki.peer import Peer
+from muster.certs.pki.peer import PeerCertificate
 from muster.certs.runtime.probe import SILENT, trusting_context
 from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context, peer_pem
@@ -44,7 +44,7 @@ class Preflight:
 
     server_leaf_pem: bytes
     name_override: str | None
-    peer: Peer
+    peer: PeerCertificate
 
 
 def preflight(
@@ -130,7 +130,7 @@ def _shown_certificate(host: str, port: int, deadline: float) -> str:
     )
 
 
-def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str | None) -> Peer:
+def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str | None) -> PeerCertificate:
     try:
         peer = credentials.peer(pem)
     except CertificateError as error:
@@ -159,7 +159,7 @@ def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where
         )
 
 
-def _name_override(peer: Peer, host: str, where: str) -> str | None:
+def _name_override(peer: PeerCertificate, host: str, where: str) -> str | None:
     """None if the certificate fits the name; its common name if it is a legacy one without host names.
 
     Raises:
@@ -183,7 +183,7 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
     return None if peer.common_name.lower() == host.lower() else peer.common_name
 
 
-def fits_host(host: str, peer: Peer) -> bool:
+def fits_host(host: str, peer: PeerCertificate) -> bool:
     """Whether a certificate is for the host, as TLS compares names."""
     # An address must stand there as an address: gRPC does not look for it among the names.
     address = _address(host)

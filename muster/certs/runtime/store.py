@@ -45,9 +45,9 @@ from muster.certs.pki.certificates import (
     utc_now,
 )
 from muster.certs.pki.identity import Identity
-from muster.certs.pki.peer import Peer, peer_of_pem
+from muster.certs.pki.peer import PeerCertificate, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
-from muster.certs.pki.rounds import MalformedError, count_rounds
+from muster.certs.pki.rounds import MalformedDerError, count_rounds
 from muster.certs.runtime.passwords import password_for as password_for
 from muster.certs.runtime.passwords import prompt_on_terminal
 
@@ -89,7 +89,7 @@ class Credentials:
     cipher_list: tuple[str, ...] = field(repr=False, default=CIPHERS)
     require_identity: bool = True
 
-    def peer(self, pem: bytes, now: datetime.datetime | None = None) -> Peer:
+    def peer(self, pem: bytes, now: datetime.datetime | None = None) -> PeerCertificate:
         """Reads and checks the certificate of a TLS peer: identity, dates, revocation.
 
         The handshake must have verified it against ``ca_pem`` already.
@@ -314,7 +314,7 @@ def _check_rounds(data: bytes, shown: str) -> None:
     """Refuses a file that would keep the parser, and with it all threads of the process, at work for long."""
     try:
         rounds = count_rounds(data)
-    except MalformedError as error:
+    except MalformedDerError as error:
         raise FileError(f"{shown} is damaged, or not PKCS#12: {error}.", remedy=_REMAKE) from None
     if rounds > MAX_ROUNDS:
         shown_rounds = f"{rounds:,}" if rounds < 10**12 else "endlessly many"

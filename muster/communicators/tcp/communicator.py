@@ -21,7 +21,7 @@ from muster.communicators.host_communicator import HostCommunicator
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp import rings as rings
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.endpoint import Endpoint, dials
 from muster.communicators.tcp.frames import (
     HAS_FINISHED,
@@ -93,7 +93,7 @@ class TcpCommunicator(HostCommunicator):
         self._path = path
         self._multiplexer = Multiplexer(second_core=has_second_core(membership))
         self._pending_group = PendingGroup(membership, group_label(membership, path))
-        self._links: dict[int, Connection] = {}
+        self._links: dict[int, PeerConnection] = {}
         self._queue = WorkQueue(f"muster-tcp-{membership.group}")
         self._lock = threading.Lock()
         self._sequence = 0
@@ -584,7 +584,7 @@ class TcpCommunicator(HostCommunicator):
 
     # ------------------------------------------------------------ connections
 
-    def links(self) -> Mapping[int, Connection]:
+    def links(self) -> Mapping[int, PeerConnection]:
         """The connections that there are now, by rank."""
         return dict(self._links)
 
@@ -598,7 +598,7 @@ class TcpCommunicator(HostCommunicator):
             distance *= 2
         return sorted({(rank + d) % size for d in distances} - {rank})
 
-    def _link(self, rank: int) -> Connection:
+    def _link(self, rank: int) -> PeerConnection:
         """The connection to a peer; made now if there is none."""
         peer = rank % self.world_size
         if peer not in self._links:

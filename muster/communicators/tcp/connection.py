@@ -33,7 +33,7 @@ class EndOfStreamError(Exception):
         self.farewell = farewell
 
 
-class Connection:
+class PeerConnection:
     """A connection to the process of rank ``peer``, handshakes done. One thread at a time reads; one writes.
 
     Args:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from muster.communicators.tcp.admission import Admission
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.handshake import Steps, TlsPolicy, Want, accept, dial, no_steps
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import CommunicatorError, WorkerError
 from muster.forking import not_for_children
-from muster.wire.log_lines import OTHERS, Budget, one_line
+from muster.wire.log_lines import OTHERS, LogBudget, one_line
 from muster.wire.threads import start_thread
 
 _LOG = logging.getLogger("muster.tcp")
@@ -128,8 +128,8 @@ class Endpoint:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._dropped = Budget[str](lines=3, window_s=10.0, max_callers=16)
-        self._refused = Budget[str](lines=3, window_s=10.0, max_callers=16)
+        self._dropped = LogBudget[str](lines=3, window_s=10.0, max_callers=16)
+        self._refused = LogBudget[str](lines=3, window_s=10.0, max_callers=16)
         self._begin()
 
     def open(self, address: str) -> str:
@@ -487,7 +487,7 @@ class Endpoint:
         else:
             self._select(handshake, want, sock)
 
-    def _finish(self, handshake: _Handshake, group: PendingGroup, connection: Connection) -> None:
+    def _finish(self, handshake: _Handshake, group: PendingGroup, connection: PeerConnection) -> None:
         self._unwatch(handshake)
         handshake.sock = None
         self._drop(handshake)
@@ -509,7 +509,7 @@ class Endpoint:
         self._next_due = min(self._next_due, handshake.resume_at)
         handshake.retry_s = min(_LAST_RETRY_S, 2 * handshake.retry_s)
 
-    def _say(self, budget: Budget[str], level: int, handshake: _Handshake, text: str) -> None:
+    def _say(self, budget: LogBudget[str], level: int, handshake: _Handshake, text: str) -> None:
         """Logs what became of a connection from outside, or counts it: nobody floods the log."""
         short = _short(text)
         if _LOG.isEnabledFor(level) and budget.take(handshake.source, "", short, time.monotonic()):

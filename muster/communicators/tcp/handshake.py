@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.records import RecordLayer, application_traffic_secrets
 from muster.errors import CommunicatorError, SecurityError
@@ -160,7 +160,7 @@ def proof(membership: Membership, side: str, context: bytes) -> bytes:
     return hmac.new(membership_key(membership), text, hashlib.sha256).digest()
 
 
-Steps = Generator[tuple[Want, socket.socket], None, tuple[PendingGroup, Connection]]
+Steps = Generator[tuple[Want, socket.socket], None, tuple[PendingGroup, PeerConnection]]
 _Bytes = Generator[tuple[Want, socket.socket], None, bytes]
 _Socket = Generator[tuple[Want, socket.socket], None, socket.socket]
 
@@ -349,7 +349,7 @@ def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
     yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
     nobody = PendingGroup(Membership("", 0, "", -1, ()), b"")
     nobody.closed = True
-    return nobody, Connection(sock, -1)
+    return nobody, PeerConnection(sock, -1)
 
 
 def _bare(
@@ -376,9 +376,9 @@ def _bare(
     return bare, application_traffic_secrets(membership_key(membership), shared_secret, transcript_hash)
 
 
-def _connection(sock: socket.socket, rank: int, secrets: tuple[bytes, bytes] | None) -> Connection:
+def _connection(sock: socket.socket, rank: int, secrets: tuple[bytes, bytes] | None) -> PeerConnection:
     """The connection to a rank, with records of our own if there are secrets: ours, then the peer's."""
-    return Connection(sock, rank, None if secrets is None else RecordLayer(sock, *secrets))
+    return PeerConnection(sock, rank, None if secrets is None else RecordLayer(sock, *secrets))
 
 
 def _tune(sock: socket.socket) -> None:

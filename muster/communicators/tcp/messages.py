@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from muster.communicators.membership import Membership
-from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.connection import EndOfStreamError, PeerConnection
 from muster.communicators.tcp.endpoint import Endpoint, dials
 from muster.communicators.tcp.frames import (
     DTYPES,
@@ -148,7 +148,7 @@ class _Arrived:
 class _PeerLine:
     """The connection to one peer: what goes out, what comes in."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PeerConnection) -> None:
         self.connection = connection
         self.out: collections.deque[tuple[Outgoing, Message | None]] = collections.deque()
         self.header = memoryview(bytearray(GOODBYE_BYTES))
@@ -178,7 +178,7 @@ class Messages:
         *,
         path: str,
         timeout_s: float,
-        others: Callable[[], Mapping[int, Connection]],
+        others: Callable[[], Mapping[int, PeerConnection]],
     ) -> None:
         self.membership = membership
         self.timeout_s = timeout_s
@@ -649,7 +649,7 @@ class _WakingGroup(PendingGroup):
         super().__init__(membership, label)
         self._wake_up = wake
 
-    def arrive(self, connection: Connection) -> None:
+    def arrive(self, connection: PeerConnection) -> None:
         """See :class:`PendingGroup`."""
         super().arrive(connection)
         self._wake_up()

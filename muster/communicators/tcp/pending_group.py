@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from muster.communicators.membership import Membership
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 
 
 class PendingGroup:
@@ -21,11 +21,11 @@ class PendingGroup:
         self.label = label
         self.closed = False
         self.changed = threading.Condition()
-        self.arrived: dict[int, Connection] = {}
+        self.arrived: dict[int, PeerConnection] = {}
         self.failures: dict[int, Exception] = {}
         self.notes: dict[int, str] = {}
 
-    def arrive(self, connection: Connection) -> None:
+    def arrive(self, connection: PeerConnection) -> None:
         """Takes a proven connection; the first one of a rank wins."""
         with self.changed:
             if self.closed or connection.peer in self.arrived:

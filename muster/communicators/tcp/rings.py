@@ -16,7 +16,7 @@ import numpy as np
 from muster.communicators.arithmetic import Arithmetic, NumpyArray
 from muster.communicators.arrays import as_bytes
 from muster.communicators.reduce_ops import ReduceOp
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.transfer import Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288
@@ -28,8 +28,8 @@ class Ring:
     """A rank's place in the ring, the connections to both sides, and the deadline of the call."""
 
     multiplexer: Multiplexer
-    left: Connection
-    right: Connection
+    left: PeerConnection
+    right: PeerConnection
     rank: int
     size: int
     deadline: float

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.connection import EndOfStreamError, PeerConnection
 from muster.communicators.tcp.frames import (
     FRAME,
     GOODBYE_BYTES,
@@ -69,7 +69,9 @@ class PeerEndedError(Exception):
 class Outgoing:
     """Views to send to one peer in order; ``ready`` says how many of them may go already."""
 
-    def __init__(self, connection: Connection, views: Sequence[memoryview], ready: int | None = None) -> None:
+    def __init__(
+        self, connection: PeerConnection, views: Sequence[memoryview], ready: int | None = None
+    ) -> None:
         self.connection = connection
         self.views = list(views)
         self.ready = len(self.views) if ready is None else ready
@@ -118,7 +120,7 @@ class Incoming:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         views: Sequence[memoryview],
         filled: Callable[[int], None] | None = None,
     ) -> None:
@@ -184,7 +186,7 @@ class Incoming:
 class FrameIn(Incoming):
     """One frame of blocks from one peer, of a length that only the frame itself says."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PeerConnection) -> None:
         self.connection = connection
         self.kind = FrameKind.CALLS
         self.blocks: list[tuple[bytes, memoryview]] = []
@@ -295,8 +297,8 @@ class Multiplexer:
 
     def __init__(self, *, second_core: bool = True) -> None:
         self._second_core = second_core
-        self.watched: dict[int, Connection] = {}
-        self._by_fd: dict[int, Connection] = {}
+        self.watched: dict[int, PeerConnection] = {}
+        self._by_fd: dict[int, PeerConnection] = {}
         self._fd_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._check: Callable[[], None] | None = None
@@ -304,7 +306,7 @@ class Multiplexer:
         self._poll = select.poll()
         self._poll.register(self._wake_fd, select.POLLIN)
 
-    def watch(self, connection: Connection) -> None:
+    def watch(self, connection: PeerConnection) -> None:
         """Notices from now on when this peer hangs up."""
         self.watched[connection.peer] = connection
         self._by_fd[connection.fd] = connection

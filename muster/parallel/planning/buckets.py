@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.costs import BUCKET_BYTES, Collective, inner_collectives
+from muster.parallel.planning.costs import BUCKET_BYTES, PlannedCollective, inner_collectives
 from muster.parallel.planning.graph import Graph, Node
 from muster.parallel.planning.layouts import (
     COLLECTIVES,
@@ -154,24 +154,24 @@ def collectives(
     *,
     local_norm: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[Collective]:
+) -> list[PlannedCollective]:
     """Every collective of one training step, by node in the order of the forward pass."""
-    found: list[Collective] = []
+    found: list[PlannedCollective] = []
     for index in range(len(graph.nodes)):
         found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
     held = list(parameter_shards(graph, states, mesh).values())
     for number, bucket in enumerate(gradient_buckets(held, bucket_bytes)):
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
         name = f"bucket {number}"
-        found.append(Collective("gradients", name, kind, bucket.dims, bucket.sent_nbytes))
+        found.append(PlannedCollective("gradients", name, kind, bucket.dims, bucket.sent_nbytes))
         if bucket.sharded:
-            found.append(Collective("parameters", name, "all_gather", bucket.dims, bucket.nbytes))
+            found.append(PlannedCollective("parameters", name, "all_gather", bucket.dims, bucket.nbytes))
     return found
 
 
 def node_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int, *, local_norm: bool
-) -> list[Collective]:
+) -> list[PlannedCollective]:
     """The collectives of one node: moves of inputs and their gradients, and its inner ones."""
     node, state = graph.nodes[index], states[index]
     found = move_collectives(graph, states, mesh, index)
@@ -180,10 +180,12 @@ def node_collectives(
     return found
 
 
-def move_collectives(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> list[Collective]:
+def move_collectives(
+    graph: Graph, states: Sequence[State], mesh: Mesh, index: int
+) -> list[PlannedCollective]:
     """The collectives that bring a node's inputs, and their gradients, from one layout to another."""
     node = graph.nodes[index]
-    found: list[Collective] = []
+    found: list[PlannedCollective] = []
     for position, value_index in enumerate(node.inputs):
         value = graph.values[value_index]
         before, after, grad, grad_after = edge_layouts(graph, states, index, position)
@@ -194,7 +196,7 @@ def move_collectives(graph: Graph, states: Sequence[State], mesh: Mesh, index: i
             for step in plan_move(source, target, mesh, value.shape) or ():
                 if step.kind in COLLECTIVES:
                     nbytes = value.nbytes // step.divisor
-                    found.append(Collective(phase, node.name, step.kind, step.dims, nbytes))
+                    found.append(PlannedCollective(phase, node.name, step.kind, step.dims, nbytes))
     return found
 
 

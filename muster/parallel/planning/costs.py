@@ -9,8 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, Value, names
-from muster.parallel.planning.layouts import COLLECTIVES, Mesh, Placements, Step, local_shape, parts
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, TensorValue, names
+from muster.parallel.planning.layouts import (
+    COLLECTIVES,
+    Mesh,
+    Placements,
+    RedistributionStep,
+    local_shape,
+    parts,
+)
 from muster.parallel.planning.precision import RUNS_EXACT, feeds_a_loss
 from muster.parallel.planning.rules import LINEAR_VIEWS, MEAN
 
@@ -18,7 +25,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class PlannedCollective:
     """One collective of a plan, as the communicator gets it.
 
     Attributes:
@@ -37,7 +44,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """How fast one rank computes and the group communicates.
 
     Attributes:
@@ -76,7 +83,7 @@ class Machine:
         moved = factor * (ranks - 1) / ranks * nbytes / self.bus_bytes_per_s
         return moved + (self.latency_s if latency else 0.0)
 
-    def move_s(self, steps: Sequence[Step], nbytes: float, mesh: Mesh) -> float:
+    def move_s(self, steps: Sequence[RedistributionStep], nbytes: float, mesh: Mesh) -> float:
         """Seconds of a move of a tensor that has ``nbytes`` as a whole."""
         return sum(
             self.collective_s(step.kind, math.prod(mesh[d] for d in step.dims), nbytes / step.divisor)
@@ -172,7 +179,7 @@ class Works:
     launched by a captured graph.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, machine: Machine) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, machine: Hardware) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self._uses = Counter(
             value
@@ -217,7 +224,7 @@ class _Work:
     ) -> None:
         graph, mesh = works.graph, works.mesh
         self.works, self.node, self.graph, self.machine = works, node, graph, works.machine
-        self.values: list[Value] = [graph.values[v] for v in node.inputs]
+        self.values: list[TensorValue] = [graph.values[v] for v in node.inputs]
         self.counts = [v.numel / parts(at, mesh) for v, at in zip(self.values, ins, strict=True)]
         results = [graph.values[v] for v in node.outputs]
         self.out = sum(v.nbytes / parts(at, mesh) for v, at in zip(results, outs, strict=True))
@@ -277,7 +284,7 @@ class _Work:
             total += Seconds(once, once if grad and not weight else 0.0)
         return total
 
-    def _is_parameter(self, value: Value) -> bool:
+    def _is_parameter(self, value: TensorValue) -> bool:
         maker = self.graph.nodes[value.node]
         return maker.kind == "parameter" or maker.of_parameters
 
@@ -352,7 +359,7 @@ def kept_bytes(graph: Graph, node: Node, outs: Sequence[Placements], mesh: Mesh)
 
 def inner_collectives(
     graph: Graph, node: Node, names: Sequence[str], ins: Sequence[Placements], mesh: Mesh, *, local_norm: bool
-) -> list[Collective]:
+) -> list[PlannedCollective]:
     """The collectives that an operator needs within itself.
 
     Args:
@@ -369,7 +376,7 @@ def inner_collectives(
     found = []
 
     def add(phase: str, kind: str, dims: tuple[int, ...], elements: int) -> None:
-        found.append(Collective(phase, node.name, kind, dims, elements * item))
+        found.append(PlannedCollective(phase, node.name, kind, dims, elements * item))
 
     needs_grad = bool(node.outputs) and graph.values[node.outputs[0]].needs_grad
     if node.op == "cross_entropy_loss" or node.op.startswith("nll_loss"):

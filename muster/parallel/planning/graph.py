@@ -37,7 +37,7 @@ class Ref:
 
 
 @dataclass(slots=True)
-class Value:
+class TensorValue:
     """A tensor of the graph.
 
     Attributes:
@@ -123,9 +123,9 @@ class Graph:
     """Nodes in the order in which they run; ``values`` are what passes between them."""
 
     nodes: list[Node] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    values: list[TensorValue] = field(default_factory=list)
 
-    def add_value(self, value: Value) -> int:
+    def add_value(self, value: TensorValue) -> int:
         """Adds a value; returns its index."""
         self.values.append(value)
         return len(self.values) - 1
@@ -229,8 +229,8 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _copy(value: Value) -> Value:
-    return Value(value.name, value.shape, value.dtype, value.itemsize, value.floating)
+def _copy(value: TensorValue) -> TensorValue:
+    return TensorValue(value.name, value.shape, value.dtype, value.itemsize, value.floating)
 
 
 def _differentiated(node: Node) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RedistributionStep:
     """One step of a move.
 
     Attributes:
@@ -117,7 +117,9 @@ def layout_text(layout: Placements) -> str:
 # ---------------------------------------------------------------- moves
 
 
-def plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
+def plan_move(
+    source: Placements, target: Placements, mesh: Mesh, shape: Shape
+) -> tuple[RedistributionStep, ...] | None:
     """The steps that bring a tensor from one layout to another; None: there are none.
 
     Both layouts must fit the shape. Nothing becomes partial but by sharing out what is replicated.
@@ -129,10 +131,12 @@ def plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape) 
 
 
 @functools.lru_cache(maxsize=200_000)
-def _plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
+def _plan_move(
+    source: Placements, target: Placements, mesh: Mesh, shape: Shape
+) -> tuple[RedistributionStep, ...] | None:
     """The cheapest path, by volume and then by the number of collectives, among the legal steps."""
     best: dict[Placements, float] = {source: 0.0}
-    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
+    queue: list[tuple[float, int, Placements, tuple[RedistributionStep, ...]]] = [(0.0, 0, source, ())]
     order = itertools.count(1)
     while queue:
         cost, _, layout, path = heapq.heappop(queue)
@@ -148,7 +152,7 @@ def _plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape)
     return None
 
 
-def _volume(step: Step, mesh: Mesh) -> float:
+def _volume(step: RedistributionStep, mesh: Mesh) -> float:
     if step.kind not in COLLECTIVES:
         return 1e-9
     ranks = math.prod(mesh[d] for d in step.dims)
@@ -159,7 +163,7 @@ def _volume(step: Step, mesh: Mesh) -> float:
 
 def _steps(
     layout: Placements, target: Placements, mesh: Mesh, shape: Shape
-) -> Iterator[tuple[Step, Placements]]:
+) -> Iterator[tuple[RedistributionStep, Placements]]:
     """What can be done to a tensor in ``layout`` on its way to ``target``."""
     whole = parts(layout, mesh)
     cuts = slices(layout, mesh, len(shape))
@@ -167,7 +171,7 @@ def _steps(
     for count in range(1, len(partial) + 1):
         for dims in itertools.combinations(partial, count):
             after = tuple(REPLICATE if m in dims else entry for m, entry in enumerate(layout))
-            yield Step("all_reduce", dims, -1, -1, whole), after
+            yield RedistributionStep("all_reduce", dims, -1, -1, whole), after
     for m, (entry, wanted) in enumerate(zip(layout, target, strict=True)):
         size = mesh[m]
 
@@ -184,12 +188,12 @@ def _steps(
             and innermost(wanted)
         )
         if entry == REPLICATE and wanted == PARTIAL:
-            yield Step("share", (m,), -1, -1, 1), become(PARTIAL)
+            yield RedistributionStep("share", (m,), -1, -1, 1), become(PARTIAL)
         if entry == REPLICATE and isinstance(wanted, int) and divisible:
-            yield Step("slice", (m,), -1, wanted, 1), become(wanted)
+            yield RedistributionStep("slice", (m,), -1, wanted, 1), become(wanted)
         if entry == PARTIAL and isinstance(wanted, int) and divisible:
-            yield Step("reduce_scatter", (m,), -1, wanted, whole), become(wanted)
+            yield RedistributionStep("reduce_scatter", (m,), -1, wanted, whole), become(wanted)
         if isinstance(entry, int) and innermost(entry):
-            yield Step("all_gather", (m,), entry, -1, whole // size), become(REPLICATE)
+            yield RedistributionStep("all_gather", (m,), entry, -1, whole // size), become(REPLICATE)
             if isinstance(wanted, int) and divisible:
-                yield Step("all_to_all", (m,), entry, wanted, whole), become(wanted)
+                yield RedistributionStep("all_to_all", (m,), entry, wanted, whole), become(wanted)

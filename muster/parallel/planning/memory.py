@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
-from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Value, names
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, TensorValue, names
 from muster.parallel.planning.layouts import Mesh, Placements, parts
 from muster.parallel.planning.precision import (
     FUSED_FROM,
@@ -106,7 +106,7 @@ class _Play:
                 total += kept + (own if held[node.name].sharded else 0)
         return total
 
-    def _local(self, value: Value, layout: Placements) -> int:
+    def _local(self, value: TensorValue, layout: Placements) -> int:
         return value.nbytes // parts(layout, self.mesh)
 
     def _take(self, name: tuple[str, int], nbytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from muster.errors import SettingsError
 from muster.parallel.planning.buckets import collectives, parameter_shards, split_text
-from muster.parallel.planning.costs import Collective, Machine
+from muster.parallel.planning.costs import Hardware, PlannedCollective
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh, parts
 from muster.parallel.planning.memory import step_memory
@@ -64,7 +64,7 @@ class Plan:
 
     graph: Graph
     mesh: Mesh
-    machine: Machine
+    machine: Hardware
     options: Options
     states: list[State]
     mode: str
@@ -84,7 +84,7 @@ class Plan:
     # ------------------------------------------------------------ facts
 
     @property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[PlannedCollective]:
         """Every collective of one training step, as the communicators get them."""
         return collectives(self.graph, self.states, self.mesh, local_norm=self.options.local_norm)
 

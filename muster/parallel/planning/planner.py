@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from muster.errors import SettingsError
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import batch_led, feeding
 from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import (
@@ -85,7 +85,7 @@ def find_plan(
     graph: Graph,
     world: int,
     *,
-    machine: Machine,
+    machine: Hardware,
     mode: str = "auto",
     search: str = "exact",
     strategies: Mapping[str, Strategy] | None = None,
@@ -164,7 +164,7 @@ def find_plan(
 def _best_of(
     graph: Graph,
     given: Mapping[Mesh, Options],
-    machine: Machine,
+    machine: Hardware,
     pins: Mapping[str, Mapping[str, int]],
     others: Mapping[str, Pin],
     limit: float,
@@ -229,7 +229,7 @@ def _propagated(
 
 
 def _data_parallel(
-    graph: Graph, world: int, machine: Machine, base: Options, dataset: str | Sequence[Slices]
+    graph: Graph, world: int, machine: Hardware, base: Options, dataset: str | Sequence[Slices]
 ) -> tuple[Found, Options] | None:
     """Every rank holds all parameters, and computes its part of the batch where a rule says how."""
     options = options_for(graph, (world,), dataset, base)
@@ -299,7 +299,7 @@ def _one_of(axes: set[str]) -> Pin:
 def _plan(
     graph: Graph,
     mesh: Mesh,
-    machine: Machine,
+    machine: Hardware,
     options: Options,
     found: Found,
     mode: str,

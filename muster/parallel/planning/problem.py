@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from muster.parallel.planning.costs import Machine, Works, inner_collectives, kept_bytes
+from muster.parallel.planning.costs import Hardware, Works, inner_collectives, kept_bytes
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
 from muster.parallel.planning.layouts import (
     PARTIAL,
@@ -96,7 +96,7 @@ class Problem:
 
     graph: Graph
     mesh: Mesh
-    machine: Machine
+    machine: Hardware
     states: list[list[State]] = field(default_factory=list)
     edges: list[tuple[int, int, Matrix]] = field(default_factory=list)
     without_rule: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Problem:
 
 
 def build(
-    graph: Graph, mesh: Mesh, machine: Machine, options: Options, pins: Mapping[str, Pin] | None = None
+    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin] | None = None
 ) -> Problem:
     """States and edges of a graph on a mesh.
 

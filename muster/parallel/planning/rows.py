@@ -12,7 +12,7 @@ from muster.parallel.planning.buckets import (
     parameter_shards,
     split_text,
 )
-from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh, local_shape
 from muster.parallel.planning.problem import State, whole_mode
@@ -36,7 +36,7 @@ def module_rows(
     graph: Graph,
     states: Sequence[State],
     mesh: Mesh,
-    machine: Machine,
+    machine: Hardware,
     *,
     local_norm: bool,
     measured_ms: Mapping[str, float],
@@ -85,7 +85,7 @@ def _row(
     graph: Graph,
     states: Sequence[State],
     mesh: Mesh,
-    machine: Machine,
+    machine: Hardware,
     module: str,
     indices: list[int],
     own: list[int],

@@ -65,7 +65,7 @@ class Axis:
         )
 
 
-class Call:
+class OperatorCall:
     """An operator as rules see it: names, arguments and shapes."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -97,7 +97,7 @@ class Call:
         return tuple(dim if i == position else None for i in range(len(self.ins)))
 
 
-Rule = Callable[[Call], "list[Axis] | None"]
+Rule = Callable[[OperatorCall], "list[Axis] | None"]
 _RULES: dict[str, Rule] = {}
 
 LINEAR_VIEWS = names(
@@ -132,7 +132,7 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
     """The axes of an operator; None: there is no rule for it, or for these arguments."""
-    call = Call(graph, node)
+    call = OperatorCall(graph, node)
     if node.kind == FAN_OUT:
         return _each_dim(call)
     found = _RULES.get(node.op)
@@ -175,7 +175,7 @@ def _passes_sums(graph: Graph, node: Node) -> bool:
 
 
 @rule("linear")
-def _linear(call: Call) -> list[Axis]:
+def _linear(call: OperatorCall) -> list[Axis]:
     last = len(call.ins[0]) - 1
     bias = (0,) if len(call.ins) > 2 else ()
     none = (None,) * len(bias)
@@ -186,7 +186,7 @@ def _linear(call: Call) -> list[Axis]:
 
 
 @rule("matmul", "mm", "bmm")
-def _matmul(call: Call) -> list[Axis] | None:
+def _matmul(call: OperatorCall) -> list[Axis] | None:
     a, b = call.ins
     out = call.outs[0]
     if len(a) < 2 or len(b) < 2:
@@ -213,7 +213,7 @@ def _matmul(call: Call) -> list[Axis] | None:
 
 
 @rule("addmm")
-def _addmm(call: Call) -> list[Axis] | None:
+def _addmm(call: OperatorCall) -> list[Axis] | None:
     bias, a, b = call.ins
     if len(bias) != 1 or call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
         return None
@@ -225,7 +225,7 @@ def _addmm(call: Call) -> list[Axis] | None:
 
 
 @rule("einsum")
-def _einsum(call: Call) -> list[Axis] | None:
+def _einsum(call: OperatorCall) -> list[Axis] | None:
     equation = str(call.args[0]).replace(" ", "")
     if "->" not in equation or "." in equation:
         return None
@@ -251,7 +251,7 @@ def _einsum(call: Call) -> list[Axis] | None:
 
 
 @rule("conv1d", "conv2d", "conv3d")
-def _convolution(call: Call) -> list[Axis] | None:
+def _convolution(call: OperatorCall) -> list[Axis] | None:
     groups = call.argument(6, "groups", 1)
     x, weight = call.ins[:2]
     if len(x) != len(weight):
@@ -266,7 +266,7 @@ def _convolution(call: Call) -> list[Axis] | None:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(call: Call) -> list[Axis] | None:
+def _attention(call: OperatorCall) -> list[Axis] | None:
     q, k = call.ins[:2]
     if len(q) != 4 or len(k) != 4:
         return None
@@ -286,7 +286,7 @@ def _attention(call: Call) -> list[Axis] | None:
 
 
 @rule("embedding")
-def _embedding(call: Call) -> list[Axis] | None:
+def _embedding(call: OperatorCall) -> list[Axis] | None:
     # padding_idx, scale_grad_by_freq and sparse change gradients only by rows, which the last two mix.
     if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
         return None
@@ -300,7 +300,7 @@ def _embedding(call: Call) -> list[Axis] | None:
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
-def _recurrent(call: Call) -> list[Axis] | None:
+def _recurrent(call: OperatorCall) -> list[Axis] | None:
     """By samples only: the states of a sequence depend on one another."""
     x = call.ins[0]
     states = 2 if call.op == "lstm" else 1
@@ -318,25 +318,25 @@ def _recurrent(call: Call) -> list[Axis] | None:
 
 
 @rule("batch_norm")
-def _batch_norm(call: Call) -> list[Axis]:
+def _batch_norm(call: OperatorCall) -> list[Axis]:
     more = len(call.ins) - 1
     axes = [Axis("b", call.ins[0][0], (0, *(None,) * more), (0,))]
     return [*axes, Axis("c", call.ins[0][1], (1, *(0,) * more), (1,))]
 
 
 @rule("layer_norm", "rms_norm")
-def _layer_norm(call: Call) -> list[Axis]:
+def _layer_norm(call: OperatorCall) -> list[Axis]:
     kept = len(call.ins[0]) - len(call.args[1])
     return [Axis(f"b{d}", call.ins[0][d], call.one(0, d), (d,)) for d in range(kept)]
 
 
 @rule("group_norm")
-def _group_norm(call: Call) -> list[Axis]:
+def _group_norm(call: OperatorCall) -> list[Axis]:
     return [Axis("b", call.ins[0][0], call.one(0, 0), (0,))]
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "glu")
-def _along_one_dim(call: Call) -> list[Axis]:
+def _along_one_dim(call: OperatorCall) -> list[Axis]:
     axis = call.dim(call.argument(1, "dim", -1))
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0]) if d != axis]
 
@@ -345,7 +345,7 @@ MEAN = 1
 
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-def _cross_entropy(call: Call) -> list[Axis] | None:
+def _cross_entropy(call: OperatorCall) -> list[Axis] | None:
     scores = call.ins[0]
     reduction = call.argument(3, "reduction", MEAN)
     smoothing = call.argument(5, "label_smoothing", 0.0) if call.op == "cross_entropy_loss" else 0.0
@@ -371,7 +371,7 @@ def _classes(size: int) -> Axis:
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-def _pointwise_loss(call: Call) -> list[Axis] | None:
+def _pointwise_loss(call: OperatorCall) -> list[Axis] | None:
     # Weights may stand before the reduction: then only what has defaults is split.
     where = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(call.op, 2)
     reduction = call.argument(where, "reduction", MEAN)
@@ -383,7 +383,7 @@ def _pointwise_loss(call: Call) -> list[Axis] | None:
 
 
 @rule("mean", "sum")
-def _reduction(call: Call) -> list[Axis]:
+def _reduction(call: OperatorCall) -> list[Axis]:
     gone = call.dims(call.argument(1, "dim"))
     keeps = len(call.outs[0]) == len(call.ins[0])
     axes = []
@@ -396,7 +396,7 @@ def _reduction(call: Call) -> list[Axis]:
 @rule(
     "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "logsumexp", "any", "all", "topk", "sort"
 )
-def _kept_dims(call: Call) -> list[Axis] | None:
+def _kept_dims(call: OperatorCall) -> list[Axis] | None:
     """Reductions that are no sums: dimensions that stay may be split."""
     index = 2 if call.op == "topk" else 1
     dim = call.argument(index, "dim", -1 if call.op in ("topk", "sort") else None)
@@ -414,7 +414,7 @@ def _kept_dims(call: Call) -> list[Axis] | None:
 @rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d")
 @rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
-def _pooling(call: Call) -> list[Axis] | None:
+def _pooling(call: OperatorCall) -> list[Axis] | None:
     spatial = 1 if "1d" in call.op else 3 if "3d" in call.op else 2
     if len(call.ins[0]) != spatial + 2:
         return None
@@ -427,11 +427,11 @@ def _pooling(call: Call) -> list[Axis] | None:
 # ---------------------------------------------------------------- elementwise and views
 
 
-def _each_dim(call: Call) -> list[Axis]:
+def _each_dim(call: OperatorCall) -> list[Axis]:
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0])]
 
 
-def _elementwise(call: Call) -> list[Axis]:
+def _elementwise(call: OperatorCall) -> list[Axis]:
     out = call.outs[0]
     axes = []
     for d, size in enumerate(out):
@@ -444,7 +444,7 @@ def _elementwise(call: Call) -> list[Axis]:
 
 
 @rule("prelu")
-def _prelu(call: Call) -> list[Axis]:
+def _prelu(call: OperatorCall) -> list[Axis]:
     shared = math.prod(call.ins[1]) == 1
     return [
         Axis(f"d{d}", size, (d, 0 if d == 1 and not shared else None), (d,))
@@ -453,7 +453,7 @@ def _prelu(call: Call) -> list[Axis]:
 
 
 @rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as")
-def _view(call: Call) -> list[Axis] | None:
+def _view(call: OperatorCall) -> list[Axis] | None:
     if call.op == "view" and not isinstance(call.argument(1, "size"), (list, tuple)):
         return None  # the same bytes as another dtype
     more = (None,) * (len(call.ins) - 1)
@@ -483,7 +483,7 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, 
 
 
 @rule("expand")
-def _expand(call: Call) -> list[Axis]:
+def _expand(call: OperatorCall) -> list[Axis]:
     shape, out = call.ins[0], call.outs[0]
     axes = []
     for d, size in enumerate(out):
@@ -493,7 +493,7 @@ def _expand(call: Call) -> list[Axis]:
 
 
 @rule("transpose", "t", "permute", "numpy_T", "swapaxes", "movedim")
-def _permutation(call: Call) -> list[Axis] | None:
+def _permutation(call: OperatorCall) -> list[Axis] | None:
     order = list(range(len(call.ins[0])))
     if call.op == "permute":
         order = [call.dim(d) for d in call.args[1]]
@@ -511,7 +511,7 @@ def _permutation(call: Call) -> list[Axis] | None:
 
 
 @rule("slice", "narrow", "chunk", "split", "split_with_sizes", "flip", "roll")
-def _cut(call: Call) -> list[Axis] | None:
+def _cut(call: OperatorCall) -> list[Axis] | None:
     place = 1 if call.op in ("slice", "narrow", "flip") else 2
     name = "dims" if call.op in ("flip", "roll") else "dim"
     given = call.argument(place, name, [] if call.op == "roll" else 0)
@@ -526,7 +526,7 @@ def _cut(call: Call) -> list[Axis] | None:
 
 
 @rule("select", "unbind")
-def _drop(call: Call) -> list[Axis]:
+def _drop(call: OperatorCall) -> list[Axis]:
     gone = call.dim(call.argument(1, "dim", 0))
     return [
         Axis(f"d{d}", size, (d,), (d - (d > gone),) * len(call.outs))
@@ -536,7 +536,7 @@ def _drop(call: Call) -> list[Axis]:
 
 
 @rule("cat", "stack")
-def _join(call: Call) -> list[Axis] | None:
+def _join(call: OperatorCall) -> list[Axis] | None:
     dim = call.argument(1, "dim", 0)
     if any(len(shape) != len(call.ins[0]) for shape in call.ins):
         return None
@@ -552,7 +552,7 @@ def _join(call: Call) -> list[Axis] | None:
 
 
 @rule("pad", "constant_pad_nd")
-def _pad(call: Call) -> list[Axis]:
+def _pad(call: OperatorCall) -> list[Axis]:
     padded = len(call.args[1]) // 2
     kept = len(call.ins[0]) - padded
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:kept])]

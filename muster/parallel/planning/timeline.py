@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.buckets import gradient_buckets, node_collectives, parameter_shards
-from muster.parallel.planning.costs import Machine, Works
+from muster.parallel.planning.costs import Hardware, Works
 from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.problem import State
@@ -46,7 +46,7 @@ def timeline(
     graph: Graph,
     states: Sequence[State],
     mesh: Mesh,
-    machine: Machine,
+    machine: Hardware,
     *,
     optimizer_states: int = 2,
     local_norm: bool = False,
@@ -94,7 +94,7 @@ def _with_gradients(
     graph: Graph,
     states: Sequence[State],
     mesh: Mesh,
-    machine: Machine,
+    machine: Hardware,
     optimizer_states: int,
     forward_s: float,
     backward_s: float,

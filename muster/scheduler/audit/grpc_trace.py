@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from muster.scheduler.access import address_of
-from muster.wire.grpc_stderr import Record
-from muster.wire.log_lines import OTHERS, Budget, Suppressed, one_line
+from muster.wire.grpc_stderr import GrpcRecord
+from muster.wire.log_lines import OTHERS, LogBudget, Suppressed, one_line
 
 HUNG_UP = "hung_up"
 TIMED_OUT = "timed_out"
@@ -102,7 +102,7 @@ class TraceReader:
     def __init__(self) -> None:
         self._timeouts = 0
 
-    def read(self, record: Record) -> Failure | None:
+    def read(self, record: GrpcRecord) -> Failure | None:
         """Reads a record; returns the failure that it describes."""
         if _TIMED_OUT.match(record.data):
             self._timeouts += 1
@@ -135,7 +135,7 @@ class Thinner:
 
     def __init__(self) -> None:
         self._budgets = {
-            quiet: Budget[Failure](lines=1, window_s=INTERVAL_S, max_callers=MAX_HOSTS)
+            quiet: LogBudget[Failure](lines=1, window_s=INTERVAL_S, max_callers=MAX_HOSTS)
             for quiet in (False, True)
         }
 

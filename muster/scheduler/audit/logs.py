@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from muster.scheduler import systemd
 from muster.scheduler.access import address_of
 from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, Failure
-from muster.scheduler.errors import SchedulerError, SettingsError, end_call
+from muster.scheduler.errors import SchedulerError, SchedulerSettingsError, end_call
 from muster.wire.files import open_own
 from muster.wire.log_lines import BoundedFormatter, one_line
 
@@ -93,7 +93,7 @@ class AuditLog:
         wall_clock: the time of day.
 
     Raises:
-        SettingsError: the file cannot be opened.
+        SchedulerSettingsError: the file cannot be opened.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class AuditLog:
         try:
             self._fd = open_own(path)
         except OSError as error:
-            raise SettingsError(
+            raise SchedulerSettingsError(
                 f"MS_AUDIT_LOG must name a file that can be written; '{path}': {error.strerror}."
             ) from error
 

@@ -74,7 +74,7 @@ class HandshakeWatch:
         self._say(self._sayings.due(float("inf")))
 
     def written(self, data: bytes) -> None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         record, now_s = record_of(data), time.monotonic()
         if record is not None and record.level in "IW" and not self._asked:
             failure = self._reader.read(record)
@@ -85,14 +85,14 @@ class HandshakeWatch:
             self._say(self._sayings.add(data, record, now_s))
 
     def tend(self) -> float | None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         now_s = time.monotonic()
         self._tell(self._thinner.due(now_s))
         self._say(self._sayings.due(now_s))
         return earliest((self._thinner.next_s(), self._sayings.next_s()))
 
     def failed(self) -> None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         LOG.exception("fault while reading gRPC's trace; failed handshakes are no longer logged")
 
     def _tell(self, failures: Iterable[Failure]) -> None:

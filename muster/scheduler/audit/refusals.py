@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from muster.scheduler.audit.logs import AuditLog, Recorder
 from muster.scheduler.jobs.driver import Clock, Timer
-from muster.wire.log_lines import OTHERS, Budget, Suppressed
+from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
 WINDOW_S = 60.0
 LINES = 20
@@ -43,8 +43,10 @@ class ThinnedRecorder(Recorder):
     def __init__(self, audit: AuditLog | None, clock: Clock) -> None:
         super().__init__(audit)
         self._clock = clock
-        self._refused = Budget[Facts](lines=LINES, window_s=WINDOW_S, max_callers=MAX_CALLERS)
-        self._decided = Budget[Facts](lines=DECISIONS, window_s=DECISIONS_WINDOW_S, max_callers=MAX_CALLERS)
+        self._refused = LogBudget[Facts](lines=LINES, window_s=WINDOW_S, max_callers=MAX_CALLERS)
+        self._decided = LogBudget[Facts](
+            lines=DECISIONS, window_s=DECISIONS_WINDOW_S, max_callers=MAX_CALLERS
+        )
         self._timer: Timer | None = None
 
     def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:

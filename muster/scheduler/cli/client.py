@@ -52,7 +52,7 @@ class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own wo
         self.code = code
 
 
-class Client(contextlib.AbstractContextManager["Client"]):
+class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
     """A connection to a scheduler, for a few calls; of several schedulers to the one that leads.
 
     Args:
@@ -286,11 +286,11 @@ class Following(contextlib.AbstractContextManager["Following"]):
     """Asks again and again: of several schedulers, when the one asked is gone, the one that leads then.
 
     Args:
-        connect: makes a connection; raises what :class:`Client` does.
+        connect: makes a connection; raises what :class:`SchedulerClient` does.
         several: whether there are several.
     """
 
-    def __init__(self, connect: Callable[[], Client], *, several: bool) -> None:
+    def __init__(self, connect: Callable[[], SchedulerClient], *, several: bool) -> None:
         self._connect = connect
         self._several = several
         self._client = connect()

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
-from muster.scheduler.cli.client import TAKEOVER_S, Client, Following, UnreachableError
+from muster.scheduler.cli.client import TAKEOVER_S, Following, SchedulerClient, UnreachableError
 from muster.scheduler.config import Address, load_address
-from muster.scheduler.errors import SchedulerError, SettingsError
+from muster.scheduler.errors import SchedulerError, SchedulerSettingsError
 from muster.wire import launches
 from muster.wire.settings import Environment, show_address
 from muster.wire.variables import option_help
@@ -54,8 +54,8 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
     address, env = target.address, target.env
     certificate, role = _certificate(options, address), _role(options, env)
 
-    def connect(wait_s: float = TAKEOVER_S) -> Client:
-        return Client(address, env, certificate=certificate, role=role, wait_s=wait_s)
+    def connect(wait_s: float = TAKEOVER_S) -> SchedulerClient:
+        return SchedulerClient(address, env, certificate=certificate, role=role, wait_s=wait_s)
 
     if options.command == "health":
         with connect(wait_s=0.0) as client:
@@ -95,7 +95,7 @@ def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     for target in targets:
         certificate = _certificate(options, target.address)
         try:
-            with Client(target.address, target.env, certificate=certificate) as client:
+            with SchedulerClient(target.address, target.env, certificate=certificate) as client:
                 rows += [(client.where, job) for job in client.jobs().jobs]
         except (SchedulerError, CertificateError) as error:
             if len(targets) == 1:
@@ -215,13 +215,13 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
     """The scheduler that is named, else that of :data:`WHICH`.
 
     Raises:
-        SettingsError: none is named, and several launches run here.
+        SchedulerSettingsError: none is named, and several launches run here.
     """
     if getattr(options, "command", "") != "health" and not _is_named(options, env):
         try:
             launch = launches.chosen(env, options.job or env.get("MS_JOB_ID", ""))
         except LookupError as error:
-            raise SettingsError(
+            raise SchedulerSettingsError(
                 f"Several launches of yours run on this host: {error}.",
                 remedy="Ask from the directory of the one that is meant, or name it: --job, or MS_SCHED_HOST"
                 " and MS_SCHED_PORT.",
@@ -231,7 +231,7 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
     address = load_address(env, config_path=options.config, job_id=options.job)
     if options.host:
         address = dataclasses.replace(
-            address, hosts=Environment({}, SettingsError).checked_hosts("--host", options.host)
+            address, hosts=Environment({}, SchedulerSettingsError).checked_hosts("--host", options.host)
         )
     return Target(address, env)
 
@@ -285,11 +285,11 @@ def operator_certificate(options: argparse.Namespace, address: Address) -> Path 
     """What --cert names, else the operator's beside config.json; None: what config.json says.
 
     Raises:
-        SettingsError: --cert without a config.json.
+        SchedulerSettingsError: --cert without a config.json.
     """
     if options.cert is not None:
         if address.config_path is None:
-            raise SettingsError("--cert needs a config.json, by --config or MS_CONFIG_FILE.")
+            raise SchedulerSettingsError("--cert needs a config.json, by --config or MS_CONFIG_FILE.")
         return Path(os.path.abspath(options.cert))  # noqa: PTH100 - resolve() would follow links
     if address.config_path is None:
         return None

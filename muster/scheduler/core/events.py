@@ -17,7 +17,7 @@ SessionId = int
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CoreSettings:
     """What the core must know of the scheduler's settings.
 
     ``worker_num`` 0 means: the first worker that joins this job says it. ``recovered_timeout_s`` is how long
@@ -87,7 +87,7 @@ class PeerLate(m.Late, OfSession):
     """A worker waits for its peers."""
 
 
-class Probed(m.Probed, OfSession):
+class ProbeAnswered(m.Probed, OfSession):
     """A worker has tried to reach others."""
 
 
@@ -176,7 +176,7 @@ Event = (
     | QuiescedReported
     | PeerSuspected
     | PeerLate
-    | Probed
+    | ProbeAnswered
     | LeaveRequested
     | LeftCleanly
     | SessionLost

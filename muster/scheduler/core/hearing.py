@@ -113,7 +113,7 @@ def peer_late(job: Job, event: e.PeerLate, now: float) -> None:
         probing.want_round(job, now, urgent=False)
 
 
-def probed(job: Job, event: e.Probed, now: float) -> None:
+def probed(job: Job, event: e.ProbeAnswered, now: float) -> None:
     """Handles a worker's answer to a round of probes."""
     job.sender(event.session)
     probing.take_answer(job, event, now)

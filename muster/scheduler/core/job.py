@@ -181,7 +181,7 @@ class Job:
     """
 
     job_id: str
-    settings: e.Settings
+    settings: e.CoreSettings
     ledger: Ledger = field(default_factory=Ledger)
     members: Members = field(default_factory=Members)
     deadlines: Deadlines = field(default_factory=Deadlines)

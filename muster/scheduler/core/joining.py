@@ -172,7 +172,7 @@ def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None
     return None
 
 
-def check_place(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+def check_place(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
     """Refuses a new process for which the job has no place; None if it has one."""
     return (
         _check_sizes(ledger, settings, candidate)
@@ -204,7 +204,7 @@ def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
     )
 
 
-def _check_sizes(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+def _check_sizes(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
     if not candidate.node_id:
         return m.Refused(m.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
     if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
@@ -292,7 +292,7 @@ def check_node(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
     )
 
 
-def _check_table(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+def _check_table(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
     table = settings.rank_table
     if table is None:
         return None
@@ -318,7 +318,7 @@ def _check_table(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -
     return None
 
 
-def _check_room(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+def _check_room(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
     worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
     if ledger.finishing:
         return m.Refused(
@@ -349,7 +349,7 @@ def _check_room(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) ->
     )
 
 
-def _check_spare(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+def _check_spare(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
     """Refuses a spare beyond MS_SPARES before the first group; None if it may wait."""
     if len((ledger.spares & ledger.unplaced) - ledger.leaving) < settings.spares:
         return None

@@ -207,7 +207,7 @@ class Ledger:
 
     # ------------------------------------------------------------ the next generation
 
-    def choose(self, settings: e.Settings, stateless: Collection[str] = frozenset()) -> list[m.Candidate]:
+    def choose(self, settings: e.CoreSettings, stateless: Collection[str] = frozenset()) -> list[m.Candidate]:
         """Members of the next generation in order of rank, at most ``worker_num``.
 
         Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
@@ -299,7 +299,7 @@ class Ledger:
             switch_after_step=switch_after_step,
         )
 
-    def wanted_change(self, settings: e.Settings) -> str | None:
+    def wanted_change(self, settings: e.CoreSettings) -> str | None:
         """Why the members of a running job should change at a step boundary; None if they should not."""
         leaving = self.leaving_members()
         if leaving:
@@ -462,7 +462,7 @@ def early_end(ledger: Ledger) -> str:
     return f"{names} {'has' if one else 'have'} finished, while others still wait: {why}"
 
 
-def sizes(settings: e.Settings, candidate: m.Candidate) -> tuple[int, int]:
+def sizes(settings: e.CoreSettings, candidate: m.Candidate) -> tuple[int, int]:
     """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
     table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
     worker_num = settings.worker_num or table_size or candidate.worker_num

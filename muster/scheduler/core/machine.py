@@ -52,7 +52,7 @@ class Machine:
         ValueError: ``worker_num`` and the rank table disagree.
     """
 
-    def __init__(self, job_id: str, settings: e.Settings) -> None:
+    def __init__(self, job_id: str, settings: e.CoreSettings) -> None:
         table = settings.rank_table
         if table is not None and settings.worker_num not in (0, len(table.entries)):
             raise ValueError(
@@ -68,7 +68,7 @@ class Machine:
             e.QuiescedReported: hearing.quiesced_reported,
             e.PeerSuspected: hearing.peer_suspected,
             e.PeerLate: hearing.peer_late,
-            e.Probed: hearing.probed,
+            e.ProbeAnswered: hearing.probed,
             e.LeaveRequested: leaving.leave_requested,
             e.LeftCleanly: leaving.left,
             e.SessionLost: leaving.session_lost,
@@ -83,7 +83,9 @@ class Machine:
         }
 
     @classmethod
-    def recover(cls, job_id: str, settings: e.Settings, records: Iterable[r.Record], now: float) -> Machine:
+    def recover(
+        cls, job_id: str, settings: e.CoreSettings, records: Iterable[r.Record], now: float
+    ) -> Machine:
         """Makes the machine of a job from its records. Its workers have ``recovered_timeout_s`` to come back.
 
         Raises:

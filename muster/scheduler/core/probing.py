@@ -109,7 +109,7 @@ def seated_claims(job: Job) -> list[Claim]:
     return members + [c for node_id, c in job.ledger.claims.items() if node_id not in known]
 
 
-def take_answer(job: Job, event: e.Probed, now: float) -> None:
+def take_answer(job: Job, event: e.ProbeAnswered, now: float) -> None:
     """Takes a worker's answer; the last one ends the round."""
     current = job.probing.current
     if current is None or event.round != current.number or event.session not in current.asked:

@@ -60,7 +60,7 @@ class ProbeRound:
     awaited: list[e.SessionId]
     generation: int = 0
     hosts: dict[str, list[e.SessionId]] = field(default_factory=dict)
-    answers: dict[e.SessionId, e.Probed] = field(default_factory=dict)
+    answers: dict[e.SessionId, e.ProbeAnswered] = field(default_factory=dict)
     unreached: dict[e.SessionId, dict[str, str]] = field(default_factory=dict)
     began: dict[e.SessionId, float] = field(default_factory=dict)
     heard: dict[e.SessionId, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class ProbeRound:
         together = abs(self.began[session] - self.began[target]) <= TOGETHER_S
         return why if together or not why else None
 
-    def take(self, answer: e.Probed, now: float) -> None:
+    def take(self, answer: e.ProbeAnswered, now: float) -> None:
         """Takes an answer in."""
         self.answers[answer.session] = answer
         self.unreached[answer.session] = dict(answer.unreached)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from muster.scheduler.core.shortage import pause_s
-from muster.scheduler.errors import DeposedError, SchedulerError, SettingsError
+from muster.scheduler.errors import DeposedError, SchedulerError, SchedulerSettingsError
 from muster.scheduler.etcd.api import (
     Etcd,
     EtcdError,
@@ -80,7 +80,7 @@ def parse_leader(value: bytes) -> tuple[str, str]:
     return name, addresses
 
 
-class Clock(Protocol):
+class MonotonicClock(Protocol):
     """Time; an asyncio event loop is one."""
 
     def time(self) -> float:
@@ -105,7 +105,7 @@ class Leadership:
     """
 
     def __init__(
-        self, etcd: Etcd, prefix: bytes, name: str, clock: Clock, schedulers: Sequence[str] = ()
+        self, etcd: Etcd, prefix: bytes, name: str, clock: MonotonicClock, schedulers: Sequence[str] = ()
     ) -> None:
         self.etcd = etcd
         self.prefix = prefix
@@ -130,7 +130,7 @@ class Leadership:
 
         Raises:
             EtcdRefusedError: etcd has refused this process for :data:`REFUSED_S`.
-            SettingsError: the one that leads is of other schedulers, which serve other workers.
+            SchedulerSettingsError: the one that leads is of other schedulers, which serve other workers.
             LaterVersionError: a later version of Muster has led here.
         """
         while not await self._tried():
@@ -237,7 +237,7 @@ class Leadership:
     def _check_belongs(self, name: str, addresses: str) -> None:
         """Refuses to stand by for schedulers none of which this one's workers know: theirs are lost to it."""
         if addresses and self._schedulers and not set(addresses.split(",")) & set(self._schedulers):
-            raise SettingsError(
+            raise SchedulerSettingsError(
                 f"{name}, which leads under {self.prefix.decode()} in etcd, is of other schedulers"
                 f" ({addresses}) than this one ({','.join(self._schedulers)}).",
                 remedy="Give each job a path in MS_RECOVERY_PATH, or an MS_JOB_ID, of its own.",

@@ -43,7 +43,7 @@ class AdoptingJob:
     """
 
     def __init__(
-        self, job_id: str, settings: e.Settings, records: Iterable[r.Record], now: float, *, adopt: bool
+        self, job_id: str, settings: e.CoreSettings, records: Iterable[r.Record], now: float, *, adopt: bool
     ) -> None:
         self._job_id, self._settings, self._adopt = job_id, settings, adopt
         self._records: list[r.Record] | None = list(records)

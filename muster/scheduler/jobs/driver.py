@@ -42,7 +42,7 @@ PUT_OFF_S = 1.0
 """How often workers hear that nothing can be written for now, so that they wait on for what is decided."""
 
 
-class Machine(Protocol):
+class JobMachine(Protocol):
     """What the driver needs of :class:`muster.scheduler.core.machine.Machine`."""
 
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
@@ -133,7 +133,7 @@ class JobDriver:
     """
 
     job_id: str
-    job: Machine
+    job: JobMachine
     clock: Clock
     make_durable: Callable[[Sequence[r.Record]], Awaitable[None]]
     note: Callable[[Note], None]

@@ -18,7 +18,7 @@ from muster.scheduler.errors import (
     RequestError,
     SchedulerError,
 )
-from muster.scheduler.jobs.driver import Clock, JobDriver, Machine, Note
+from muster.scheduler.jobs.driver import Clock, JobDriver, JobMachine, Note
 from muster.scheduler.jobs.storage import Storage, WaitingStorage
 
 MAX_JOBS = 256
@@ -53,8 +53,8 @@ class Jobs:
         clock: Clock,
         note: Callable[[Note], None],
         *,
-        new_machine: Callable[[str, e.Settings], Machine],
-        recover_machine: Callable[[str, e.Settings, Sequence[r.Record], float], Machine],
+        new_machine: Callable[[str, e.CoreSettings], JobMachine],
+        recover_machine: Callable[[str, e.CoreSettings, Sequence[r.Record], float], JobMachine],
         storage: Storage | None = None,
         stood_by: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -160,7 +160,7 @@ class Jobs:
 
     # ------------------------------------------------------------ inside
 
-    def _start(self, job_id: str, machine: Machine) -> JobDriver:
+    def _start(self, job_id: str, machine: JobMachine) -> JobDriver:
         driver = JobDriver(
             job_id,
             machine,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from muster.certs.errors import IdentityError
 from muster.scheduler.audit.logs import LOG
 from muster.scheduler.config import SchedulerSettings
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.settings import is_loopback
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def check_may_listen(settings: SchedulerSettings, addresses: list[str], *, tls: 
         Whether a warning is due, because plaintext leaves this machine with the operator's consent.
 
     Raises:
-        SettingsError: plaintext beyond loopback without consent.
+        SchedulerSettingsError: plaintext beyond loopback without consent.
     """
     if tls or all(is_loopback(address) for address in addresses):
         return False
     if not settings.allow_insecure:
         asked = settings.bind_host or ",".join(settings.hosts)
-        raise SettingsError(
+        raise SchedulerSettingsError(
             f"Without TLS the scheduler listens on loopback only; MS_SCHED_HOST is {asked!r}.",
             remedy="Give a config.json by --config or MS_CONFIG_FILE (muster certs init makes one),"
             " or set MS_ALLOW_INSECURE=1 on a network where everybody may read and join.",

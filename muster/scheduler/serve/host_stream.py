@@ -71,7 +71,7 @@ class HostStreams:
         except SchedulerError as error:
             await self._sessions.recorder.turn_away("HostStream", context, caller, error)
             raise
-        host = _Host(self._sessions, caller, stream)
+        host = _HostSession(self._sessions, caller, stream)
         try:
             await begin_stream(context)
             await host.serve(context)
@@ -81,7 +81,7 @@ class HostStreams:
             self._sessions.release(stream)
 
 
-class _Host:
+class _HostSession:
     """One host's stream and its workers by the host's numbers; ``_stream`` stands for the stream itself."""
 
     def __init__(self, sessions: Sessions, caller: Caller, stream: OutgoingStream) -> None:
@@ -220,7 +220,7 @@ class _Host:
 
     def _collect(self) -> bytes | None:
         """The messages that wait, as one serialized ToHost; sessions that are over end with it."""
-        batch = Batch()
+        batch = MessageBatch()
         for number, error in self._turned_away:
             batch.close(number, error)
         self._turned_away.clear()
@@ -233,7 +233,7 @@ class _Host:
         return batch.serialized()
 
 
-class Batch:
+class MessageBatch:
     """Collects messages to workers, so that what several of them get is sent once.
 
     Attributes:

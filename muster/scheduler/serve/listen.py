@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Sequence
 
-from muster.scheduler.errors import BindError, SettingsError
+from muster.scheduler.errors import BindError, SchedulerSettingsError
 from muster.wire.settings import show_address
 
 
@@ -14,14 +14,14 @@ def resolve(hosts: Sequence[str]) -> list[str]:
     """Turns host names or addresses into the numeric addresses to listen on.
 
     Raises:
-        SettingsError: a name is not known; of several, none is.
+        SchedulerSettingsError: a name is not known; of several, none is.
     """
     found: list[str] = []
-    failure: SettingsError | None = None
+    failure: SchedulerSettingsError | None = None
     for host in hosts:
         try:
             found += _addresses(host)
-        except SettingsError as error:
+        except SchedulerSettingsError as error:
             failure = error
     if failure is not None and not found:
         raise failure
@@ -33,7 +33,7 @@ def _addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"MS_SCHED_HOST {host!r} cannot be resolved: {reason}.") from error
+        raise SchedulerSettingsError(f"MS_SCHED_HOST {host!r} cannot be resolved: {reason}.") from error
     return [str(address[4][0]) for address in found]
 
 

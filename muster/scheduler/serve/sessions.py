@@ -232,7 +232,7 @@ EVENTS: dict[type[m.WorkerMessage], Callable[..., e.Event]] = {
     m.Quiesced: e.QuiescedReported,
     m.SuspectPeer: e.PeerSuspected,
     m.Late: e.PeerLate,
-    m.Probed: e.Probed,
+    m.Probed: e.ProbeAnswered,
     m.RequestLeave: e.LeaveRequested,
     m.Leave: e.LeftCleanly,
 }

@@ -51,7 +51,7 @@ _NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,19})")
 _SIGN, _WRAP = 1 << 63, 1 << 64
 
 
-class Kind(enum.IntEnum):
+class OperationKind(enum.IntEnum):
     """What an operation does; values are those of the wire."""
 
     SET = 1
@@ -94,7 +94,7 @@ class Operation:
     """One operation of a member; ``id`` is the member's own count. Keys and values are secrets."""
 
     id: int
-    kind: Kind
+    kind: OperationKind
     keys: tuple[bytes, ...] = field(default=(), repr=False)
     values: tuple[bytes, ...] = field(default=(), repr=False)
     amount: int = 0
@@ -151,7 +151,7 @@ class Returned:
 
 
 @dataclass(slots=True)
-class Budget:
+class MemoryBudget:
     """Bytes that namespaces may hold together."""
 
     limit_bytes: int = 512 << 20
@@ -231,14 +231,14 @@ class KeyValueStore:
         *,
         members: Iterable[Member] = (),
         quotas: Quotas | None = None,
-        budget: Budget | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.number = 0
         self.ended = ""
         self.lost = False
         self._answer = answer
         self._quotas = quotas or Quotas()
-        self._budget = budget or Budget()
+        self._budget = budget or MemoryBudget()
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[tuple[int, bytes]]] = {}
         self._size_bytes = 0
@@ -416,28 +416,28 @@ class KeyValueStore:
 
     def _carry_out(self, member: Member, operation: Operation, now: float) -> Answer | None:
         kind, keys, values, at = operation.kind, operation.keys, operation.values, operation.id
-        if kind is Kind.WAIT:
+        if kind is OperationKind.WAIT:
             return self._wait(member, operation, now)
-        if kind in (Kind.NUM_KEYS, Kind.LIST_KEYS):
+        if kind in (OperationKind.NUM_KEYS, OperationKind.LIST_KEYS):
             return self._look_at_all(member, operation)
-        if kind is Kind.GET:
+        if kind is OperationKind.GET:
             value = self._values.get(keys[0])
             return Answer(at, values=() if value is None else (value,))
-        if kind in (Kind.SET, Kind.MULTI_SET):
+        if kind in (OperationKind.SET, OperationKind.MULTI_SET):
             self._put(keys, values)
-        elif kind is Kind.ADD:
+        elif kind is OperationKind.ADD:
             total = self._sum(keys[0], operation.amount)
             self._put(keys, (b"%d" % total,))
             return Answer(at, amount=total, number=self.number)
-        elif kind is Kind.COMPARE_SET:
+        elif kind is OperationKind.COMPARE_SET:
             return self._compare_set(at, keys[0], *values)
-        elif kind is Kind.APPEND:
+        elif kind is OperationKind.APPEND:
             self._put(keys, (self._values.get(keys[0], b"") + values[0],))
-        elif kind is Kind.DELETE:
+        elif kind is OperationKind.DELETE:
             return self._delete(at, keys[0])
-        elif kind is Kind.QUEUE_PUSH:
+        elif kind is OperationKind.QUEUE_PUSH:
             self._push(keys[0], values[0])
-        elif kind is Kind.QUEUE_POP:
+        elif kind is OperationKind.QUEUE_POP:
             return self._pop(at, keys[0])
         else:
             return self._look(operation)
@@ -445,9 +445,9 @@ class KeyValueStore:
 
     def _look(self, operation: Operation) -> Answer:
         kind, keys, at = operation.kind, operation.keys, operation.id
-        if kind is Kind.CHECK:
+        if kind is OperationKind.CHECK:
             return Answer(at, amount=int(all(self._has(key) for key in keys)))
-        if kind is Kind.MULTI_GET:
+        if kind is OperationKind.MULTI_GET:
             return Answer(at, values=tuple(self._values.get(key, b"") for key in keys))
         return Answer(at, amount=len(self._queues.get(keys[0], ())))
 
@@ -489,7 +489,11 @@ class KeyValueStore:
     def _look_in_turns(
         self, operation: Operation, looks: Mapping[int, Operation]
     ) -> Generator[None, None, Answer]:
-        prefix, lists, step = _prefix(operation), operation.kind is Kind.LIST_KEYS, self._quotas.turn_keys
+        prefix, lists, step = (
+            _prefix(operation),
+            operation.kind is OperationKind.LIST_KEYS,
+            self._quotas.turn_keys,
+        )
         keys = list(self._values)  # as they are now: a turn of its own, 3 to 8 ms for a million
         self._counting = {prefix: 0}
         found: list[bytes] = []
@@ -514,7 +518,7 @@ class KeyValueStore:
         return self._looked(operation, found, count if lists else self._counts[prefix], size_bytes)
 
     def _looked(self, operation: Operation, found: list[bytes], count: int, size_bytes: int) -> Answer:
-        if operation.kind is Kind.NUM_KEYS:
+        if operation.kind is OperationKind.NUM_KEYS:
             return Answer(operation.id, amount=count)
         limit = self._quotas.answer_bytes
         if size_bytes > limit:
@@ -525,7 +529,7 @@ class KeyValueStore:
     def _counted(self, operation: Operation) -> Answer | None:
         """The answer to a question for a number that is known."""
         prefix = _prefix(operation)
-        if operation.kind is not Kind.NUM_KEYS or (prefix and prefix not in self._counts):
+        if operation.kind is not OperationKind.NUM_KEYS or (prefix and prefix not in self._counts):
             return None
         if not prefix:
             return Answer(operation.id, amount=len(self._values))

@@ -37,10 +37,10 @@ from muster.scheduler.store import wire
 from muster.scheduler.store.key_value_store import (
     VALUE_BYTES,
     Answer,
-    Budget,
     EndedError,
     KeyValueStore,
     Member,
+    MemoryBudget,
     QuotaError,
     Quotas,
     Returned,
@@ -71,7 +71,7 @@ class GenerationOverError(RequestError):
     refusal = "generation_over"
 
 
-class StoreLostError(GenerationOverError):
+class NamespaceLostError(GenerationOverError):
     """What the namespace held is lost, and its generation stands until the members ask for another."""
 
     grpc_code = "DATA_LOSS"
@@ -158,7 +158,7 @@ class StoreService:
         self._access = access
         self._recorder = recorder
         self._limits = limits or StoreLimits()
-        self._budget = Budget(self._limits.budget_bytes)
+        self._budget = MemoryBudget(self._limits.budget_bytes)
         self._of_jobs: dict[str, _OfJob] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -451,7 +451,7 @@ class StoreService:
 
 
 def _end_of(store: KeyValueStore) -> GenerationOverError:
-    return (StoreLostError if store.lost else GenerationOverError)(store.ended)
+    return (NamespaceLostError if store.lost else GenerationOverError)(store.ended)
 
 
 def _present(driver: JobDriver) -> list[Member]:

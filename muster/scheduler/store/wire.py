@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from muster.scheduler.errors import MalformedError
-from muster.scheduler.store.key_value_store import Answer, Effect, EffectKind, Kind, Operation, Returned
+from muster.scheduler.store.key_value_store import (
+    Answer,
+    Effect,
+    EffectKind,
+    Operation,
+    OperationKind,
+    Returned,
+)
 from muster.wire.v1 import store_pb2 as pb
 
 MAX_ID = (1 << 63) - 1
@@ -17,10 +24,17 @@ MAX_KEYS = 65_536
 MAX_NAME = 128
 MAX_TIMEOUT_S = 31 * 86_400.0
 
-_MULTIPLE = frozenset((Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET))
-_OPTIONAL = frozenset((Kind.NUM_KEYS, Kind.LIST_KEYS))
-_VALUES = {Kind.SET: 1, Kind.COMPARE_SET: 2, Kind.APPEND: 1, Kind.QUEUE_PUSH: 1}
-_KINDS = {kind.value: kind for kind in Kind}
+_MULTIPLE = frozenset(
+    (OperationKind.CHECK, OperationKind.WAIT, OperationKind.MULTI_GET, OperationKind.MULTI_SET)
+)
+_OPTIONAL = frozenset((OperationKind.NUM_KEYS, OperationKind.LIST_KEYS))
+_VALUES = {
+    OperationKind.SET: 1,
+    OperationKind.COMPARE_SET: 2,
+    OperationKind.APPEND: 1,
+    OperationKind.QUEUE_PUSH: 1,
+}
+_KINDS = {kind.value: kind for kind in OperationKind}
 _EFFECTS = {kind.value: kind for kind in EffectKind}
 
 
@@ -75,7 +89,7 @@ def operations(request: pb.StoreRequest) -> Iterable[Operation]:
             raise MalformedError(f"The store knows no operation of kind {int(said.kind)}.")
         count = len(said.keys)
         few = kind in _MULTIPLE or (kind in _OPTIONAL and count <= 1) or count == 1
-        wanted = count if kind is Kind.MULTI_SET else _VALUES.get(kind, 0)
+        wanted = count if kind is OperationKind.MULTI_SET else _VALUES.get(kind, 0)
         if not few or count > MAX_KEYS or len(said.values) != wanted:
             raise MalformedError(f"{kind.name.lower()} has {count} keys and {len(said.values)} values.")
         if not 0 < said.id <= MAX_ID:

@@ -22,7 +22,7 @@ NOBODY = ""
 """The job id of events that belong to no job: refused calls and handshakes."""
 
 
-class History:
+class EventHistory:
     """Events in order of their numbers.
 
     Args:

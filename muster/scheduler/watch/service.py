@@ -35,7 +35,7 @@ from muster.scheduler.errors import (
 )
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.jobs import Jobs
-from muster.scheduler.watch.history import NOBODY, History
+from muster.scheduler.watch.history import NOBODY, EventHistory
 from muster.scheduler.watch.picture import Picture, began_at
 from muster.wire import codec
 from muster.wire.v1 import watch_pb2 as pb
@@ -121,7 +121,7 @@ class WatchService:
         self._own_job, self._security = own_job, security
         self._limits = limits or WatchLimits()
         self._loop = asyncio.get_running_loop()
-        self._history = History()
+        self._history = EventHistory()
         self._started = time.time()
         self._watchers: list[_Watcher] = []
         self._pictures: dict[str, Picture] = {}

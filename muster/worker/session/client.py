@@ -27,7 +27,7 @@ from muster.worker.session import events as e
 from muster.worker.session.failures import failure_of
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.live_communicators import LiveCommunicators
-from muster.worker.session.machine import Membership
+from muster.worker.session.machine import MembershipMachine
 from muster.worker.session.news import News
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import LOOK_S, Loop, Threads
@@ -47,7 +47,7 @@ class Minting(Protocol):
 
 
 class Line(Protocol):
-    """The methods of a :class:`~muster.worker.session.connection.Connection` that the client uses."""
+    """What the client uses of a :class:`~muster.worker.session.connection.SchedulerConnection`."""
 
     post: Callable[[e.Event], object]
 
@@ -84,7 +84,7 @@ class Client:
 
     def __init__(
         self,
-        core: Membership,
+        core: MembershipMachine,
         connection: Line,
         *,
         backend: Minting,
@@ -197,12 +197,12 @@ class Client:
 
     # ------------------------------------------------------------ the monitor
 
-    def post(self, event: e.Event) -> e.Decision:
+    def post(self, event: e.Event) -> e.Effects:
         """Feeds the machine with an event and carries out its decision. Callable from any thread."""
         later: list[Callable[[], None]] = []
         with self._lock:
             if self._closed:
-                return e.Decision()
+                return e.Effects()
             decision = self._core.step(event, self._clock())
             if decision.reason:
                 log.debug("%s", decision.reason)
@@ -248,14 +248,14 @@ class Client:
             wait_s = None if self._deadline is None else self._deadline - self._clock()
         if wanted is not None and not self._leave_reported:
             self._leave_reported = True
-            self.post(e.LeaveRequested(wanted[1]))
+            self.post(e.LeaveWanted(wanted[1]))
             return 0.0
         if wait_s is None or wait_s > 0:
             looks = wanted is not None or self._core.is_away
             return min(wait_s or LOOK_S, LOOK_S) if looks else wait_s
         if self._core.is_away:
             self.post(e.CollectivesStuck(self.training.is_hanging))
-        self.post(e.Tick())
+        self.post(e.DeadlineReached())
         return 0.0
 
     def _leave_alone_if_due(self) -> None:

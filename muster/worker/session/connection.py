@@ -25,7 +25,7 @@ from muster.worker.config import Settings
 from muster.worker.session import events as e
 
 if TYPE_CHECKING:
-    from muster.certs.pki.peer import Peer
+    from muster.certs.pki.peer import PeerCertificate
     from muster.certs.runtime.follower import Follower
     from muster.certs.runtime.store import Credentials
 
@@ -70,7 +70,7 @@ class _GrpcLog:
         self._say(self._sayings.due(float("inf")))
 
     def written(self, data: bytes) -> None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         record = record_of(data)
         if record is None:
             write_all(self._native.real, data)
@@ -78,12 +78,12 @@ class _GrpcLog:
             self._say(self._sayings.add(data, record, time.monotonic()))
 
     def tend(self) -> float | None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         self._say(self._sayings.due(time.monotonic()))
         return self._sayings.next_s()
 
     def failed(self) -> None:
-        """See :class:`muster.wire.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.OutputReader`."""
         _grpc.exception("Fault while reading gRPC's log; it is written as it comes from now on.")
 
     def _say(self, lines: Iterable[str]) -> None:
@@ -110,7 +110,7 @@ class DeniedError(Exception):
         self.by_scheduler = by_scheduler
 
 
-class MalformedError(Exception):
+class MessageRejectedError(Exception):
     """The scheduler did not understand a message of ours."""
 
 
@@ -142,7 +142,8 @@ def load_keyring(settings: Settings, env: Mapping[str, str]) -> Follower | None:
 Stream = tuple[Iterable[bytes], Callable[[], None]]
 """What comes, as serialized SchedulerMessages; and what ends it: idempotent, callable from any thread.
 
-Iterating raises DeniedError or MalformedError where the scheduler turned it down, OSError where it broke.
+Iterating raises DeniedError or MessageRejectedError where the scheduler turned it down, and OSError
+where it broke.
 """
 
 Dial = Callable[[SimpleQueue[bytes | None]], Stream]
@@ -250,7 +251,7 @@ def _dial_one(
     return stream_on(channel, outbox, lambda: keyring.has_revoked(scheduler), method)
 
 
-def _secure_channel(settings: Settings, credentials: Credentials, count: int) -> tuple[Any, Peer]:
+def _secure_channel(settings: Settings, credentials: Credentials, count: int) -> tuple[Any, PeerCertificate]:
     from muster.certs.errors import CertificateError
     from muster.certs.runtime.preflight import preflight
 
@@ -345,16 +346,16 @@ def error_of(code: str, details: str) -> Exception:
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return DeniedError(details, by_scheduler=True)
     if code == "INVALID_ARGUMENT":
-        return MalformedError(details)
+        return MessageRejectedError(details)
     if code == "UNIMPLEMENTED":
-        return MalformedError(f"What answers there is not a scheduler of Muster ({details}).")
+        return MessageRejectedError(f"What answers there is not a scheduler of Muster ({details}).")
     return ConnectionError(f"{code.lower()}: {details}")
 
 
 JOIN_TIMEOUT_S = 2.0
 
 
-class Connection:
+class SchedulerConnection:
     """Numbered streams to the scheduler, each read by a thread; messages go to the newest.
 
     Args:
@@ -422,7 +423,7 @@ class Connection:
             self.post(e.StreamLost(number, "it closed the stream"))
         except DeniedError as error:
             self.post(e.StreamDenied(number, str(error), error.by_scheduler))
-        except MalformedError as error:
+        except MessageRejectedError as error:
             self.post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
         except (OSError, WireError) as error:
             self.post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))

@@ -1,6 +1,6 @@
 """Events and notices: input and output of the worker's membership machine. Values only.
 
-Events come in, a :class:`Decision` goes out. All times are seconds on one monotonic clock.
+Events come in, :class:`Effects` go out. All times are seconds on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StepStarting(Value):
     step: int
 
 
-class Progress(Value):
+class ProgressReported(Value):
     """How far and how fast the training is."""
 
     step: int
@@ -158,7 +158,7 @@ class Progress(Value):
     learning_rate: float | None = None
 
 
-class LeaveRequested(Value):
+class LeaveWanted(Value):
     """This worker should leave at the next step boundary."""
 
     reason: str
@@ -180,7 +180,7 @@ class Renewed(Value):
     data_address: str
 
 
-class Tick(Value):
+class DeadlineReached(Value):
     """The deadline that the machine asked for has come."""
 
 
@@ -198,11 +198,11 @@ Event = (
     | PeersLate
     | ProbesDone
     | StepStarting
-    | Progress
-    | LeaveRequested
+    | ProgressReported
+    | LeaveWanted
     | Goodbye
     | Renewed
-    | Tick
+    | DeadlineReached
 )
 
 
@@ -374,7 +374,7 @@ Notice = (
 )
 
 
-class Decision(Value):
+class Effects(Value):
     """What follows from one event.
 
     The adapter carries out ``notices`` in order and sends ``messages`` in order on the open stream;

@@ -12,7 +12,7 @@ keeps to this:
 * ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
   ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``. ``Over`` aborts the generation's communicators
   unless it was planned; the training thread then comes back with ``EntryRequested``, or says ``Goodbye``.
-* After each step ``deadline()`` says when ``Tick`` is due, if nothing happens before.
+* After each step ``deadline()`` says when ``DeadlineReached`` is due, if nothing happens before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from muster.worker.session.incarnation import Incarnation
 from muster.worker.session.link import Link
 
 
-class Membership:
+class MembershipMachine:
     """The state machine of one worker process's membership, from its first Join to its Leave.
 
     Args:
@@ -64,11 +64,11 @@ class Membership:
             e.PeersLate: self._on_peers_late,
             e.ProbesDone: self._on_probes_done,
             e.StepStarting: self._on_step_starting,
-            e.Progress: self._on_progress,
-            e.LeaveRequested: self._on_leave_requested,
+            e.ProgressReported: self._on_progress,
+            e.LeaveWanted: self._on_leave_requested,
             e.Goodbye: self._on_goodbye,
             e.Renewed: self._on_renewed,
-            e.Tick: self._on_tick,
+            e.DeadlineReached: self._on_tick,
             m.Welcome: self._on_welcome,
             m.Waiting: self._on_waiting,
             m.Assignment: self._on_assignment,
@@ -86,7 +86,7 @@ class Membership:
         self._reason = ""
 
     def deadline(self) -> float | None:
-        """The time of the next Tick; None: no timer is needed."""
+        """The time of the next DeadlineReached; None: no timer is needed."""
         state = self._state
         if state.ended:
             return None
@@ -144,7 +144,7 @@ class Membership:
 
     # ------------------------------------------------------------ time
 
-    def _on_tick(self, _: e.Tick) -> None:
+    def _on_tick(self, _: e.DeadlineReached) -> None:
         state = self._state
         if state.ended:
             return
@@ -286,7 +286,7 @@ class Membership:
 
     # ------------------------------------------------------------ interface
 
-    def step(self, event: e.Event, now: float) -> e.Decision:
+    def step(self, event: e.Event, now: float) -> e.Effects:
         """Takes one event at time ``now``; never raises on what a scheduler or network may do."""
         self._now = now
         self._messages, self._notices, self._reason = [], [], ""
@@ -296,7 +296,7 @@ class Membership:
             state.need_since = None
         elif state.need_since is None:
             state.need_since = now
-        return e.Decision(tuple(self._messages), tuple(self._notices), self._reason)
+        return e.Effects(tuple(self._messages), tuple(self._notices), self._reason)
 
     # ------------------------------------------------------------ the stream
 
@@ -606,12 +606,12 @@ class Membership:
             if current.rank in current.newcomer_ranks and self._link.settled:
                 self._send_heartbeat()
 
-    def _on_progress(self, event: e.Progress) -> None:
+    def _on_progress(self, event: e.ProgressReported) -> None:
         self._step = event.step
         self._samples_per_s = event.samples_per_s
         self._loss, self._learning_rate = event.loss, event.learning_rate
 
-    def _on_leave_requested(self, event: e.LeaveRequested) -> None:
+    def _on_leave_requested(self, event: e.LeaveWanted) -> None:
         state = self._state
         if state.leave_reason is None and not state.ended:
             state.leave_reason = event.reason

@@ -107,7 +107,7 @@ class Session:
         if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
             timing = timing.replaced(verdict_margin_s=verdict_margin_s(settings.node_timeout_s))
         self._client = Client(
-            machine.Membership(profile, timing, _jitter, settings.scheduler_address),
+            machine.MembershipMachine(profile, timing, _jitter, settings.scheduler_address),
             connection,
             backend=backend,
             collectives=self._recorder,
@@ -318,7 +318,7 @@ class Session:
             step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
-            self._client.post(e.Progress(progress.step, *figures))
+            self._client.post(e.ProgressReported(progress.step, *figures))
             ending.note_progress(
                 step=progress.step,
                 steps=progress.steps,
@@ -367,7 +367,7 @@ class Session:
         within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
         """
         self.expect_leave(reason)
-        self._client.post(e.LeaveRequested(reason))
+        self._client.post(e.LeaveWanted(reason))
 
     def expect_leave(self, reason: str) -> None:
         """Does what ``request_leave`` does, by another thread; callable from a signal handler."""

@@ -22,7 +22,7 @@ class Sent(Value):
     message: bytes
 
 
-class Ended(Value):
+class StreamEnded(Value):
     """A worker's stream has ended without a Leave; ``may_return``: it goes on by another stream."""
 
     worker: int
@@ -30,7 +30,7 @@ class Ended(Value):
     may_return: bool = False
 
 
-Item = Sent | Ended
+Item = Sent | StreamEnded
 
 
 class Batches:
@@ -61,7 +61,7 @@ class Batches:
         self._urgent = True
         self._beating.discard(worker)
         self._beats.discard(worker)
-        self._waiting.setdefault(worker, deque()).append(Ended(worker, detail, may_return))
+        self._waiting.setdefault(worker, deque()).append(StreamEnded(worker, detail, may_return))
 
     def forget(self, worker: int) -> None:
         """Drops a worker's messages, because the scheduler has ended its session."""

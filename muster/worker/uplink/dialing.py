@@ -17,7 +17,14 @@ from muster.wire.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.session.connection import Dial, Stream
 from muster.worker.uplink.door import OUTER, inherited
-from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
+from muster.worker.uplink.frames import (
+    HEAD,
+    MAX_FROM_UPLINK_BYTES,
+    UplinkFrameKind,
+    decode_end,
+    frame,
+    request_of,
+)
 
 log = logging.getLogger("muster.worker")
 
@@ -79,7 +86,7 @@ class _Dialing:
                 flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
                 ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
                 door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags
-            if _next_frame(own, self._answer_s) == (Kind.ALIVE, b""):
+            if _next_frame(own, self._answer_s) == (UplinkFrameKind.ALIVE, b""):
                 return own
         own.close()
         return None
@@ -95,13 +102,13 @@ class _Dialing:
             with out, contextlib.suppress(OSError):
                 for data in iter(outbox.get, None):
                     with whole:
-                        out.sendall(frame(Kind.MESSAGE, data))
+                        out.sendall(frame(UplinkFrameKind.MESSAGE, data))
 
         def say_moved() -> None:
             """Notes in a stream that the worker goes on by another, for an uplink that reads it late."""
             if whole.acquire(timeout=0.1):
                 with contextlib.suppress(OSError):
-                    end.send(frame(Kind.MOVED), socket.MSG_DONTWAIT)
+                    end.send(frame(UplinkFrameKind.MOVED), socket.MSG_DONTWAIT)
                 whole.release()
 
         def replies() -> Iterator[bytes]:
@@ -115,12 +122,12 @@ class _Dialing:
                         self._hung = True
                         say_moved()
                         raise
-                    if kind == Kind.END:
+                    if kind == UplinkFrameKind.END:
                         error = decode_end(content)
                         if error is not None:
                             raise error
                         return
-                    if kind == Kind.MESSAGE:
+                    if kind == UplinkFrameKind.MESSAGE:
                         yield content
 
         def close() -> None:

@@ -9,7 +9,7 @@ import enum
 import struct
 
 from muster.worker.config import Settings
-from muster.worker.session.connection import DeniedError, MalformedError
+from muster.worker.session.connection import DeniedError, MessageRejectedError
 
 MAX_FROM_WORKER_BYTES = 900 * 1024
 """The scheduler takes messages of 1 MiB."""
@@ -28,7 +28,7 @@ def request_of(settings: Settings) -> bytes:
     return f"{settings.scheduler_address}\n{settings.config_path or ''}".encode()[:MAX_REQUEST_BYTES]
 
 
-class Kind(enum.IntEnum):
+class UplinkFrameKind(enum.IntEnum):
     """What a frame holds."""
 
     MESSAGE = 0  # a serialized WorkerMessage or SchedulerMessage
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
     MOVED = 3  # from the worker, the last one: it goes on by another stream
 
 
-def frame(kind: Kind, content: bytes = b"") -> bytes:
+def frame(kind: UplinkFrameKind, content: bytes = b"") -> bytes:
     """A whole frame."""
     return HEAD.pack(len(content), kind) + content
 
@@ -49,7 +49,7 @@ def encode_end(error: Exception | None) -> bytes:
     if isinstance(error, DeniedError):
         word = b"denied\n" if error.by_scheduler else b"denied here\n"
     else:
-        word = b"malformed\n" if isinstance(error, MalformedError) else b"lost\n"
+        word = b"malformed\n" if isinstance(error, MessageRejectedError) else b"lost\n"
     detail = str(getattr(error, "strerror", None) or error)
     return word + detail.encode(errors="replace")[:4096]
 
@@ -62,4 +62,4 @@ def decode_end(content: bytes) -> Exception | None:
         return None
     if word in (b"denied", b"denied here"):
         return DeniedError(detail, by_scheduler=word == b"denied")
-    return MalformedError(detail) if word == b"malformed" else ConnectionError(detail)
+    return MessageRejectedError(detail) if word == b"malformed" else ConnectionError(detail)

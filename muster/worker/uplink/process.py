@@ -26,14 +26,14 @@ from muster.wire.v1 import host_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2
 from muster.worker.config import load_settings
 from muster.worker.session.connection import Dial, error_of, grpc_dial, load_keyring
-from muster.worker.uplink.batches import Batches, Ended, Item
+from muster.worker.uplink.batches import Batches, Item, StreamEnded
 from muster.worker.uplink.door import INNER, inherited
 from muster.worker.uplink.frames import (
     ALIVE_EVERY_S,
     HEAD,
     MAX_FROM_WORKER_BYTES,
     MAX_REQUEST_BYTES,
-    Kind,
+    UplinkFrameKind,
     encode_end,
     frame,
     request_of,
@@ -48,7 +48,7 @@ MAX_UNREAD_BYTES = 16 << 20
 FAREWELL_S = 2.0
 """How long the scheduler may take to hear of the last workers after the uplink was asked to end."""
 
-_ALIVE = frame(Kind.ALIVE)
+_ALIVE = frame(UplinkFrameKind.ALIVE)
 _HEARTBEAT = bytes([rendezvous_pb2.WorkerMessage.DESCRIPTOR.fields_by_name["heartbeat"].number << 3 | 2])
 """How a serialized WorkerMessage begins that holds a heartbeat."""
 
@@ -67,7 +67,7 @@ class Carried:
 
     def __init__(self, uplink: Uplink, end: socket.socket) -> None:
         self.number = 0
-        self.up: HostStream | None = None
+        self.up: UplinkStream | None = None
         self.over = False
         self.moved = False
         self._uplink = uplink
@@ -92,7 +92,7 @@ class Carried:
         """Sends the worker a message, given in pieces."""
         if self.over:
             return
-        self._write(HEAD.pack(sum(map(len, pieces)), Kind.MESSAGE), *pieces)
+        self._write(HEAD.pack(sum(map(len, pieces)), UplinkFrameKind.MESSAGE), *pieces)
         if self._unsent_bytes > MAX_UNREAD_BYTES:
             log.warning("let a worker go: it does not read")
             self.close()
@@ -106,7 +106,7 @@ class Carried:
         """Sends the worker how its session ended, as the last frame."""
         if not self.over:
             self.over = True
-            self._write(frame(Kind.END, encode_end(error)))
+            self._write(frame(UplinkFrameKind.END, encode_end(error)))
             self.take_frames()  # what is still to come is passed over, up to the end of its socket
 
     def close(self) -> None:
@@ -134,13 +134,13 @@ class Carried:
             whole = HEAD.size + length
             if len(self._in) < whole:
                 break
-            if kind == Kind.MESSAGE and not self.over:
+            if kind == UplinkFrameKind.MESSAGE and not self.over:
                 up = self.up or self._uplink.stream()
                 if not up.carry(self, bytes(self._in[HEAD.size : whole])):
                     self._paused = True
                     self._loop.remove_reader(self._end)
                     return
-            self.moved = kind == Kind.MOVED
+            self.moved = kind == UplinkFrameKind.MOVED
             del self._in[:whole]
         if self._paused:
             self._paused = False
@@ -190,7 +190,7 @@ class Carried:
             self._loop.remove_writer(self._end)
 
 
-class HostStream:
+class UplinkStream:
     """One stream to the scheduler, with its workers by number; a thread dials and reads, gRPC's writes.
 
     Args:
@@ -320,7 +320,7 @@ class HostStream:
 
 
 def _encoded(item: Item) -> pb.FromWorker:
-    if isinstance(item, Ended):
+    if isinstance(item, StreamEnded):
         return pb.FromWorker(worker=item.worker, gone=pb.Gone(detail=item.detail, may_return=item.may_return))
     return pb.FromWorker(worker=item.worker, message=item.message)
 
@@ -347,8 +347,8 @@ class Uplink:
         self._door = door
         self._dial = dial
         self._request = request
-        self._up: HostStream | None = None
-        self._ups: set[HostStream] = set()
+        self._up: UplinkStream | None = None
+        self._ups: set[UplinkStream] = set()
         self._carried: set[Carried] = set()
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
@@ -369,10 +369,10 @@ class Uplink:
             await asyncio.wait_for(self._until_streams_end(), FAREWELL_S)
         breathing.cancel()
 
-    def stream(self) -> HostStream:
+    def stream(self) -> UplinkStream:
         """The stream to the scheduler for a worker that is on none yet."""
         if self._up is None or self._up.finishing:
-            self._up = HostStream(self._dial, asyncio.get_running_loop(), self._ended)
+            self._up = UplinkStream(self._dial, asyncio.get_running_loop(), self._ended)
             self._ups.add(self._up)
         return self._up
 
@@ -381,7 +381,7 @@ class Uplink:
         self._carried.discard(worker)
         self._changed.set()
 
-    def _ended(self, up: HostStream) -> None:
+    def _ended(self, up: UplinkStream) -> None:
         self._ups.discard(up)
         if self._up is up:
             self._up = None

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import frames, handshake, records
-from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.connection import EndOfStreamError, PeerConnection
 from muster.communicators.tcp.frames import Reason, frame, goodbye, read_frame
 from muster.communicators.tcp.handshake import (
     HELLO,
@@ -153,7 +153,7 @@ def end_it_politely(_: Path) -> bool:
     with pair() as (near, far):
         far.send(goodbye(Reason.DONE, ""))
         far.close()
-        connection = Connection(near, 1, SEALED(near))
+        connection = PeerConnection(near, 1, SEALED(near))
         return connection.read_ahead() == (Reason.DONE, "")
 
 
@@ -317,7 +317,7 @@ def forge_a_line_in_a_goodbye(_: Path) -> bool:
     with pair() as (near, far):
         far.send(goodbye(Reason.FAILED, "x\n2026-01-01 ERROR forged"))
         far.close()
-        farewell = Connection(near, 1).read_ahead()
+        farewell = PeerConnection(near, 1).read_ahead()
         return farewell is not None and "\n" in farewell[1]
 
 
@@ -326,7 +326,7 @@ def cut_short(_: Path) -> bool:
     with pair() as (near, far):
         far.send(sent(GRADIENT)[0][:-1])
         far.close()
-        connection = Connection(near, 1, RecordLayer(near, TWO, ONE))
+        connection = PeerConnection(near, 1, RecordLayer(near, TWO, ONE))
         try:
             return connection.read_into(memoryview(bytearray(100))) > 0
         except EndOfStreamError:

@@ -28,7 +28,7 @@ from muster.scheduler.core import events as e
 from muster.scheduler.core import joining
 from muster.scheduler.core import records as r
 from muster.scheduler.core.machine import Machine as Job
-from muster.scheduler.errors import LimitError, SettingsError
+from muster.scheduler.errors import LimitError, SchedulerSettingsError
 from muster.scheduler.jobs import adoption, jobs, journal
 from muster.scheduler.jobs.journal import Journal, JournalError
 from muster.scheduler.serve import metrics
@@ -352,8 +352,10 @@ def open_jobs_without_end(_: Path) -> bool:
 def forge_a_line_by_a_setting(_: Path) -> bool:
     """Sets MS_TOPOLOGY, which is written to the log, to a text with a line of one's own."""
     try:
-        text = Environment({"MS_TOPOLOGY": "rack\n2026 ERROR forged"}, SettingsError).text("MS_TOPOLOGY")
-    except SettingsError:
+        text = Environment({"MS_TOPOLOGY": "rack\n2026 ERROR forged"}, SchedulerSettingsError).text(
+            "MS_TOPOLOGY"
+        )
+    except SchedulerSettingsError:
         return False
     return "\n" in text
 

@@ -14,7 +14,7 @@ import pytest
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import messages
 from muster.communicators.tcp.backend import TcpBackend
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.frames import DTYPES
 from muster.communicators.tcp.handshake import group_label
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
@@ -33,7 +33,7 @@ FORGED = b"x\n2026-01-01 ERROR forged\x1b[2J"
 class Field:
     """A victim, rank 0, and the connection by which rank 1 attacks it."""
 
-    def __init__(self, victim: Messages, connection: Connection) -> None:
+    def __init__(self, victim: Messages, connection: PeerConnection) -> None:
         self.victim = victim
         self._connection = connection
         self._heard = b""

@@ -12,18 +12,18 @@ from typing import Any
 from muster.bench.recovery import command as recovery
 from muster.bench.recovery import cpu as recovery_cpu
 from muster.bench.recovery import gpu as recovery_gpu
-from muster.bench.recovery.job import Worker
-from muster.bench.recovery.loop import Record
+from muster.bench.recovery.job import WorkerProcess
+from muster.bench.recovery.loop import EventFile
 from muster.launch.command import count_gpus
 
 
-def worker(directory: Path, *events: dict[str, Any]) -> Worker:
+def worker(directory: Path, *events: dict[str, Any]) -> WorkerProcess:
     """A worker that has ended, with these events in its record."""
     record = directory / "record.jsonl"
     record.write_text("".join(json.dumps(event) + "\n" for event in events))
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    return Worker("0", process, record, directory / "worker.log")
+    return WorkerProcess("0", process, record, directory / "worker.log")
 
 
 def step(t: float, number: int, generation: int, **facts: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_a_record_is_read_as_it_grows_and_never_half_a_line(tmp_path: Path) -> N
 
 def test_what_is_noted_can_be_read(tmp_path: Path) -> None:
     one = worker(tmp_path)
-    Record(str(tmp_path / "record.jsonl")).note("step", step=4)
+    EventFile(str(tmp_path / "record.jsonl")).note("step", step=4)
     (event,) = one.steps()
     assert event["step"] == 4 and event["t"] > 0
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from muster.bench.recovery.job import Worker
-from muster.bench.soak.command import Results, Watched, is_flat
+from muster.bench.recovery.job import WorkerProcess
+from muster.bench.soak.command import Results, WatchedProcess, is_flat
 from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
 from muster.bench.soak.relay import Relay
 from muster.training.sampler import ShardedSampler
 
 
-def worker(directory: Path) -> tuple[Worker, Path]:
+def worker(directory: Path) -> tuple[WorkerProcess, Path]:
     """A process that has ended, and the record that it leaves."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    return Worker("a", process, directory / "record", directory / "log"), directory / "record"
+    return WorkerProcess("a", process, directory / "record", directory / "log"), directory / "record"
 
 
 def step(number: int, digest: str) -> str:
@@ -78,7 +78,7 @@ def test_a_generation_without_those_that_held_the_state_is_noted(tmp_path: Path)
 
 
 def test_growth_shows_after_a_long_run() -> None:
-    steady, growing, leaking = Watched(), Watched(), Watched()
+    steady, growing, leaking = WatchedProcess(), WatchedProcess(), WatchedProcess()
     for number in range(400):
         steady.samples.append((100.0 + number % 7, 20))
         growing.samples.append((100.0 + number / 5, 20))
@@ -86,7 +86,7 @@ def test_growth_shows_after_a_long_run() -> None:
     assert is_flat(steady.summary())
     assert not is_flat(growing.summary())
     assert not is_flat(leaking.summary())
-    assert is_flat(Watched().summary())
+    assert is_flat(WatchedProcess().summary())
 
 
 def test_a_relay_passes_on_until_it_is_cut() -> None:

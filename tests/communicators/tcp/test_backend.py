@@ -22,7 +22,7 @@ from muster.communicators import create_backend
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.communicator import TcpCommunicator
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.handshake import HELLO, REPLY, Hello, group_label
 from muster.errors import (
     CollectiveMismatchError,
@@ -98,9 +98,9 @@ def test_generations_that_break_leave_no_memory_behind(world: World) -> None:
 def test_who_is_cut_off_amid_its_data_learns_what_the_other_called(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_world([None, None])
     first, second = made.connect()
-    other_is_gone, write = threading.Event(), Connection.write
+    other_is_gone, write = threading.Event(), PeerConnection.write
 
-    def write_slowly(self: Connection, view: memoryview) -> int:
+    def write_slowly(self: PeerConnection, view: memoryview) -> int:
         """Rank 0 is amid its data when rank 1 has seen what it called, and has hung up."""
         count = write(self, view)
         if self.peer == 1:
@@ -113,7 +113,7 @@ def test_who_is_cut_off_amid_its_data_learns_what_the_other_called(monkeypatch: 
         finally:
             other_is_gone.set()
 
-    monkeypatch.setattr(Connection, "write", write_slowly)
+    monkeypatch.setattr(PeerConnection, "write", write_slowly)
     array = np.ones(1 << 20)
     errors = together([partial(first.all_reduce, array, array, ReduceOp.MIN), other])
     made.close()

@@ -17,7 +17,7 @@ import pytest
 from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.communicators.tcp.handshake import (
     HELLO,
@@ -149,7 +149,7 @@ def test_a_thread_that_fails_is_reported_and_begins_anew_on_its_port(
 ) -> None:
 
     class Broken(PendingGroup):
-        def arrive(self, connection: Connection) -> None:
+        def arrive(self, connection: PeerConnection) -> None:
             connection.sock.close()
             raise error
 

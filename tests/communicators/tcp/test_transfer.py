@@ -14,7 +14,7 @@ import pytest
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import frames as wire
 from muster.communicators.tcp.communicator import has_second_core
-from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.transfer import (
     DeadlinePassedError,
     FrameIn,
@@ -31,7 +31,7 @@ class Ends:
     """Rank 0's multiplexer and its connection to rank 1; and rank 1's end, as a bare socket."""
 
     multiplexer: Multiplexer
-    link: Connection
+    link: PeerConnection
     peer: socket.socket
 
 
@@ -39,7 +39,7 @@ class Ends:
 def ends() -> Iterator[Ends]:
     left, right = socket.socketpair()
     right.settimeout(10)
-    multiplexer, link = Multiplexer(), Connection(left, 1)
+    multiplexer, link = Multiplexer(), PeerConnection(left, 1)
     multiplexer.watch(link)
     with left, right:
         yield Ends(multiplexer, link, right)
@@ -148,7 +148,7 @@ def test_data_that_begins_as_a_goodbye_does_stays_data(ends: Ends, size: int, cl
 def test_a_peer_that_dies_is_noticed_though_nothing_is_expected_of_it(ends: Ends) -> None:
     left, right = socket.socketpair()
     with left, right:
-        other = Connection(left, 2)
+        other = PeerConnection(left, 2)
         ends.multiplexer.watch(other)
         ends.peer.close()
         with pytest.raises(PeerEndedError) as caught:
@@ -159,7 +159,7 @@ def test_a_peer_that_dies_is_noticed_though_nothing_is_expected_of_it(ends: Ends
 def test_a_peer_that_is_done_may_go_while_others_work_on(ends: Ends) -> None:
     left, right = socket.socketpair()
     with left, right:
-        other = Connection(left, 2)
+        other = PeerConnection(left, 2)
         ends.multiplexer.watch(other)
         ends.peer.sendall(b"last data" + wire.goodbye(wire.Reason.DONE, ""))
         ends.peer.close()
@@ -185,7 +185,7 @@ def test_a_frame_takes_its_own_bytes_and_no_more(ends: Ends) -> None:
     assert bytes(view) == b"payload"
 
 
-class Meeting(Connection):
+class Meeting(PeerConnection):
     """Its first read and its first write wait for each other."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -241,7 +241,7 @@ def test_much_is_sent_while_much_is_received() -> None:
 def test_one_thread_does_both_where_there_is_no_second_core() -> None:
     left, right = socket.socketpair()
     with left, right:
-        ends = [(Multiplexer(second_core=False), Connection(sock, 1)) for sock in (left, right)]
+        ends = [(Multiplexer(second_core=False), PeerConnection(sock, 1)) for sock in (left, right)]
         into = [pieces(), pieces()]
         before = {each.ident for each in threading.enumerate() if each.name == "muster-tcp-send"}
 

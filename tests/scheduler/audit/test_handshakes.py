@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, TIMED_OUT, Failure, TraceReader, explain
-from muster.wire.grpc_stderr import Record, record_of
+from muster.wire.grpc_stderr import GrpcRecord, record_of
 
 STAMP = "I1121 16:44:06.378199    4012 "
 TRACE = "=== Source Location Trace: === \nsrc/core/util/status_helper.cc:68\n"
@@ -142,7 +142,7 @@ def test_a_failure_without_an_address_is_told_all_the_same() -> None:
 @given(st.binary(), st.booleans())
 def test_no_bytes_upset_it(data: bytes, begins_like_a_failure: bool) -> None:
     begin = b"CallNextHandshakerLocked: error=" if begins_like_a_failure else b""
-    failure = TraceReader().read(Record("I", "handshaker.cc:155", begin + data))
+    failure = TraceReader().read(GrpcRecord("I", "handshaker.cc:155", begin + data))
     assert failure is None or failure.text.isprintable()
 
 

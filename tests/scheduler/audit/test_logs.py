@@ -13,7 +13,7 @@ import pytest
 
 from muster.scheduler.access import Caller
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter, Recorder, fields
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.scheduler.jobs.driver import Note
 from muster.scheduler.jobs.stream import OutgoingStream
 from tests.scheduler.fakes import candidate
@@ -116,5 +116,5 @@ def test_the_audit_log_is_private_and_appended(tmp_path: Path) -> None:
 
 
 def test_an_audit_log_that_cannot_be_opened_is_a_settings_error(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="MS_AUDIT_LOG"):
+    with pytest.raises(SchedulerSettingsError, match="MS_AUDIT_LOG"):
         AuditLog(tmp_path / "no" / "folder")

@@ -11,7 +11,7 @@ import pytest
 
 from muster.certs.errors import CertificateError, NameMismatchError
 from muster.certs.pki.identity import Identity
-from muster.scheduler.cli.client import Client, Following, RefusedByScheduler, UnreachableError
+from muster.scheduler.cli.client import Following, RefusedByScheduler, SchedulerClient, UnreachableError
 from muster.scheduler.config import Address
 from tests.scheduler.processes import Pki, Scheduler, environment, run_scheduler, scheduler
 
@@ -28,17 +28,19 @@ def address(pki: Pki | None, port: int, *, host: str = "127.0.0.1", job: str = "
 
 def test_status(running: Scheduler, pki: Pki) -> None:
     for host in ("127.0.0.1", "localhost"):
-        with Client(address(pki, running.port, host=host), pki.env()) as client:
+        with SchedulerClient(address(pki, running.port, host=host), pki.env()) as client:
             reply = client.status()
         assert (reply.job_id, reply.state, reply.worker_num) == ("default", "forming", 2)
 
 
 def test_a_refusal_has_its_code(running: Scheduler, pki: Pki) -> None:
-    with Client(address(pki, running.port), pki.env()) as client:
+    with SchedulerClient(address(pki, running.port), pki.env()) as client:
         with pytest.raises(RefusedByScheduler, match="needs operator") as caught:
             client.drain("node-0", "")
         assert caught.value.code == "PERMISSION_DENIED"
-    operator = Client(address(pki, running.port), pki.env(), certificate=pki.directory / "operator.p12")
+    operator = SchedulerClient(
+        address(pki, running.port), pki.env(), certificate=pki.directory / "operator.p12"
+    )
     with operator, pytest.raises(RefusedByScheduler, match="no node 'node-0'") as caught:
         operator.drain("node-0", "")
     assert caught.value.code == "NOT_FOUND"
@@ -49,9 +51,9 @@ def test_nobody_there(pki: Pki) -> None:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         with pytest.raises(UnreachableError, match=f"127.0.0.1:{port}: Connection refused"):
-            Client(address(pki, port), pki.env())
+            SchedulerClient(address(pki, port), pki.env())
         with (
-            Client(address(None, port), {}) as client,
+            SchedulerClient(address(None, port), {}) as client,
             pytest.raises(UnreachableError, match="MS_SCHED_PORT"),
         ):
             client.status()
@@ -62,7 +64,7 @@ def test_a_scheduler_that_is_stopped(pki: Pki, monkeypatch: pytest.MonkeyPatch) 
     with socket.create_server(("127.0.0.1", 0)) as stopped:  # its system accepts, and nobody answers
         port = stopped.getsockname()[1]
         with pytest.raises(UnreachableError) as caught:
-            Client(address(pki, port), pki.env())
+            SchedulerClient(address(pki, port), pki.env())
     assert str(caught.value).startswith(
         f"No scheduler can be reached at 127.0.0.1:{port}: it accepts connections but does not answer. Check"
     )
@@ -82,11 +84,11 @@ def test_of_several_schedulers_the_next_to_lead_is_waited_for(port: int) -> None
     replies: list[str] = []
 
     def ask() -> None:
-        with Client(Address(HOSTS, port, "default", None), {}, wait_s=60.0) as client:
+        with SchedulerClient(Address(HOSTS, port, "default", None), {}, wait_s=60.0) as client:
             replies.append(client.status().state)
 
     with pytest.raises(UnreachableError, match="None of the schedulers"):
-        Client(Address(HOSTS, port, "default", None), {}, wait_s=0.0)
+        SchedulerClient(Address(HOSTS, port, "default", None), {}, wait_s=0.0)
     asking = threading.Thread(target=ask)
     asking.start()
     with scheduler(port=str(port), MS_SCHED_HOST=HOSTS[1]):
@@ -97,8 +99,8 @@ def test_of_several_schedulers_the_next_to_lead_is_waited_for(port: int) -> None
 def test_who_watches_goes_on_with_the_scheduler_that_leads_next(port: int) -> None:
     address = Address(HOSTS, port, "default", None)
     with scheduler(port=str(port), MS_SCHED_HOST=HOSTS[0]):
-        one = Following(lambda: Client(address, {}, wait_s=60.0), several=False)
-        several = Following(lambda: Client(address, {}, wait_s=60.0), several=True)
+        one = Following(lambda: SchedulerClient(address, {}, wait_s=60.0), several=False)
+        several = Following(lambda: SchedulerClient(address, {}, wait_s=60.0), several=True)
         assert one.status().state == several.status().state == "forming"
     with one, pytest.raises(UnreachableError):
         one.status()
@@ -108,7 +110,7 @@ def test_who_watches_goes_on_with_the_scheduler_that_leads_next(port: int) -> No
 
 def test_a_scheduler_for_another_job_is_not_believed(running: Scheduler, pki: Pki) -> None:
     with pytest.raises(CertificateError, match="'default', not 'other'"):
-        Client(address(pki, running.port, job="other"), pki.env())
+        SchedulerClient(address(pki, running.port, job="other"), pki.env())
 
 
 def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
@@ -117,12 +119,12 @@ def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
         scheduler(**own_pki.env()) as running,
         pytest.raises(NameMismatchError, match=r"sched\.example\.org"),
     ):
-        Client(address(own_pki, running.port), own_pki.env())
+        SchedulerClient(address(own_pki, running.port), own_pki.env())
 
 
 def test_a_scheduler_of_another_authority_is_not_believed(running: Scheduler, own_pki: Pki) -> None:
     with pytest.raises(CertificateError, match="not trusted here"):
-        Client(address(own_pki, running.port), own_pki.env())
+        SchedulerClient(address(own_pki, running.port), own_pki.env())
 
 
 @pytest.mark.parametrize("command", [("status",), ("health",), ("drain", "node-0")])
@@ -149,7 +151,7 @@ def test_a_command_with_tls_is_told_that_the_scheduler_does_not_speak_it(
 
 
 def test_health_by_the_schedulers_own_certificate(running: Scheduler, pki: Pki) -> None:
-    with Client(address(pki, running.port), pki.env(), role="scheduler") as client:
+    with SchedulerClient(address(pki, running.port), pki.env(), role="scheduler") as client:
         assert client.health() == "SERVING"
 
 

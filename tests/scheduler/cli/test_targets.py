@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from muster.scheduler.cli.command import find_scheduler, parser, with_password
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.launches import LaunchDirectory, running
 from tests.scheduler.processes import Pki, scheduler
 
@@ -65,7 +65,7 @@ def test_of_several_launches_elsewhere_none_is_taken_and_all_are_listed(
     command: tuple[str, ...], publish: Publish
 ) -> None:
     one, other = publish("night", 1001, "one"), publish("day", 1002, "other")
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(SchedulerSettingsError) as caught:
         port_for(*command)
     said = str(caught.value)
     assert said.startswith("Several launches of yours run on this host: job ")

@@ -10,7 +10,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
 from muster.wire import messages as m
 
-SETTINGS = e.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+SETTINGS = e.CoreSettings(2, 0, 0, 30.0, 5.0, 1.0)
 
 
 def join(session: int, node_id: str, worker_num: int = 2, incarnation: int = 1) -> e.Joined:
@@ -22,7 +22,7 @@ def history(job: Machine, *events: e.Event) -> list[r.Record]:
     return [record for event in events for record in job.step(event, 0.0).records]
 
 
-def running(settings: e.Settings = SETTINGS) -> tuple[Machine, list[r.Record]]:
+def running(settings: e.CoreSettings = SETTINGS) -> tuple[Machine, list[r.Record]]:
     job = Machine("red", settings)
     return job, history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
 
@@ -43,10 +43,10 @@ def suspended() -> list[r.Record]:
     return records + list(job.step(e.SessionLost(2, "reset"), 0.0).records)
 
 
-ELASTIC = e.Settings(2, 1, 0, 30.0, 5.0, 1.0)
+ELASTIC = e.CoreSettings(2, 1, 0, 30.0, 5.0, 1.0)
 
 
-def switching(settings: e.Settings = ELASTIC) -> Machine:
+def switching(settings: e.CoreSettings = ELASTIC) -> Machine:
     """A job of member a; b is to arrive after step 7: generation 3 is formed, and a still runs in 2."""
     job = Machine("red", settings)
     history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
@@ -62,7 +62,7 @@ def formed_by(job: Machine, event: e.Event) -> r.GenerationFormed:
 
 def three(worker_min: int, node_timeout_s: float = 5.0) -> Machine:
     """A job of members a, b and c that stands."""
-    job = Machine("red", e.Settings(3, worker_min, 0, 30.0, node_timeout_s, 1.0))
+    job = Machine("red", e.CoreSettings(3, worker_min, 0, 30.0, node_timeout_s, 1.0))
     history(job, *[join(number, node, 3) for number, node in enumerate("abc", 1)])
     history(job, *[e.BuiltReported(number, 1) for number in (1, 2, 3)])
     return job

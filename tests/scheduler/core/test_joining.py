@@ -175,7 +175,7 @@ def matter(frame: FrameType | None) -> str:
 
 def test_a_join_is_handled_with_few_returns_between_the_files_of_the_core() -> None:
     """Each call from one file into another, from when the Join's handler is called until it is done."""
-    machine = Machine("red", e.Settings(4, 0, 0, 30.0, 5.0, 1.0))
+    machine = Machine("red", e.CoreSettings(4, 0, 0, 30.0, 5.0, 1.0))
     machine.step(join(1, "a", 4), 0.0)
     ways: list[str] = []
     depth = 0

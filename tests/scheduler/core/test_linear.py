@@ -24,7 +24,7 @@ from muster.wire.rank_table import RankTable, RankTableEntry
 FEW, MANY = 50, 500
 AT_MOST = 12.0
 
-SETTINGS = e.Settings(0, 1, 0, 300.0, 30.0, 1.0, stall_timeout_s=600.0)
+SETTINGS = e.CoreSettings(0, 1, 0, 300.0, 30.0, 1.0, stall_timeout_s=600.0)
 
 
 def candidate(number: int, size: int, incarnation: int = 1) -> m.Candidate:
@@ -289,7 +289,7 @@ def answers_to_probes(size: int) -> Callable[[], object]:
     crowd.built(crowd.everybody)
     crowd.feed(e.PeerLate(1, 1, 10.0))
     asked = crowd.machine.job.probing.number
-    answers = [e.Probed(number, asked, seconds=0.1) for number in crowd.everybody]
+    answers = [e.ProbeAnswered(number, asked, seconds=0.1) for number in crowd.everybody]
     assert crowd.machine.job.probing.current is not None
     return lambda: [crowd.feed(answer) for answer in answers]
 
@@ -306,7 +306,7 @@ def answers_of_many_hosts(size: int, broken: str = "") -> Callable[[], object]:
     for number, asked in current.asked.items():
         targets = [current.asked[target].candidate for target in asked.targets]
         unreached = tuple((one.node_id, "timeout") for one in targets if one.host.name == broken)
-        answers.append(e.Probed(number, current.number, unreached, seconds=0.1))
+        answers.append(e.ProbeAnswered(number, current.number, unreached, seconds=0.1))
     return lambda: [crowd.feed(answer) for answer in answers]
 
 

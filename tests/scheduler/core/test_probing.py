@@ -16,7 +16,7 @@ from muster.scheduler.core.probing import Accusation, Party, leaving
 from muster.scheduler.core.probing_state import ROUND_PAUSE_S, ROUND_S
 from muster.wire import messages as m
 
-SETTINGS = e.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
+SETTINGS = e.CoreSettings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
 
 
 class Hosts:
@@ -89,7 +89,7 @@ class Hosts:
             unreached = tuple((t, "timed out") for t in asked[name] if (name, t) in failing)
             waits = name not in (*idle.split(), *busy.split())
             does = "evaluation" if name in busy.split() else ""
-            self.feed(e.Probed(self.sessions[name], number, unreached, late and waits, waits, does))
+            self.feed(e.ProbeAnswered(self.sessions[name], number, unreached, late and waits, waits, does))
 
     def tick(self, seconds: float) -> Decision:
         self.now += seconds
@@ -155,7 +155,7 @@ def test_a_round_in_which_the_scheduler_could_not_decide_for_long_is_asked_again
     hosts.feed(e.HeldUp(ROUND_PAUSE_S))
     for name in asked:  # what was true then, and came too late to be written down
         unreached = (("b0", "timed out"),) if name[0] == "a" else ()
-        hosts.feed(e.Probed(hosts.sessions[name], number, unreached, True, True))
+        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, unreached, True, True))
     assert hosts.ranks() == ["a0", "a1", "b0", "c0"]
     hosts.now += ROUND_PAUSE_S
     hosts.feed(e.Tick())
@@ -189,7 +189,7 @@ def probed(hosts: Hosts, number: int, name: str, at: float, seconds: float, unre
     """One worker has probed from ``at`` for so long; both count from the round's beginning at 100 s."""
     hosts.now = 100.0 + at + seconds
     why = tuple((other, "no answer") for other in unreached.split())
-    hosts.feed(e.Probed(hosts.sessions[name], number, why, True, True, seconds=seconds))
+    hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, why, True, True, seconds=seconds))
 
 
 def test_who_stood_still_while_others_probed_it_is_not_taken_for_cut_off() -> None:
@@ -486,7 +486,7 @@ def test_a_host_that_comes_back_during_the_round_is_asked_before_another_is_take
     assert asked["b0"] == ["a0", "c0"]
     hosts.join("d0")
     for name in asked:
-        hosts.feed(e.Probed(hosts.sessions[name], number, (), False, False))
+        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, (), False, False))
     assert "b0" not in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
     hosts.tick(ROUND_PAUSE_S)
     assert hosts.asked()["b0"] == ["a0", "c0", "d0"]
@@ -606,7 +606,7 @@ def test_who_has_issued_as_much_as_those_that_wait_may_wait_for_its_device_and_i
     hosts.late("a0")
     number = hosts.number()
     for name, waits in (("a0", True), ("b0", False), ("c0", False)):
-        hosts.feed(e.Probed(hosts.sessions[name], number, (), late=True, waits=waits))
+        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, (), late=True, waits=waits))
     assert "Rank 2 (node c0 on host host-c) can be reached" in hosts.last.reason
 
 

@@ -98,7 +98,7 @@ class Player:
     """Plays one transcript."""
 
     def __init__(self) -> None:
-        self.settings = e.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+        self.settings = e.CoreSettings(2, 0, 0, 30.0, 5.0, 1.0)
         self.job = Machine("job", self.settings)
         self.records: list[r.Record] = []
         self.sent: set[e.SessionId] = set()
@@ -141,7 +141,7 @@ class Player:
                 servers.setdefault(host, []).append({"device_id": device, "rank_id": str(rank)})
             document = {"server_list": [{"server_id": h, "device": d} for h, d in servers.items()]}
             table = parse_rank_table(document)
-        self.settings = e.Settings(
+        self.settings = e.CoreSettings(
             worker_num=int(values.get("num", "2")),
             worker_min=int(values.get("min", "0")),
             spares=int(values.get("spares", "0")),
@@ -183,7 +183,7 @@ class Player:
         yield f"  next {'never' if deadline is None else f'{deadline:g}'}"
 
 
-def joined(words: list[str], options: Arguments, settings: e.Settings) -> e.Event:
+def joined(words: list[str], options: Arguments, settings: e.CoreSettings) -> e.Event:
     generation, _, rank = options.get("held", "0/-1").partition("/")
     return e.Joined(
         int(words[0]),
@@ -196,7 +196,7 @@ def joined(words: list[str], options: Arguments, settings: e.Settings) -> e.Even
     )
 
 
-def heard(words: list[str], options: Arguments, settings: e.Settings) -> e.Event:
+def heard(words: list[str], options: Arguments, settings: e.CoreSettings) -> e.Event:
     session, generation, step = (int(word) for word in words[:3])
     recent = []
     for item in options.get("recent", "").split(","):
@@ -207,7 +207,7 @@ def heard(words: list[str], options: Arguments, settings: e.Settings) -> e.Event
     return e.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
 
 
-EVENTS: dict[str, Callable[[list[str], Arguments, e.Settings], e.Event]] = {
+EVENTS: dict[str, Callable[[list[str], Arguments, e.CoreSettings], e.Event]] = {
     "join": joined,
     "heard": heard,
     "ids": lambda w, o, s: e.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),

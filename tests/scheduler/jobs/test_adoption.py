@@ -12,7 +12,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.wire import messages as m
 
-SETTINGS = e.Settings(3, 2, 0, 60.0, 5.0, 1.0)
+SETTINGS = e.CoreSettings(3, 2, 0, 60.0, 5.0, 1.0)
 
 
 def candidate(node_id: str, incarnation: int = 1, host: str = "") -> m.Candidate:

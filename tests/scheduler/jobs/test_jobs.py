@@ -73,11 +73,13 @@ class Rig:
             storage=InThread(lambda: storage) if storage is not None else None,
         )
 
-    def _new(self, job_id: str, settings: e.Settings) -> FakeJob:
+    def _new(self, job_id: str, settings: e.CoreSettings) -> FakeJob:
         self.made.append((job_id, settings.worker_num))
         return FakeJob(_script)
 
-    def _recover(self, job_id: str, settings: e.Settings, records: Sequence[r.Record], now: float) -> FakeJob:
+    def _recover(
+        self, job_id: str, settings: e.CoreSettings, records: Sequence[r.Record], now: float
+    ) -> FakeJob:
         if self.recover_error is not None:
             raise self.recover_error
         self.recovered.append((job_id, len(records)))

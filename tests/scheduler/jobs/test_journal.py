@@ -440,7 +440,7 @@ def test_every_ledger_comes_back_from_its_snapshot() -> None:
 def test_a_job_recovered_from_a_snapshot_is_the_same_job() -> None:
     steps = generations(range(3))[:-1]
     records = [record for step in steps for record in step]
-    settings = e.Settings(2, 1, 0, 60.0, 5.0, 1.0)
+    settings = e.CoreSettings(2, 1, 0, 60.0, 5.0, 1.0)
     jobs = [Job.recover("default", settings, kept, 1.0) for kept in (records, [folded(records).snapshot()])]
     views = [job.view(2.0) for job in jobs]
     assert views[0] == views[1]
@@ -485,7 +485,7 @@ def test_a_journal_of_version_0_1_is_rewritten_and_kept(old: Path) -> None:
 
 def test_a_job_of_version_0_1_goes_on(old: Path) -> None:
     with Journal(old, owner="golden") as journal:
-        settings = e.Settings(2, 2, 0, 30.0, 5.0, 1.0)
+        settings = e.CoreSettings(2, 2, 0, 30.0, 5.0, 1.0)
         job = Job.recover("golden", settings, journal.load("golden"), now=10.0)
     assert (job.view(10.0).state, job.view(10.0).generation) == ("running", 1)
 

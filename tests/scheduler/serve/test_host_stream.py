@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import NotPermittedError
-from muster.scheduler.serve.host_stream import BATCH_BYTES, MAX_ITEMS, Batch
+from muster.scheduler.serve.host_stream import BATCH_BYTES, MAX_ITEMS, MessageBatch
 from muster.scheduler.serve.sessions import Limits
 from muster.wire import messages as m
 from muster.wire.v1 import host_pb2
@@ -350,7 +350,7 @@ def test_a_host_that_does_not_read_is_dropped_and_its_workers_may_come_back() ->
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.sampled_from(["", "1", "2"]))))
 def test_a_batch_keeps_each_workers_messages_whole_and_in_order(sent: list[tuple[int, str, str]]) -> None:
-    batch = Batch()
+    batch = MessageBatch()
     for number, message, own in sent:
         batch.add(number, (message.encode(), own.encode()) if own else (message.encode(),))
     got: dict[int, list[str]] = {}
@@ -365,7 +365,7 @@ def test_a_batch_keeps_each_workers_messages_whole_and_in_order(sent: list[tuple
 
 def test_what_all_receivers_share_stands_in_a_batch_once() -> None:
     shared = bytes(BATCH_BYTES // 2)
-    batch = Batch()
+    batch = MessageBatch()
     for number in range(1, 9):
         batch.add(number, (shared, b"%d" % number))
     assert len(batch.serialized() or b"") < len(shared) + 200

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from muster.scheduler.config import load_settings
-from muster.scheduler.errors import BindError, SettingsError
+from muster.scheduler.errors import BindError, SchedulerSettingsError
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen
 
@@ -16,9 +16,11 @@ def test_resolving() -> None:
     assert listen.resolve(["127.0.0.1"]) == ["127.0.0.1"]
     assert listen.resolve(["::1"]) == ["::1"]
     assert "127.0.0.1" in listen.resolve(["localhost"])
-    with pytest.raises(SettingsError, match=r"MS_SCHED_HOST 'no-such-host\.invalid' cannot be resolved"):
+    with pytest.raises(
+        SchedulerSettingsError, match=r"MS_SCHED_HOST 'no-such-host\.invalid' cannot be resolved"
+    ):
         listen.resolve(["no-such-host.invalid"])
-    with pytest.raises(SettingsError, match="cannot be resolved"):
+    with pytest.raises(SchedulerSettingsError, match="cannot be resolved"):
         listen.resolve(["a" * 70 + ".example"])
 
 
@@ -51,7 +53,7 @@ def test_plaintext_stays_on_loopback(
 ) -> None:
     settings = load_settings({"MS_WORKER_NUM": "1", "MS_ALLOW_INSECURE": consent})
     if outcome is None:
-        with pytest.raises(SettingsError, match="loopback only"):
+        with pytest.raises(SchedulerSettingsError, match="loopback only"):
             check_may_listen(settings, addresses, tls=tls)
     else:
         assert check_may_listen(settings, addresses, tls=tls) is outcome

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from muster.programs.history import History
+from muster.programs.history import ChangeHistory
 from muster.scheduler.store import wire
 from muster.scheduler.store.key_value_store import (
     Answer,
-    Budget,
     Effect,
     EffectKind,
     EndedError,
     KeyValueStore,
-    Kind,
     Member,
+    MemoryBudget,
     Operation,
+    OperationKind,
     QuotaError,
     Quotas,
     Returned,
@@ -37,13 +37,13 @@ class Rig:
     def __init__(self, **options: object) -> None:
         self.answers: list[tuple[Member, Answer]] = []
         self.ids = {A: 0, B: 0}
-        self.histories = {A: History(), B: History()}
+        self.histories = {A: ChangeHistory(), B: ChangeHistory()}
         self.store = KeyValueStore(lambda member, answer: self.answers.append((member, answer)), **options)  # type: ignore[arg-type]
 
     def begin(
         self,
         member: Member,
-        kind: Kind,
+        kind: OperationKind,
         keys: Sequence[bytes] = (),
         values: Sequence[bytes] = (),
         *,
@@ -64,7 +64,7 @@ class Rig:
         return operation
 
     def ask(
-        self, member: Member, kind: Kind, keys: Sequence[bytes] = (), *values: bytes, amount: int = 0
+        self, member: Member, kind: OperationKind, keys: Sequence[bytes] = (), *values: bytes, amount: int = 0
     ) -> Answer:
         operation = self.begin(member, kind, keys, values, amount=amount)
         [answer] = [each for to, each in self.answers if to == member and each.id == operation.id]
@@ -84,9 +84,9 @@ class Rig:
         return again
 
     def contents(self) -> object:
-        keys = sorted(self.ask(A, Kind.LIST_KEYS).values)
-        queues = [self.ask(A, Kind.QUEUE_LEN, [b"q%d" % i]).amount for i in range(3)]
-        return dict(zip(keys, self.ask(A, Kind.MULTI_GET, keys).values, strict=True)), queues
+        keys = sorted(self.ask(A, OperationKind.LIST_KEYS).values)
+        queues = [self.ask(A, OperationKind.QUEUE_LEN, [b"q%d" % i]).amount for i in range(3)]
+        return dict(zip(keys, self.ask(A, OperationKind.MULTI_GET, keys).values, strict=True)), queues
 
 
 def _said(answer: Answer) -> pb.StoreAnswer:
@@ -95,72 +95,72 @@ def _said(answer: Answer) -> pb.StoreAnswer:
 
 def test_a_wait_is_answered_when_all_its_keys_are_there_and_brings_a_single_value_along() -> None:
     rig = Rig()
-    both = rig.begin(A, Kind.WAIT, [b"x", b"y"])
-    one = rig.begin(A, Kind.WAIT, [b"x"])
-    rig.ask(B, Kind.SET, [b"x"], b"1")
+    both = rig.begin(A, OperationKind.WAIT, [b"x", b"y"])
+    one = rig.begin(A, OperationKind.WAIT, [b"x"])
+    rig.ask(B, OperationKind.SET, [b"x"], b"1")
     assert rig.answers[0] == (A, Answer(one.id, values=(b"1",)))
-    rig.ask(B, Kind.ADD, [b"y"], amount=5)
+    rig.ask(B, OperationKind.ADD, [b"y"], amount=5)
     assert (A, Answer(both.id)) in rig.answers
 
 
 def test_a_wait_ends_at_its_deadline_and_not_before() -> None:
     rig = Rig()
-    wait = rig.begin(A, Kind.WAIT, [b"x"], timeout_s=2.0, now=10.0)
+    wait = rig.begin(A, OperationKind.WAIT, [b"x"], timeout_s=2.0, now=10.0)
     assert rig.store.deadline() == 12.0
     rig.store.expire(11.9)
     assert not rig.answers
     rig.store.expire(12.0)
     assert rig.answers == [(A, Answer(wait.id, Status.TIMEOUT))]
     assert rig.store.deadline() is None
-    rig.ask(B, Kind.SET, [b"x"], b"1")
+    rig.ask(B, OperationKind.SET, [b"x"], b"1")
     assert len(rig.answers) == 2
 
 
 def test_a_wait_that_nobody_waits_for_is_not_answered() -> None:
     rig = Rig()
-    wait = rig.begin(A, Kind.WAIT, [b"x"], timeout_s=1.0)
+    wait = rig.begin(A, OperationKind.WAIT, [b"x"], timeout_s=1.0)
     rig.store.cancel(A, wait.id)
-    rig.ask(B, Kind.SET, [b"x"], b"1")
+    rig.ask(B, OperationKind.SET, [b"x"], b"1")
     rig.store.expire(5.0)
     assert [to for to, _ in rig.answers] == [B]
 
 
 def test_an_element_of_a_queue_wakes_one_that_waits() -> None:
     rig = Rig()
-    first, second = rig.begin(A, Kind.WAIT, [b"q0"]), rig.begin(B, Kind.WAIT, [b"q0"])
-    rig.ask(B, Kind.QUEUE_PUSH, [b"q0"], b"1")
+    first, second = rig.begin(A, OperationKind.WAIT, [b"q0"]), rig.begin(B, OperationKind.WAIT, [b"q0"])
+    rig.ask(B, OperationKind.QUEUE_PUSH, [b"q0"], b"1")
     assert (A, Answer(first.id)) in rig.answers
     assert (B, Answer(second.id)) not in rig.answers
-    rig.ask(A, Kind.QUEUE_PUSH, [b"q0"], b"2")
+    rig.ask(A, OperationKind.QUEUE_PUSH, [b"q0"], b"2")
     assert (B, Answer(second.id)) in rig.answers
 
 
 def test_corner_cases_are_those_of_tcpstore() -> None:
     rig = Rig()
-    assert rig.ask(A, Kind.COMPARE_SET, [b"k"], b"", b"1").values == (b"1",)
-    assert rig.ask(A, Kind.COMPARE_SET, [b"k"], b"2", b"3").values == (b"1",)
-    assert rig.ask(A, Kind.COMPARE_SET, [b"new"], b"2", b"3").values == (b"2",)  # it is not there
-    assert rig.ask(A, Kind.CHECK).amount == 1
-    assert rig.ask(A, Kind.GET, [b"new"]).values == ()
-    rig.ask(A, Kind.SET, [b"n"], b" 41 or so")
-    assert rig.ask(A, Kind.ADD, [b"n"], amount=1).amount == 42
-    rig.ask(A, Kind.SET, [b"n"], str(2**63 - 1).encode())
-    assert rig.ask(A, Kind.ADD, [b"n"], amount=1).amount == -(2**63)
-    rig.ask(A, Kind.QUEUE_PUSH, [b"q0"], b"x")
-    assert rig.ask(A, Kind.CHECK, [b"q0"]).amount == 1
-    assert rig.ask(A, Kind.DELETE, [b"q0"]).amount == 0
-    assert rig.ask(A, Kind.NUM_KEYS).amount == 2
-    assert rig.ask(A, Kind.NUM_KEYS, [b"k"]).amount == 1
-    assert rig.ask(A, Kind.QUEUE_POP, [b"q0"]).values == (b"x",)
-    assert rig.ask(A, Kind.QUEUE_POP, [b"q0"]) == Answer(rig.ids[A])
+    assert rig.ask(A, OperationKind.COMPARE_SET, [b"k"], b"", b"1").values == (b"1",)
+    assert rig.ask(A, OperationKind.COMPARE_SET, [b"k"], b"2", b"3").values == (b"1",)
+    assert rig.ask(A, OperationKind.COMPARE_SET, [b"new"], b"2", b"3").values == (b"2",)  # it is not there
+    assert rig.ask(A, OperationKind.CHECK).amount == 1
+    assert rig.ask(A, OperationKind.GET, [b"new"]).values == ()
+    rig.ask(A, OperationKind.SET, [b"n"], b" 41 or so")
+    assert rig.ask(A, OperationKind.ADD, [b"n"], amount=1).amount == 42
+    rig.ask(A, OperationKind.SET, [b"n"], str(2**63 - 1).encode())
+    assert rig.ask(A, OperationKind.ADD, [b"n"], amount=1).amount == -(2**63)
+    rig.ask(A, OperationKind.QUEUE_PUSH, [b"q0"], b"x")
+    assert rig.ask(A, OperationKind.CHECK, [b"q0"]).amount == 1
+    assert rig.ask(A, OperationKind.DELETE, [b"q0"]).amount == 0
+    assert rig.ask(A, OperationKind.NUM_KEYS).amount == 2
+    assert rig.ask(A, OperationKind.NUM_KEYS, [b"k"]).amount == 1
+    assert rig.ask(A, OperationKind.QUEUE_POP, [b"q0"]).values == (b"x",)
+    assert rig.ask(A, OperationKind.QUEUE_POP, [b"q0"]) == Answer(rig.ids[A])
 
 
 def test_a_value_that_is_no_number_is_refused_in_words_and_kept() -> None:
     rig = Rig()
-    rig.ask(A, Kind.SET, [b"k"], b"secret")
-    answer = rig.ask(A, Kind.ADD, [b"k"], amount=1)
+    rig.ask(A, OperationKind.SET, [b"k"], b"secret")
+    answer = rig.ask(A, OperationKind.ADD, [b"k"], amount=1)
     assert (answer.status, answer.sentence) == (Status.REFUSED, "add() meets a value that is no number.")
-    assert rig.ask(A, Kind.GET, [b"k"]).values == (b"secret",)
+    assert rig.ask(A, OperationKind.GET, [b"k"]).values == (b"secret",)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +174,26 @@ def test_quotas_refuse_in_words_and_deleting_makes_room(quotas: Quotas, words: s
     rig = Rig(quotas=quotas)
     value = bytes(400_000)
     for key in (b"1", b"2"):
-        assert rig.ask(A, Kind.SET, [key], value).status is Status.OK
-    refused = rig.ask(A, Kind.SET, [b"3"], value)
+        assert rig.ask(A, OperationKind.SET, [key], value).status is Status.OK
+    refused = rig.ask(A, OperationKind.SET, [b"3"], value)
     assert refused.status is Status.REFUSED
     assert words in refused.sentence
-    assert rig.ask(A, Kind.CHECK, [b"3"]).amount == 0
-    rig.ask(A, Kind.DELETE, [b"1"])
-    assert rig.ask(A, Kind.SET, [b"3"], value).status is Status.OK
+    assert rig.ask(A, OperationKind.CHECK, [b"3"]).amount == 0
+    rig.ask(A, OperationKind.DELETE, [b"1"])
+    assert rig.ask(A, OperationKind.SET, [b"3"], value).status is Status.OK
 
 
 def test_namespaces_share_a_budget_and_give_it_back() -> None:
-    budget = Budget(limit_bytes=1000)
+    budget = MemoryBudget(limit_bytes=1000)
     first, second = Rig(budget=budget), Rig(budget=budget)
-    assert first.ask(A, Kind.SET, [b"k"], bytes(800)).status is Status.OK
-    assert "of this scheduler" in second.ask(A, Kind.SET, [b"k"], bytes(800)).sentence
+    assert first.ask(A, OperationKind.SET, [b"k"], bytes(800)).status is Status.OK
+    assert "of this scheduler" in second.ask(A, OperationKind.SET, [b"k"], bytes(800)).sentence
     first.store.end("over")
     assert budget.used_bytes == 0
-    assert second.ask(A, Kind.SET, [b"k"], bytes(800)).status is Status.OK
+    assert second.ask(A, OperationKind.SET, [b"k"], bytes(800)).status is Status.OK
 
 
-def _asked(rig: Rig, member: Member, kind: Kind, prefix: bytes = b"") -> Callable[[], Answer | None]:
+def _asked(rig: Rig, member: Member, kind: OperationKind, prefix: bytes = b"") -> Callable[[], Answer | None]:
     """Asks about all keys; returns what gives the answer once it is there."""
     operation = rig.begin(member, kind, [prefix])
     return lambda: next((each for to, each in rig.answers if (to, each.id) == (member, operation.id)), None)
@@ -204,42 +204,50 @@ def test_what_is_asked_about_all_keys_in_turns_is_answered_as_of_one_moment(seed
     rig, rng = Rig(quotas=Quotas(turn_keys=3)), random.Random(seed)
     keys = [b"%s%d" % (prefix, number) for prefix in (b"x/", b"y/") for number in range(15)]
     held = set(rng.sample(keys, 20))
-    rig.ask(A, Kind.MULTI_SET, sorted(held), *[b""] * len(held))
+    rig.ask(A, OperationKind.MULTI_SET, sorted(held), *[b""] * len(held))
     for _ in range(3):
-        listed, counted = _asked(rig, A, Kind.LIST_KEYS, b"x/"), _asked(rig, B, Kind.NUM_KEYS, b"x/")
+        listed, counted = (
+            _asked(rig, A, OperationKind.LIST_KEYS, b"x/"),
+            _asked(rig, B, OperationKind.NUM_KEYS, b"x/"),
+        )
         moments = [{key for key in held if key.startswith(b"x/")}]
         while rig.store.looking:
             rig.store.turn()
             for key in rng.sample(keys, 2):
                 held ^= {key}
-                rig.ask(A, Kind.SET if key in held else Kind.DELETE, [key], *[b""] * (key in held))
+                rig.ask(
+                    A,
+                    OperationKind.SET if key in held else OperationKind.DELETE,
+                    [key],
+                    *[b""] * (key in held),
+                )
                 moments.append({key for key in held if key.startswith(b"x/")})
         list_, count = listed(), counted()
         assert list_ is not None and count is not None
         assert len(list_.values) == list_.amount and set(list_.values) in moments
         assert count.amount in map(len, moments)
         # From now on the number is known: it is answered without a turn, and follows the keys.
-        assert rig.ask(A, Kind.NUM_KEYS, [b"x/"]).amount == len(moments[-1])
-        assert rig.ask(A, Kind.NUM_KEYS).amount == len(held)
+        assert rig.ask(A, OperationKind.NUM_KEYS, [b"x/"]).amount == len(moments[-1])
+        assert rig.ask(A, OperationKind.NUM_KEYS).amount == len(held)
 
 
 def test_questions_about_all_keys_come_in_turns_and_who_has_gone_gets_none() -> None:
     rig = Rig(quotas=Quotas(turn_keys=2, waits=3))
-    rig.ask(A, Kind.MULTI_SET, [b"1", b"2", b"3"], b"", b"", b"")
-    first, cancelled, last = (_asked(rig, A, Kind.LIST_KEYS) for _ in range(3))
-    assert "for 3 things" in rig.ask(A, Kind.LIST_KEYS).sentence
+    rig.ask(A, OperationKind.MULTI_SET, [b"1", b"2", b"3"], b"", b"", b"")
+    first, cancelled, last = (_asked(rig, A, OperationKind.LIST_KEYS) for _ in range(3))
+    assert "for 3 things" in rig.ask(A, OperationKind.LIST_KEYS).sentence
     rig.store.cancel(A, rig.ids[A] - 2)
-    others = _asked(rig, B, Kind.LIST_KEYS)
+    others = _asked(rig, B, OperationKind.LIST_KEYS)
     while not others():
         rig.store.turn()
     assert first() is not None and last() is None
     while rig.store.looking:
         rig.store.turn()
     assert last() is not None and cancelled() is None
-    dropped = _asked(rig, A, Kind.LIST_KEYS)
+    dropped = _asked(rig, A, OperationKind.LIST_KEYS)
     rig.store.turn()
     rig.store.drop_looks(A)
-    again = _asked(rig, A, Kind.LIST_KEYS)
+    again = _asked(rig, A, OperationKind.LIST_KEYS)
     while rig.store.looking:
         rig.store.turn()
     assert again() is not None and dropped() is None
@@ -251,8 +259,8 @@ def test_a_list_of_keys_that_is_too_large_is_refused_in_words_and_a_shorter_one_
 ) -> None:
     rig = Rig(quotas=Quotas(turn_keys=turn_keys, answer_bytes=1 << 20))
     for number in range(300):
-        rig.ask(A, Kind.SET, [b"%d/" % (number % 2) + b"%d" % number + bytes(4000)], b"")
-    every, half = _asked(rig, A, Kind.LIST_KEYS), _asked(rig, A, Kind.LIST_KEYS, b"0/")
+        rig.ask(A, OperationKind.SET, [b"%d/" % (number % 2) + b"%d" % number + bytes(4000)], b"")
+    every, half = _asked(rig, A, OperationKind.LIST_KEYS), _asked(rig, A, OperationKind.LIST_KEYS, b"0/")
     while rig.store.looking:
         rig.store.turn()
     refused, answer = every(), half()
@@ -263,7 +271,7 @@ def test_a_list_of_keys_that_is_too_large_is_refused_in_words_and_a_shorter_one_
 
 @pytest.mark.parametrize(("key", "value"), [(bytes(5000), b""), (b"k", bytes(800_000))])
 def test_what_is_too_large_is_refused_without_being_shown(key: bytes, value: bytes) -> None:
-    answer = Rig().ask(A, Kind.SET, [key], value)
+    answer = Rig().ask(A, OperationKind.SET, [key], value)
     assert answer.status is Status.REFUSED
     assert str(max(len(key), len(value))) in answer.sentence
 
@@ -271,26 +279,26 @@ def test_what_is_too_large_is_refused_without_being_shown(key: bytes, value: byt
 def test_waits_and_unconfirmed_answers_are_bounded() -> None:
     rig = Rig(quotas=Quotas(waits=2, unconfirmed=2))
     for _ in range(2):
-        rig.begin(A, Kind.WAIT, [b"x"])
-    assert "may wait for 2" in rig.ask(A, Kind.WAIT, [b"x"]).sentence
+        rig.begin(A, OperationKind.WAIT, [b"x"])
+    assert "may wait for 2" in rig.ask(A, OperationKind.WAIT, [b"x"]).sentence
     for _ in range(2):
-        rig.ask(B, Kind.ADD, [b"n"], amount=1)
+        rig.ask(B, OperationKind.ADD, [b"n"], amount=1)
     with pytest.raises(QuotaError, match="unconfirmed"):
-        rig.begin(B, Kind.ADD, [b"n"], amount=1)
+        rig.begin(B, OperationKind.ADD, [b"n"], amount=1)
 
 
 def test_what_a_member_waits_for_is_bounded_in_bytes() -> None:
     rig = Rig(quotas=Quotas(kept_bytes=1 << 20))
     long = [b"%d" % number + bytes(4000) for number in range(200)]
-    rig.begin(A, Kind.WAIT, long)
-    assert "keys of 1 MiB" in rig.ask(A, Kind.WAIT, long).sentence
-    rig.begin(B, Kind.WAIT, long)  # each has its own
+    rig.begin(A, OperationKind.WAIT, long)
+    assert "keys of 1 MiB" in rig.ask(A, OperationKind.WAIT, long).sentence
+    rig.begin(B, OperationKind.WAIT, long)  # each has its own
     rig.store.cancel(A, 1)
     short = [b"%d" % number for number in range(1000)]
-    rig.begin(A, Kind.WAIT, short)
-    assert "keys of 1 MiB" in rig.ask(A, Kind.WAIT, [b"x" + key for key in 2 * short]).sentence
+    rig.begin(A, OperationKind.WAIT, short)
+    assert "keys of 1 MiB" in rig.ask(A, OperationKind.WAIT, [b"x" + key for key in 2 * short]).sentence
     rig.store.cancel(A, 3)
-    rig.begin(A, Kind.WAIT, long)
+    rig.begin(A, OperationKind.WAIT, long)
 
 
 def test_answers_kept_for_a_member_are_bounded_in_bytes() -> None:
@@ -298,13 +306,13 @@ def test_answers_kept_for_a_member_are_bounded_in_bytes() -> None:
     rig = Rig(quotas=Quotas(kept_bytes=1 << 20))
     for turn in range(4):
         for _ in range(2):
-            rig.ask(B, Kind.QUEUE_PUSH, [b"q"], bytes(500_000))
-            assert rig.ask(A, Kind.QUEUE_POP, [b"q"]).amount == 1
+            rig.ask(B, OperationKind.QUEUE_PUSH, [b"q"], bytes(500_000))
+            assert rig.ask(A, OperationKind.QUEUE_POP, [b"q"]).amount == 1
         if turn < 3:
             rig.store.confirm(A, rig.ids[A] + 1)
-    rig.ask(B, Kind.QUEUE_PUSH, [b"q"], bytes(500_000))
+    rig.ask(B, OperationKind.QUEUE_PUSH, [b"q"], bytes(500_000))
     with pytest.raises(QuotaError, match="answers of 1 MiB"):
-        rig.begin(A, Kind.QUEUE_POP, [b"q"])
+        rig.begin(A, OperationKind.QUEUE_POP, [b"q"])
 
 
 def test_waits_that_are_cancelled_leave_nothing_behind() -> None:
@@ -312,7 +320,7 @@ def test_waits_that_are_cancelled_leave_nothing_behind() -> None:
     tracemalloc.start()
     try:
         for number in range(3000):
-            rig.begin(A, Kind.WAIT, [bytes(4000)], timeout_s=1e6)
+            rig.begin(A, OperationKind.WAIT, [bytes(4000)], timeout_s=1e6)
             rig.store.cancel(A, number + 1)
         assert tracemalloc.get_traced_memory()[0] < 2 << 20
     finally:
@@ -325,7 +333,7 @@ def test_waits_of_one_member_for_the_same_keys_cost_each_its_own_when_they_end()
     def cost_of(waits: int) -> int:
         rig, keys = Rig(), [b"%d" % number for number in range(4)]
         for _ in range(waits):
-            rig.begin(A, Kind.WAIT, keys)
+            rig.begin(A, OperationKind.WAIT, keys)
 
         def cancel_all() -> None:
             for number in range(waits):
@@ -343,36 +351,38 @@ def test_members_that_are_gone_are_forgotten_but_for_the_last() -> None:
     tracemalloc.start()
     try:
         for member in members:
-            store.execute(member, Operation(1, Kind.WAIT, tuple(bytes(4000) for _ in range(100))), 0.0)
+            store.execute(
+                member, Operation(1, OperationKind.WAIT, tuple(bytes(4000) for _ in range(100))), 0.0
+            )
             store.forget_gone({member}, keep=2)
         assert tracemalloc.get_traced_memory()[0] < 2 << 20
     finally:
         tracemalloc.stop()
-    store.execute(A, Operation(1, Kind.SET, (bytes(4000),), (b"v",)), 0.0)
+    store.execute(A, Operation(1, OperationKind.SET, (bytes(4000),), (b"v",)), 0.0)
     assert [to for to, answer in answers if answer.id == 1 and to != A] == members[-3:]
 
 
 def test_what_is_repeated_after_a_broken_stream_is_carried_out_once() -> None:
     rig = Rig()
-    operation = rig.begin(A, Kind.ADD, [b"n"], amount=1)
+    operation = rig.begin(A, OperationKind.ADD, [b"n"], amount=1)
     rig.store.execute(A, operation, 0.0)  # its answer was lost
     assert [answer for _, answer in rig.answers] == [Answer(1, amount=1, number=1)] * 2
     rig.store.confirm(A, operation.id + 1)
-    assert rig.ask(A, Kind.GET, [b"n"]).values == (b"1",)
-    wait = rig.begin(A, Kind.WAIT, [b"x"])
+    assert rig.ask(A, OperationKind.GET, [b"n"]).values == (b"1",)
+    wait = rig.begin(A, OperationKind.WAIT, [b"x"])
     rig.store.execute(A, wait, 0.0)
-    rig.ask(B, Kind.SET, [b"x"], b"1")
+    rig.ask(B, OperationKind.SET, [b"x"], b"1")
     assert [answer.id for to, answer in rig.answers if to == A].count(wait.id) == 1
 
 
 def test_the_end_of_a_generation_ends_its_store_for_good() -> None:
     rig = Rig()
-    rig.begin(A, Kind.WAIT, [b"x"], timeout_s=1.0)
+    rig.begin(A, OperationKind.WAIT, [b"x"], timeout_s=1.0)
     rig.store.end("rank 1 is lost")
     rig.store.end("another reason")
     assert rig.store.deadline() is None
     with pytest.raises(EndedError, match="rank 1 is lost"):
-        rig.begin(A, Kind.SET, [b"x"], [b"1"])
+        rig.begin(A, OperationKind.SET, [b"x"], [b"1"])
 
 
 # ---------------------------------------------------------------- a scheduler that was started again
@@ -382,14 +392,14 @@ def _random_change(rig: Rig, rng: random.Random) -> None:
     member, key = rng.choice((A, B)), b"k%d" % rng.randrange(4)
     queue, value = b"q%d" % rng.randrange(3), b"%d" % rng.randrange(100)
     changes: tuple[Callable[[], object], ...] = (
-        lambda: rig.ask(member, Kind.SET, [key], value),
-        lambda: rig.ask(member, Kind.ADD, [key], amount=1),
-        lambda: rig.ask(member, Kind.APPEND, [key], value),
-        lambda: rig.ask(member, Kind.DELETE, [key]),
-        lambda: rig.ask(member, Kind.COMPARE_SET, [key], value, b"7"),
-        lambda: rig.ask(member, Kind.MULTI_SET, [b"k0", b"k1"], value, b"5"),
-        lambda: rig.ask(member, Kind.QUEUE_PUSH, [queue], value),
-        lambda: rig.ask(member, Kind.QUEUE_POP, [queue]),
+        lambda: rig.ask(member, OperationKind.SET, [key], value),
+        lambda: rig.ask(member, OperationKind.ADD, [key], amount=1),
+        lambda: rig.ask(member, OperationKind.APPEND, [key], value),
+        lambda: rig.ask(member, OperationKind.DELETE, [key]),
+        lambda: rig.ask(member, OperationKind.COMPARE_SET, [key], value, b"7"),
+        lambda: rig.ask(member, OperationKind.MULTI_SET, [b"k0", b"k1"], value, b"5"),
+        lambda: rig.ask(member, OperationKind.QUEUE_PUSH, [queue], value),
+        lambda: rig.ask(member, OperationKind.QUEUE_POP, [queue]),
     )
     rng.choice(changes)()
 
@@ -408,9 +418,9 @@ def test_a_namespace_is_put_together_as_it_was(seed: int) -> None:
 
 def test_what_is_asked_before_all_are_back_waits_for_them() -> None:
     rig = Rig()
-    rig.ask(B, Kind.ADD, [b"n"], amount=41)
+    rig.ask(B, OperationKind.ADD, [b"n"], amount=41)
     again = Rig(members=(A, B))
-    asked = again.begin(A, Kind.ADD, [b"n"], amount=1)
+    asked = again.begin(A, OperationKind.ADD, [b"n"], amount=1)
     again.store.hand_in(A, Returned(), 0.0)
     assert not again.answers
     [part] = rig.histories[B].parts()
@@ -423,11 +433,11 @@ def test_what_is_asked_before_all_are_back_waits_for_them() -> None:
 def test_what_members_bring_after_a_restart_is_bounded() -> None:
     rig = Rig(members=(A, B), quotas=Quotas(size_bytes=1000))
     for operation_id in (1, 1, 1, 2):  # repeated on newer streams
-        rig.store.execute(A, Operation(operation_id, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+        rig.store.execute(A, Operation(operation_id, OperationKind.SET, (b"k",), (bytes(400),)), 0.0)
     with pytest.raises(QuotaError, match="under way after a restart"):
-        rig.store.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+        rig.store.execute(A, Operation(3, OperationKind.SET, (b"k",), (bytes(400),)), 0.0)
     rig.store.cancel(A, 2)
-    rig.store.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+    rig.store.execute(A, Operation(3, OperationKind.SET, (b"k",), (bytes(400),)), 0.0)
     returned = Returned()
     for number in range(1, 9):
         rig.store.check_returned(returned)
@@ -438,18 +448,18 @@ def test_what_members_bring_after_a_restart_is_bounded() -> None:
 
 def test_a_change_whose_answer_never_came_but_that_others_saw_ends_the_generation() -> None:
     rig = Rig()
-    rig.ask(A, Kind.ADD, [b"n"], amount=1)
-    rig.histories[A] = History()  # the answer was on its way when the scheduler went
-    rig.ask(B, Kind.ADD, [b"n"], amount=1)
+    rig.ask(A, OperationKind.ADD, [b"n"], amount=1)
+    rig.histories[A] = ChangeHistory()  # the answer was on its way when the scheduler went
+    rig.ask(B, OperationKind.ADD, [b"n"], amount=1)
     with pytest.raises(EndedError, match="cannot be put together"):
         rig.after_restart()
 
 
 def test_who_has_finished_is_not_waited_for() -> None:
     rig = Rig()
-    rig.ask(A, Kind.SET, [b"k"], b"1")
+    rig.ask(A, OperationKind.SET, [b"k"], b"1")
     again = Rig(members=(A, B))
-    asked = again.begin(A, Kind.GET, [b"k"])
+    asked = again.begin(A, OperationKind.GET, [b"k"])
     returned = Returned()
     [part] = rig.histories[A].parts()
     wire.add_replay(returned, part)
@@ -460,9 +470,9 @@ def test_who_has_finished_is_not_waited_for() -> None:
 
 def test_too_long_a_history_says_so_instead_of_growing() -> None:
     rig = Rig()
-    rig.histories[A] = History(max_entries=2)
+    rig.histories[A] = ChangeHistory(max_entries=2)
     for i in range(3):
-        rig.ask(A, Kind.SET, [b"%d" % i], b"1")
+        rig.ask(A, OperationKind.SET, [b"%d" % i], b"1")
     [part] = rig.histories[A].parts()
     assert part.incomplete
     assert not part.effects

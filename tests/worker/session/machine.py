@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from muster.wire import messages as m
 from muster.worker.session import events as e
-from muster.worker.session.machine import Membership
+from muster.worker.session.machine import MembershipMachine
 
 HOST = m.Host("host-id", "alpha", "10.0.0.1")
 NotT = TypeVar("NotT")
@@ -51,26 +51,26 @@ class Machine:
         self, timing: e.Timing | None = None, jitter: float = 0.5, address: str = "", **changes: object
     ) -> None:
         who = profile(**changes)  # type: ignore[arg-type]
-        self.core = Membership(who, timing or e.Timing(), lambda: jitter, address)
+        self.core = MembershipMachine(who, timing or e.Timing(), lambda: jitter, address)
         self.now = 100.0
         self.stream = 0
-        self.last = e.Decision()
+        self.last = e.Effects()
 
-    def feed(self, event: e.Event) -> e.Decision:
+    def feed(self, event: e.Event) -> e.Effects:
         self.last = self.core.step(event, self.now)
         for notice in self.last.notices:
             if isinstance(notice, e.Connect):
                 self.stream = notice.stream
         return self.last
 
-    def hear(self, message: m.SchedulerMessage) -> e.Decision:
+    def hear(self, message: m.SchedulerMessage) -> e.Effects:
         return self.feed(e.Received(self.stream, message))
 
-    def tick_at_deadline(self) -> e.Decision:
+    def tick_at_deadline(self) -> e.Effects:
         deadline = self.core.deadline()
         assert deadline is not None
         self.now = max(self.now, deadline)
-        return self.feed(e.Tick())
+        return self.feed(e.DeadlineReached())
 
     def notice(self, kind: type[NotT]) -> NotT:
         found = [notice for notice in self.last.notices if isinstance(notice, kind)]

@@ -19,7 +19,7 @@ from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import Settings
 from muster.worker.host import DeviceChoice
-from muster.worker.session.connection import Connection, Stream
+from muster.worker.session.connection import SchedulerConnection, Stream
 from muster.worker.session.events import Timing
 from muster.worker.session.session import Session
 from tests.worker.session.machine import assignment as make_assignment
@@ -272,7 +272,7 @@ def scripted_session(
         profile=profile(),
         device=DeviceChoice(Device()),
         backend=backend or StubBackend(),
-        connection=Connection(connector.dial),
+        connection=SchedulerConnection(connector.dial),
         answering=answering,
         prepare=prepare,
         timing=timing,

@@ -26,9 +26,9 @@ from muster.wire.messages import Assignment, Quiesce, RefusalCode, Refused, Susp
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.session import events as e
 from muster.worker.session.client import Client
-from muster.worker.session.connection import Connection
+from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.leave import LoneLeave
-from muster.worker.session.machine import Membership
+from muster.worker.session.machine import MembershipMachine
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import Threads
 from muster.worker.session.training_thread import HANG_S, Collectives
@@ -74,10 +74,10 @@ def client(
     **timing: Any,
 ) -> Client:
     """A client that waits for nobody once it is to leave, unless a test says so."""
-    core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
+    core = MembershipMachine(profile(), e.Timing(**timing), lambda: 0.5)
     return Client(
         core,
-        Connection(connector.dial),
+        SchedulerConnection(connector.dial),
         threads=threads,
         backend=minter or Minter(),
         collectives=calls or Calls(),
@@ -146,7 +146,7 @@ def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
     made.close()
     assert its_threads() == set()
     assert line.closed
-    assert made.post(e.Tick()) == e.Decision()
+    assert made.post(e.DeadlineReached()) == e.Effects()
 
 
 def test_an_unanswered_goodbye_ends_at_its_deadline(running: Client) -> None:

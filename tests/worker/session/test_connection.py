@@ -22,7 +22,7 @@ from muster.certs.pki.identity import Identity
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.worker.config import Settings
-from muster.worker.session.connection import DeniedError, Dial, MalformedError, grpc_dial, load_keyring
+from muster.worker.session.connection import DeniedError, Dial, MessageRejectedError, grpc_dial, load_keyring
 from tests.certs.servers import server_credentials
 from tests.scheduler.processes import Pki, environment
 
@@ -137,8 +137,8 @@ def test_closing_ends_a_reader_that_waits(pki: Pki) -> None:
     [
         (grpc.StatusCode.UNAUTHENTICATED, DeniedError, "the sentence"),
         (grpc.StatusCode.PERMISSION_DENIED, DeniedError, "the sentence"),
-        (grpc.StatusCode.INVALID_ARGUMENT, MalformedError, "the sentence"),
-        (grpc.StatusCode.UNIMPLEMENTED, MalformedError, "not a scheduler of Muster"),
+        (grpc.StatusCode.INVALID_ARGUMENT, MessageRejectedError, "the sentence"),
+        (grpc.StatusCode.UNIMPLEMENTED, MessageRejectedError, "not a scheduler of Muster"),
         (grpc.StatusCode.UNAVAILABLE, OSError, "unavailable: the sentence"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, OSError, "the sentence"),
     ],

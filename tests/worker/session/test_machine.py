@@ -64,7 +64,7 @@ class TestJoining:
         assert w.feed(e.StreamOpened(1)).notices == (e.Disconnect(1),)
         w.feed(e.StreamOpened(2))
         w.feed(e.Received(1, m.Refused(m.RefusalCode.JOB_FULL, "full")))
-        assert w.last == e.Decision()
+        assert w.last == e.Effects()
 
     def test_waiting_is_told_once_for_each_sentence(self) -> None:
         w = Machine().welcomed()
@@ -248,7 +248,7 @@ class TestReconnecting:
         for _ in range(2):
             w.feed(e.StreamLost(w.stream, "cut"))
             w.now += 10.0
-            w.feed(e.Tick())
+            w.feed(e.DeadlineReached())
             assert w.notice(e.LogLine).sentence == (
                 "the scheduler at host:6667 has not answered for 10 s (cut); trying again, training goes on."
             )
@@ -351,7 +351,7 @@ class TestReconnecting:
 
     def test_join_tells_the_place_held(self) -> None:
         w = Machine().running(generation=3, rank=1)
-        w.feed(e.Progress(41, 10.0))
+        w.feed(e.ProgressReported(41, 10.0))
         w.feed(e.StreamLost(1, "cut"))
         w.tick_at_deadline()
         w.feed(e.StreamOpened(2))
@@ -362,7 +362,7 @@ class TestReconnecting:
         w.feed(e.StreamLost(1, "cut"))
         w.tick_at_deadline()
         w.reconnected()
-        assert w.hear(assignment(3, 1)) == e.Decision()
+        assert w.hear(assignment(3, 1)) == e.Effects()
         assert w.core.phase == "running"
 
     def test_rank_0_publishes_the_same_ids_again_while_the_group_forms(self) -> None:
@@ -378,7 +378,7 @@ class TestReconnecting:
     def test_heartbeats_tell_how_far_the_training_is(self) -> None:
         w = Machine().running()
         w.feed(e.StepStarting(4))
-        w.feed(e.Progress(4, 123.0))
+        w.feed(e.ProgressReported(4, 123.0))
         w.tick_at_deadline()
         assert w.now == 101.0
         assert w.last.messages == (m.Heartbeat(1, 4, 5, 123.0, entered_generation=1),)
@@ -460,7 +460,7 @@ class TestUnplannedChange:
             w.now = 101.0 + second
             w.hear(m.Waiting(3, 3, sentence, undecided=True))
             assert w.last.notices == (() if second else (e.LogLine(sentence, waits=False),))
-            assert not any(isinstance(notice, e.NoVerdict) for notice in w.feed(e.Tick()).notices)
+            assert not any(isinstance(notice, e.NoVerdict) for notice in w.feed(e.DeadlineReached()).notices)
         while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
             w.tick_at_deadline()
         assert w.now == 407.0
@@ -537,11 +537,11 @@ class TestUnplannedChange:
     def test_a_failed_collective_in_a_generation_that_is_over_is_no_news(self) -> None:
         w = Machine().running()
         w.hear(assignment(2, 1))
-        assert w.feed(e.CommunicatorFailed(1, 0, "reset")) == e.Decision()
+        assert w.feed(e.CommunicatorFailed(1, 0, "reset")) == e.Effects()
 
     def test_others_that_did_not_come_in_time_are_waited_for_in_a_next_generation_but_not_twice(self) -> None:
         w = Machine().running()
-        w.feed(e.Progress(4, 1.0))
+        w.feed(e.ProgressReported(4, 1.0))
         w.feed(e.CommunicatorFailed(1, -1, "timed out", timed_out=True))
         assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 1, "timed out")  # itself: it knows of nobody
         w.hear(assignment(2, 1))
@@ -572,7 +572,7 @@ class TestUnplannedChange:
     def test_what_is_late_in_a_generation_that_is_over_is_no_news(self) -> None:
         w = Machine().running()
         w.hear(assignment(2, 1))
-        assert w.feed(e.PeersLate(12.0)) == e.Decision()
+        assert w.feed(e.PeersLate(12.0)) == e.Effects()
 
     def test_probes_are_made_and_answered_by_whoever_has_been_welcomed(self) -> None:
         w = Machine().welcomed()
@@ -648,7 +648,7 @@ class TestPlannedChange:
 
     def test_leaving_asked_for_before_there_was_a_place_is_said_with_the_first_one(self) -> None:
         w = Machine().welcomed()
-        assert w.feed(e.LeaveRequested("SIGTERM")).messages == ()
+        assert w.feed(e.LeaveWanted("SIGTERM")).messages == ()
         w.hear(assignment(1, 1))
         assert w.message(m.RequestLeave) == m.RequestLeave(1, "SIGTERM")
 
@@ -711,8 +711,8 @@ class TestPlannedChange:
 
     def test_a_leave_is_asked_for_once_and_again_after_a_reconnect(self) -> None:
         w = Machine().running()
-        assert w.feed(e.LeaveRequested("SIGTERM")).messages == (m.RequestLeave(1, "SIGTERM"),)
-        assert w.feed(e.LeaveRequested("SIGTERM")).messages == ()
+        assert w.feed(e.LeaveWanted("SIGTERM")).messages == (m.RequestLeave(1, "SIGTERM"),)
+        assert w.feed(e.LeaveWanted("SIGTERM")).messages == ()
         w.feed(e.StreamLost(1, "cut"))
         w.tick_at_deadline()
         w.reconnected()

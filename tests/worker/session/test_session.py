@@ -31,7 +31,7 @@ from muster.errors import (
 from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.host import DeviceChoice
-from muster.worker.session.connection import DeniedError, MalformedError
+from muster.worker.session.connection import DeniedError, MessageRejectedError
 from muster.worker.session.events import Timing
 from muster.worker.session.session import Session, describe_devices
 from tests.waiting import wait_for
@@ -160,7 +160,7 @@ def refuse(code: str) -> Callable[[Line], None]:
         (lambda line: line.say(ended=pb.Ended(ok=False, reason="the sentence")), FormationTimeoutError),
         (lambda line: line.say(ended=pb.Ended(ok=True, reason="the sentence")), JobEndedError),
         (lambda line: line.fail(DeniedError("the sentence", by_scheduler=True)), SecurityError),
-        (lambda line: line.fail(MalformedError("the sentence")), RefusedError),
+        (lambda line: line.fail(MessageRejectedError("the sentence")), RefusedError),
     ],
 )
 def test_endings_while_joining(act: Callable[[Line], None], error: type[WorkerError]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.worker.uplink.batches import BATCH_BYTES, MAX_WAITING, Batches, Ended, Item, Sent
+from muster.worker.uplink.batches import BATCH_BYTES, MAX_WAITING, Batches, Item, Sent, StreamEnded
 
 
 def beat(batches: Batches, worker: int, message: bytes = b"beat") -> None:
@@ -64,7 +64,7 @@ def test_who_has_gone_is_waited_for_no_more() -> None:
     beat(batches, 1)
     batches.end(2, "", may_return=False)
     assert batches.due
-    assert batches.take() == [Sent(1, b"beat"), Ended(2)]
+    assert batches.take() == [Sent(1, b"beat"), StreamEnded(2)]
     beat(batches, 1)
     assert batches.due
 
@@ -109,11 +109,11 @@ def test_nothing_is_lost_doubled_or_out_of_order(steps: list[tuple[str, int, int
     for kind, worker, size in steps:
         if kind == "t":
             out += batches.take()
-        elif not batches.has_room(worker) or (put.get(worker) and isinstance(put[worker][-1], Ended)):
+        elif not batches.has_room(worker) or (put.get(worker) and isinstance(put[worker][-1], StreamEnded)):
             continue
         elif kind == "e":
             batches.end(worker, "gone", may_return=False)
-            put.setdefault(worker, []).append(Ended(worker, "gone"))
+            put.setdefault(worker, []).append(StreamEnded(worker, "gone"))
         else:
             batches.add(worker, bytes(size), heartbeat=kind == "b")
             put.setdefault(worker, []).append(Sent(worker, bytes(size)))

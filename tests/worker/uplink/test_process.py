@@ -13,7 +13,7 @@ from muster.wire.v1 import host_pb2 as pb
 from muster.worker.session.connection import Stream
 from muster.worker.uplink.batches import MAX_WAITING
 from muster.worker.uplink.door import make_door
-from muster.worker.uplink.frames import Kind, frame
+from muster.worker.uplink.frames import UplinkFrameKind, frame
 from muster.worker.uplink.process import Uplink
 
 
@@ -41,7 +41,7 @@ def test_a_worker_that_was_let_go_while_too_much_of_its_own_waited_is_seen_to_en
             with theirs:
                 socket.send_fds(outer, [b"here"], [theirs.fileno()])
             loop = asyncio.get_running_loop()
-            await loop.sock_sendall(own, frame(Kind.MESSAGE, b"x") * (MAX_WAITING + 1))
+            await loop.sock_sendall(own, frame(UplinkFrameKind.MESSAGE, b"x") * (MAX_WAITING + 1))
             await _taken(own)
             sent.set()
             own.shutdown(socket.SHUT_WR)
@@ -80,7 +80,7 @@ def test_a_door_that_nobody_holds_any_more_is_not_read_again() -> None:
             with outer, theirs:
                 socket.send_fds(outer, [b"here"], [theirs.fileno()])
             for _ in range(50):
-                await asyncio.get_running_loop().sock_sendall(own, frame(Kind.ALIVE))
+                await asyncio.get_running_loop().sock_sendall(own, frame(UplinkFrameKind.ALIVE))
                 await _taken(own)
             assert not uplink.done()
             assert inner.reads < 10

@@ -17,7 +17,7 @@ import pytest
 
 from muster.certs.pki.identity import Identity
 from muster.wire.v1 import rendezvous_pb2 as pb
-from muster.worker.session.connection import DeniedError, Dial, MalformedError, Stream
+from muster.worker.session.connection import DeniedError, Dial, MessageRejectedError, Stream
 from muster.worker.uplink.door import OUTER, inherited, named
 from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
 from muster.worker.uplink.process import FAREWELL_S
@@ -198,7 +198,7 @@ def test_what_one_worker_does_wrong_ends_its_own_stream_alone(here: Host) -> Non
     bad = here.join("node-1")
     bad.next("welcome")
     bad.put(pb.WorkerMessage(join=pb.Join()))
-    assert isinstance(bad.end(), MalformedError)
+    assert isinstance(bad.end(), MessageRejectedError)
     huge = here.join("node-1")
     huge.outbox.put(bytes(MAX_FROM_WORKER_BYTES + 1))
     assert isinstance(huge.end(), OSError)
