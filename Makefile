@@ -80,7 +80,7 @@ run-test-newest: $(DEV_READY)
 		tests/scheduler/test_config.py tests/worker/test_config.py tests/worker/session/test_machine.py \
 		tests/worker/session/test_progress.py tests/worker/session/test_leave.py \
 		tests/worker/session/test_pace.py tests/launch/test_plan.py \
-		tests/launch/test_layout.py \
+		tests/launch/test_worker_counts.py \
 		tests/launch/test_parsing.py tests/launch/test_rank_table.py tests/training \
 		tests/simulation
 

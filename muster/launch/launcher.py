@@ -157,7 +157,7 @@ class Launcher:
         plan = self._plan
         try:
             return LaunchDirectory.begin(
-                plan.job_id, plan.log_dir, shared=plan.layout.world_size > plan.layout.local_size
+                plan.job_id, plan.log_dir, shared=plan.counts.world_size > plan.counts.local_size
             )
         except OSError as error:
             if plan.log_dir is not None:
@@ -174,7 +174,7 @@ class Launcher:
             "began",
             job_id=plan.job_id,
             host=os.uname().nodename,
-            workers=plan.layout.world_size,
+            workers=plan.counts.world_size,
             workers_here=len(plan.workers),
             command=shortened(" ".join(plan.recipes[0].argv) if plan.recipes else "", 1000),
         )
@@ -388,7 +388,7 @@ class Launcher:
             phase,
             min_workers=self._policy.min_workers,
             max_restarts=self._policy.max_restarts,
-            workers=self._plan.layout.world_size,
+            workers=self._plan.counts.world_size,
             spares=self._policy.spares,
             replacement=self._replacement() if phase == SUSPENDED else "",
         )
@@ -577,7 +577,7 @@ class Launcher:
         if lost <= policy.spares and self._working() and not over:
             waited = self._is_spare(child) and not child.words().group
             return "going on without this spare" if waited else "a spare takes its place"
-        dispensable = self._plan.layout.local_size - policy.min_workers
+        dispensable = self._plan.counts.local_size - policy.min_workers
         if policy.min_workers and lost <= policy.spares + dispensable:
             return f"going on with {left}{self._how_to_replace(child)}"
         return ""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.errors import SettingsError
-from muster.launch.layout import Request
 from muster.launch.parsing import HostShare, parse_addresses, parse_hostfile, parse_hosts
+from muster.launch.worker_counts import Request
 from muster.wire.files import read_regular
 from muster.wire.variables import LAUNCHER, WORKER, option_help, variables_help
 from muster.worker.config import node_rank

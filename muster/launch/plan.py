@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.errors import SettingsError
-from muster.launch.layout import Layout, Request, plan_layout
 from muster.launch.parsing import DEFAULT_PORT, parse_addresses
+from muster.launch.worker_counts import Request, WorkerCounts, count_workers
 from muster.wire.variables import default_of
 from muster.worker.uplink.door import DOOR_VARIABLES
 
@@ -65,7 +65,7 @@ class WorkerPlan:
 
 
 def plan_workers(
-    layout: Layout,
+    counts: WorkerCounts,
     env: Mapping[str, str],
     *,
     common: Mapping[str, str],
@@ -77,7 +77,7 @@ def plan_workers(
     """Gives each worker of this host its name and environment.
 
     Args:
-        layout: from :func:`plan_layout`.
+        counts: from :func:`count_workers`.
         env: the launcher's own environment; what the user set there is kept where it makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
         host: this host's name, for the labels of workers whose rank is not known.
@@ -90,17 +90,17 @@ def plan_workers(
         The workers; ``env`` of each holds only what differs from the launcher's.
     """
     plans = []
-    count = layout.local_size + layout.spares
+    count = counts.local_size + counts.spares
     for index in range(count):
-        spare = index - layout.local_size  # from 0; negative: none
-        rank = _own_rank(index, layout, env) if spare < 0 else None
+        spare = index - counts.local_size  # from 0; negative: none
+        rank = _own_rank(index, counts, env) if spare < 0 else None
         own = {
             **common,
             **_thread_limits(count, env),
             "MS_ROLE": "MS_WORKER",
-            "MS_WORKER_NUM": str(layout.world_size),
+            "MS_WORKER_NUM": str(counts.world_size),
             "MS_LOCAL_INDEX": str(index),
-            **_node_id(index, rank if spare < 0 else _number_of_spare(spare, layout), count, env),
+            **_node_id(index, rank if spare < 0 else _number_of_spare(spare, counts), count, env),
         }
         if spare >= 0:
             own["MS_WORKER_SPARE"] = "1"
@@ -112,21 +112,21 @@ def plan_workers(
             own["DEVICE_ID"] = str(device_ids[index])
         part = _share(cores, index, count)
         name = _in_file_names(host)
-        called = "" if spare < 0 else _name_of_spare(spare, layout, name)
+        called = "" if spare < 0 else _name_of_spare(spare, counts, name)
         plans.append(WorkerPlan(index, rank, name, own, part, called))
     return tuple(plans)
 
 
-def _number_of_spare(spare: int, layout: Layout) -> int | None:
+def _number_of_spare(spare: int, counts: WorkerCounts) -> int | None:
     """A node id behind those of the ranks, so that the rule of integer node ids holds; None: not known."""
-    known = layout.first_rank is not None and layout.first_spare is not None
-    return layout.world_size + (layout.first_spare or 0) + spare if known else None
+    known = counts.first_rank is not None and counts.first_spare is not None
+    return counts.world_size + (counts.first_spare or 0) + spare if known else None
 
 
-def _name_of_spare(spare: int, layout: Layout, host: str) -> str:
-    if layout.first_spare is None:
+def _name_of_spare(spare: int, counts: WorkerCounts, host: str) -> str:
+    if counts.first_spare is None:
         return f"{host}_spare_{spare}"
-    return f"spare_{layout.first_spare + spare}"
+    return f"spare_{counts.first_spare + spare}"
 
 
 def sharing_environment(name: str) -> dict[str, str]:
@@ -140,13 +140,13 @@ def sharing_environment(name: str) -> dict[str, str]:
     return {"NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
 
 
-def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
+def _own_rank(index: int, counts: WorkerCounts, env: Mapping[str, str]) -> int | None:
     """The rank of a worker whose node id is an integer; None where the scheduler decides."""
-    if layout.world_size == 1:
+    if counts.world_size == 1:
         return 0
-    if layout.first_rank is None or env.get("MS_NODE_ID") or _has_table(env):
+    if counts.first_rank is None or env.get("MS_NODE_ID") or _has_table(env):
         return None
-    return layout.first_rank + index
+    return counts.first_rank + index
 
 
 def _has_table(env: Mapping[str, str]) -> bool:
@@ -277,7 +277,7 @@ class LaunchPlan:
     """Everything that a launch starts, and its policy.
 
     Attributes:
-        layout: how many workers, and which of them are this host's.
+        counts: how many workers, and which of them are this host's.
         workers: this host's, with the environment of each.
         recipes: how to start them, in the same order.
         scheduler: how to start it; None: it runs elsewhere.
@@ -294,7 +294,7 @@ class LaunchPlan:
             there is one scheduler, which sees that by itself.
     """
 
-    layout: Layout
+    counts: WorkerCounts
     workers: tuple[WorkerPlan, ...]
     recipes: tuple[Recipe, ...]
     scheduler: Recipe | None
@@ -337,8 +337,8 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
             remedy="Leave one of the two out.",
         )
     count = len(here.devices or here.table_devices)
-    layout = plan_layout(here.request, here=here.names, devices=count, cores=len(here.cores))
-    address = _scheduler_address(options, layout, here)
+    counts = count_workers(here.request, here=here.names, devices=count, cores=len(here.cores))
+    address = _scheduler_address(options, counts, here)
     if options.scheduler and "," in address[0]:
         raise SettingsError(
             f"--scheduler starts the one scheduler of a job, and {address[0]!r} are several.",
@@ -347,10 +347,10 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     common = {
         "MS_SCHED_HOST": address[0],
         "MS_SCHED_PORT": address[1],
-        **_job_variables(options, layout, here),
+        **_job_variables(options, counts, here),
     }
     workers = plan_workers(
-        layout,
+        counts,
         here.env,
         common={**common, **_device_variables(options, here), **_leave_timeout(options, here)},
         host=here.host,
@@ -360,8 +360,8 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     )
     workers = here.by_table(workers)
     check_rank_ids(workers, here.env)
-    shown = parse_tail(options.tail, workers, layout.world_size)
-    starts = options.scheduler and layout.first_host
+    shown = parse_tail(options.tail, workers, counts.world_size)
+    starts = options.scheduler and counts.first_host
     notes = list(options.notes)
     meeting = here.request.meeting
     if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
@@ -374,17 +374,17 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     if here.no_fork and options.start == "fork":
         notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")
     return LaunchPlan(
-        layout=layout,
+        counts=counts,
         workers=workers,
         recipes=tuple(_worker_recipe(each, options, here, shown, forked=forked) for each in workers),
-        scheduler=_scheduler_recipe(options, here, common, layout, shown) if starts else None,
-        uplink=_uplink_recipe(workers, options, here, layout, forked=forked),
+        scheduler=_scheduler_recipe(options, here, common, counts, shown) if starts else None,
+        uplink=_uplink_recipe(workers, options, here, counts, forked=forked),
         address=address,
         policy=Policy(
             options.grace,
             options.max_restarts,
             options.min_workers,
-            layout.all_spares,
+            counts.all_spares,
             options.timestamps,
             bool(options.tail),
         ),
@@ -431,42 +431,42 @@ def _scheduler_recipe(
     options: argparse.Namespace,
     here: Surroundings,
     common: Mapping[str, str],
-    layout: Layout,
+    counts: WorkerCounts,
     shown: frozenset[str],
 ) -> Recipe:
     env = {
         **common,
         **_password(SERVER_PASSWORD, options, here),
         "MS_ROLE": "MS_SCHED",
-        "MS_WORKER_NUM": str(layout.world_size),
-        **_spare_places(layout, here.env),
+        "MS_WORKER_NUM": str(counts.world_size),
+        **_spare_places(counts, here.env),
     }
     hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
     argv = (here.python, *here.python_flags, "-m", "muster.scheduler")
     return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
 
 
-def _spare_places(layout: Layout, env: Mapping[str, str]) -> dict[str, str]:
+def _spare_places(counts: WorkerCounts, env: Mapping[str, str]) -> dict[str, str]:
     """MS_SPARES for the scheduler: a place to wait for each spare, or as many more as the user has set."""
     own = env.get("MS_SPARES", "").strip()
-    enough = own.isascii() and own.isdigit() and len(own) <= 9 and int(own) >= layout.all_spares
-    return {} if enough or not layout.all_spares else {"MS_SPARES": str(layout.all_spares)}
+    enough = own.isascii() and own.isdigit() and len(own) <= 9 and int(own) >= counts.all_spares
+    return {} if enough or not counts.all_spares else {"MS_SPARES": str(counts.all_spares)}
 
 
 def _uplink_recipe(
     workers: Sequence[WorkerPlan],
     options: argparse.Namespace,
     here: Surroundings,
-    layout: Layout,
+    counts: WorkerCounts,
     *,
     forked: bool,
 ) -> Recipe | None:
     """The uplink's recipe, for jobs large enough; None otherwise."""
-    several = len(workers) > 1 and layout.world_size > layout.local_size
-    wanted = several and layout.world_size >= UPLINK_FROM_WORKERS
+    several = len(workers) > 1 and counts.world_size > counts.local_size
+    wanted = several and counts.world_size >= UPLINK_FROM_WORKERS
     if options.uplink == "off" or (options.uplink == "auto" and not wanted):
         return None
-    label = f"uplink_{workers[0].host}" if layout.world_size > layout.local_size else "uplink"
+    label = f"uplink_{workers[0].host}" if counts.world_size > counts.local_size else "uplink"
     recipe = _own_recipe(label, "muster.worker.uplink", workers, options, here)
     return replace(recipe, forked=forked, last=True)
 
@@ -499,15 +499,17 @@ def _own_recipe(
     )
 
 
-def _scheduler_address(options: argparse.Namespace, layout: Layout, here: Surroundings) -> tuple[str, str]:
+def _scheduler_address(
+    options: argparse.Namespace, counts: WorkerCounts, here: Surroundings
+) -> tuple[str, str]:
     env, port = here.env, here.env.get("MS_SCHED_PORT", "")
     if options.join is not None:
         return parse_addresses(options.join)
     if env.get("MS_SCHED_HOST"):
         return env["MS_SCHED_HOST"], port or str(DEFAULT_PORT)
-    if layout.scheduler_host:
-        return layout.scheduler_host, port or str(DEFAULT_PORT)
-    if layout.world_size > layout.local_size:
+    if counts.scheduler_host:
+        return counts.scheduler_host, port or str(DEFAULT_PORT)
+    if counts.world_size > counts.local_size:
         raise SettingsError(
             "The workers of the other hosts need to know where the scheduler runs: "
             "give its address on every host with --join HOST:PORT."
@@ -521,16 +523,16 @@ def _scheduler_address(options: argparse.Namespace, layout: Layout, here: Surrou
     )
 
 
-def _job_variables(options: argparse.Namespace, layout: Layout, here: Surroundings) -> dict[str, str]:
+def _job_variables(options: argparse.Namespace, counts: WorkerCounts, here: Surroundings) -> dict[str, str]:
     found = dict(export.split("=", 1) for export in options.exports if "=" in export)
     if options.config is not None:
         found["MS_CONFIG_FILE"] = str(here.directory / options.config)
     if options.job_id:
         found["MS_JOB_ID"] = options.job_id
     if options.min_workers:
-        if options.min_workers > layout.world_size:
+        if options.min_workers > counts.world_size:
             raise SettingsError(
-                f"--min-workers is {options.min_workers}; the job has {layout.world_size} workers."
+                f"--min-workers is {options.min_workers}; the job has {counts.world_size} workers."
             )
         found["MS_WORKER_MIN"] = str(options.min_workers)
     return found

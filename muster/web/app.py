@@ -24,7 +24,7 @@ from muster.certs.errors import CertificateError
 from muster.scheduler.cli.client import SchedulerClient
 from muster.scheduler.errors import SchedulerError
 from muster.web.feed import Feed
-from muster.web.guard import COOKIE, Browser, Entrance, browser_of
+from muster.web.guard import COOKIE, Browser, LoginLinks, browser_of
 from muster.web.logs import Log
 from muster.web.model import Followed
 from muster.web.pages import JobPage, JobsPage, render, url
@@ -60,7 +60,7 @@ class Pages:
     Attributes:
         known: what is known of the scheduler.
         feed: keeps that up to date.
-        entrance: who was let in.
+        login_links: who was let in.
         identity: of the operator's certificate, in words.
         own_ends: when that ends, in seconds since 1970; None: there is none.
         logs: finds the logs of a job's launch on this host.
@@ -69,7 +69,7 @@ class Pages:
     """
 
     known: Followed
-    entrance: Entrance
+    login_links: LoginLinks
     connect: Callable[[str], SchedulerClient]
     identity: str = ""
     own_ends: float | None = None
@@ -142,7 +142,7 @@ class Pages:
 
     async def enter(self, request: Request) -> Response:
         """Takes the link that the terminal shows."""
-        cookie = self.entrance.enter(request.query_params.get("token", ""))
+        cookie = self.login_links.enter(request.query_params.get("token", ""))
         if cookie is None:
             text = (
                 "It was used already, or another muster web has printed it. "
@@ -165,7 +165,7 @@ class Pages:
 
     async def root(self, request: Request) -> Response:
         """Leads a visitor with an operator's certificate to the pages."""
-        return self._let_in(request, self.entrance.open())
+        return self._let_in(request, self.login_links.open())
 
     async def jobs(self, request: Request) -> Response:
         """The page of all jobs."""
@@ -249,7 +249,7 @@ class Pages:
         job_id, identity = _named(request), self.identity
         html = render(
             "confirm.html",
-            proof=browser.proof,
+            csrf_token=browser.csrf_token,
             job_id=job_id,
             node=node,
             reason=reason,
@@ -277,7 +277,7 @@ class Pages:
                 raise HTTPException(413, "The form is too large.")
         text = body.decode("utf-8", errors="replace")
         form = {name: values[0] for name, values in parse_qs(text, max_num_fields=16).items()}
-        if not hmac.compare_digest(form.get("proof", "").encode(), browser.proof.encode()):
+        if not hmac.compare_digest(form.get("csrf_token", "").encode(), browser.csrf_token.encode()):
             raise HTTPException(403, "The form is not one of this browser's: load the page again.")
         form["reason"] = form.get("reason", "")[:MAX_REASON] or "through muster web"
         return form

@@ -86,7 +86,7 @@ def main(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     from muster.web import serve
     from muster.web.app import Pages
-    from muster.web.guard import Entrance
+    from muster.web.guard import LoginLinks
     from muster.web.logs import launch_of, logs_of
     from muster.web.model import Followed
     from muster.web.past import points_of
@@ -114,7 +114,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         asyncio.get_running_loop().set_default_executor(Pool(AT_ONCE, "muster-web"))
         pages = Pages(
             Followed(", ".join(show_address(host, address.port) for host in address.hosts)),
-            Entrance(links.show_next),
+            LoginLinks(links.show_next),
             connect,
             identity,
             ends,
@@ -122,7 +122,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
             past,
             by_certificate=transport.server is not None,
         )
-        token = "" if transport.server is not None else pages.entrance.token
+        token = "" if transport.server is not None else pages.login_links.token
         await serve.serve(pages, transport, listener, lambda: links.show(token))
 
     try:

@@ -41,15 +41,15 @@ class Browser:
     """A browser that was let in.
 
     Attributes:
-        proof: what its forms must carry.
+        csrf_token: what its forms must carry.
         flash: what its next page says once.
     """
 
-    proof: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     flash: str = ""
 
 
-class Entrance:
+class LoginLinks:
     """Hands out links, each good once, and knows who came by one.
 
     Args:
@@ -94,7 +94,7 @@ class Guard:
         app: the pages, below ``place``.
         place: their path, ``/`` and what nobody can guess.
         origins: where they are, as a browser says it: ``http://127.0.0.1:8080``.
-        entrance: knows who was let in.
+        login_links: knows who was let in.
         by_certificate: TLS has already let in operators alone.
     """
 
@@ -103,7 +103,7 @@ class Guard:
         app: ASGIApp,
         place: str,
         origins: Iterable[str],
-        entrance: Entrance,
+        login_links: LoginLinks,
         *,
         by_certificate: bool = False,
     ) -> None:
@@ -111,7 +111,7 @@ class Guard:
         self._place = place
         self._origins = frozenset(origins)
         self._hosts = frozenset(origin.partition("://")[2] for origin in self._origins)
-        self._entrance = entrance
+        self._login_links = login_links
         self._by_certificate = by_certificate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +154,7 @@ class Guard:
             return 403, "Other sites' requests are refused."
         if not path.startswith(f"{self._place}/") and not (self._by_certificate and path == "/"):
             return 404, "Take the link that muster web prints in its terminal."
-        scope["muster.browser"] = browser = self._entrance.browser(cookie_of(headers))
+        scope["muster.browser"] = browser = self._login_links.browser(cookie_of(headers))
         if browser is None and not enters and not self._by_certificate:
             return 403, "This browser has not come by a link: take the newest that muster web has printed."
         return None

@@ -174,7 +174,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
     origins = transport.origins(listener.getsockname()[1])
     pages.place = transport.place
     app = Guard(
-        pages.app(), pages.place, origins, pages.entrance, by_certificate=transport.server is not None
+        pages.app(), pages.place, origins, pages.login_links, by_certificate=transport.server is not None
     )
     protocol: type[H11Protocol] = _Bounded
     if transport.server is not None:

@@ -227,7 +227,7 @@ def rank_table(directory: Path, *devices: int, host: str = "127.0.0.1") -> str:
 def test_devices_and_their_number_come_from_the_rank_table(tmp_path: Path, variable: str) -> None:
     table = rank_table(tmp_path, 4, 5, 7, 6)
     made = launch(gpus=8, **{variable: table})
-    assert made.layout.local_size == 4
+    assert made.counts.local_size == 4
     assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in made.recipes] == ["4,5,7,6"] * 4
     assert [recipe.env["DEVICE_ID"] for recipe in made.recipes] == ["0", "1", "2", "3"]
     without_gpus = launch(**{variable: table})  # type: ignore[arg-type]

@@ -128,9 +128,9 @@ class Visitor:
         more = {} if origin == "" else {"Origin": origin or self.web.origin}
         return self.ask(page, method="POST", body=urlencode(form), **more)
 
-    def proof(self, page: str) -> str:
+    def csrf_token(self, page: str) -> str:
         """What the form on a page carries."""
-        found = re.search(r'name="proof" value="([^"]+)"', self.ask(page).text)
+        found = re.search(r'name="csrf_token" value="([^"]+)"', self.ask(page).text)
         assert found is not None
         return found[1]
 

@@ -129,9 +129,9 @@ def test_requests_of_other_sites_are_refused(page: Web, inside: Visitor) -> None
 
 
 def test_a_form_that_is_not_the_sessions_own_does_nothing(page: Web, inside: Visitor) -> None:
-    assert inside.post("end", id="a", proof="wrong").status == 403
+    assert inside.post("end", id="a", csrf_token="wrong").status == 403
     assert inside.post("drain", id="a", node="0").status == 403
-    assert inside.post("end", id="a", proof="x" * 20_000).status == 413
+    assert inside.post("end", id="a", csrf_token="x" * 20_000).status == 413
 
 
 def test_every_answer_keeps_the_browser_to_what_is_here(inside: Visitor) -> None:
@@ -182,7 +182,7 @@ def test_jobs_are_shown_as_they_change_and_a_worker_is_drained(
         assert pki.credentials("client").fingerprint[:23] in shown
         form_page = "drain?id=default&node=node-1"
         done = inside.post(
-            "drain", id="default", node="node-1", proof=inside.proof(form_page), reason="too hot"
+            "drain", id="default", node="node-1", csrf_token=inside.csrf_token(form_page), reason="too hot"
         )
         assert done.status == 303
         assert "too hot" in second.next("quiesce").quiesce.reason
@@ -198,8 +198,8 @@ def test_jobs_are_shown_as_they_change_and_a_worker_is_drained(
             "events?id=default",
             lambda known: "suspended" in known.get("head", "") and "s-missing" in known.get("grid", ""),
         )
-        proof = inside.proof("end?id=default")
-        assert inside.post("end", id="default", proof=proof, reason="enough").status == 303
+        csrf_token = inside.csrf_token("end?id=default")
+        assert inside.post("end", id="default", csrf_token=csrf_token, reason="enough").status == 303
         ended = first.next("ended").ended
         assert not ended.ok and "An operator has ended the job: enough" in ended.reason
         assert "has ended the job" in inside.ask("job?id=default").text
@@ -214,7 +214,7 @@ def test_jobs_are_shown_as_they_change_and_a_worker_is_drained(
 
 def _flash_of_end(inside: Visitor) -> str:
     """A second end of a job that is over is refused in words."""
-    inside.post("end", id="default", proof=inside.proof("end?id=default"))
+    inside.post("end", id="default", csrf_token=inside.csrf_token("end?id=default"))
     return inside.ask("job?id=default").text
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from muster.web.app import FOLLOWED, Pages
-from muster.web.guard import Browser, Entrance
+from muster.web.guard import Browser, LoginLinks
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, logs_of, tail
 from muster.web.model import Followed
@@ -230,7 +230,7 @@ def test_addresses_that_name_no_job_or_ever_others_end_nothing(monkeypatch: pyte
         return any(thread.name == "watch all" for thread in threading.enumerate())
 
     async def test() -> None:
-        pages = Pages(Followed("s"), Entrance(), lambda job_id: Silent())  # type: ignore[arg-type,return-value]
+        pages = Pages(Followed("s"), LoginLinks(), lambda job_id: Silent())  # type: ignore[arg-type,return-value]
         pages.feed.open()
         pages.known.overview.version = "1"
         assert await ask(pages, "") == 404

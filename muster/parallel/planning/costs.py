@@ -172,7 +172,7 @@ class Seconds:
         return Seconds(self.forward + other.forward, self.backward + other.backward)
 
 
-class Works:
+class OperatorTimes:
     """The time of the operators of one graph on one machine, as a step runs them: kernel by kernel.
 
     Nothing is fused but the cross entropy: an operator reads its inputs and writes its results. Kernels are
@@ -209,21 +209,26 @@ class Works:
             outs: the layouts of its outputs.
             divided: how many ranks share its products.
         """
-        return _Work(self, node, ins, outs, divided).seconds()
+        return _OperatorTime(self, node, ins, outs, divided).seconds()
 
     def gradients_of(self, node: Node) -> int:
         """How many gradients a fan-out node adds up."""
         return self._uses[node.outputs[0]]
 
 
-class _Work:
+class _OperatorTime:
     """One operator on one rank."""
 
     def __init__(
-        self, works: Works, node: Node, ins: Sequence[Placements], outs: Sequence[Placements], divided: int
+        self,
+        times: OperatorTimes,
+        node: Node,
+        ins: Sequence[Placements],
+        outs: Sequence[Placements],
+        divided: int,
     ) -> None:
-        graph, mesh = works.graph, works.mesh
-        self.works, self.node, self.graph, self.machine = works, node, graph, works.machine
+        graph, mesh = times.graph, times.mesh
+        self.times, self.node, self.graph, self.machine = times, node, graph, times.machine
         self.values: list[TensorValue] = [graph.values[v] for v in node.inputs]
         self.counts = [v.numel / parts(at, mesh) for v, at in zip(self.values, ins, strict=True)]
         results = [graph.values[v] for v in node.outputs]
@@ -236,7 +241,7 @@ class _Work:
     def seconds(self) -> Seconds:
         node = self.node
         if node.kind == FAN_OUT:
-            more = max(0, self.works.gradients_of(node) - 1)
+            more = max(0, self.times.gradients_of(node) - 1)
             return Seconds(0.0, more * self._moves(3 * self.out))
         if node.kind != "call" or (node.op in LINEAR_VIEWS and node.op not in _COPIES):
             return Seconds()

@@ -78,7 +78,7 @@ class Node:
 
     Attributes:
         name: unique in the graph.
-        kind: "call", "parameter", "buffer", "input", "hub" or "output".
+        kind: "call", "parameter", "buffer", "input", ``FAN_OUT`` or "output".
         op: of a call, the operator's name without overload, such as "linear"; otherwise the kind.
         inputs: indices of values.
         outputs: indices of values.
@@ -162,7 +162,7 @@ class Graph:
                 if uses[index] > 1:
                     source = renamed[index]
                     behind = _copy(graph.values[source])
-                    behind.name += ".hub"
+                    behind.name += f".{FAN_OUT}"
                     renamed[index] = graph.add_value(behind)
                     fan_out = Node(behind.name, FAN_OUT, FAN_OUT, (source,), (renamed[index],), (Ref(0),))
                     fan_out.module, fan_out.mutated = node.module, node.mutated and node.kind == "buffer"

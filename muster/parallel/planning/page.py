@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from muster.parallel.planning.buckets import node_collectives, split_text
 from muster.parallel.planning.graph import Graph
-from muster.parallel.planning.layouts import Mesh, Placements, layout_text
+from muster.parallel.planning.layouts import REPLICATE, Mesh, Placements, layout_text
 from muster.parallel.planning.problem import State
 from muster.parallel.planning.rows import Row
 from muster.parallel.planning.words import bucket_text, edges_text
@@ -79,7 +79,7 @@ def _chip(words: str, colour: str) -> str:
 
 def _colour(number: int, layout: Placements) -> str:
     """Grey for what every rank has whole; otherwise hues far apart."""
-    if all(entry == "R" for entry in layout):
+    if all(entry == REPLICATE for entry in layout):
         return "#ddd"
     return f"hsl({(number * 137) % 360} 65% 78%)"
 

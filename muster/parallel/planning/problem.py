@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from muster.parallel.planning.costs import Hardware, Works, inner_collectives, kept_bytes
+from muster.parallel.planning.costs import Hardware, OperatorTimes, inner_collectives, kept_bytes
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
 from muster.parallel.planning.layouts import (
     PARTIAL,
@@ -146,7 +146,7 @@ def build(
     Raises:
         KeyError: a pinned node has no such state on this mesh.
     """
-    problem, works = Problem(graph, mesh, machine), Works(graph, mesh, machine)
+    problem, times = Problem(graph, mesh, machine), OperatorTimes(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
     used = _dims_used(graph)
     alike: dict[str, list[State]] = {}  # layers come again and again
@@ -165,10 +165,10 @@ def build(
                 problem.without_rule.append(node.name)
             shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
             grad = [graph.values[v].needs_grad for v in node.outputs]
-            place = works.traits(node)
+            place = times.traits(node)
             memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs} {place}"
             if memo not in alike:
-                alike[memo] = _ways(problem, works, node, modes, options)
+                alike[memo] = _ways(problem, times, node, modes, options)
             states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
@@ -196,7 +196,9 @@ def _dims_used(graph: Graph) -> dict[int, set[int]]:
     return used
 
 
-def _ways(problem: Problem, works: Works, node: Node, modes: Sequence[Mode], options: Options) -> list[State]:
+def _ways(
+    problem: Problem, times: OperatorTimes, node: Node, modes: Sequence[Mode], options: Options
+) -> list[State]:
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     ins = [graph.values[v].shape for v in node.inputs]
     outs = [graph.values[v].shape for v in node.outputs]
@@ -220,7 +222,7 @@ def _ways(problem: Problem, works: Works, node: Node, modes: Sequence[Mode], opt
         if not all(fits(a, mesh, s) for a, s in zip(state_outs, outs, strict=True)):
             continue
         divided = math.prod(n for n, mode in zip(mesh, combination, strict=True) if mode.size)
-        work = works.seconds(node, state_ins, state_outs, divided)
+        work = times.seconds(node, state_ins, state_outs, divided)
         seconds = 0.0 if options.communication_only else work.forward + work.backward
         for each in inner_collectives(graph, node, names, state_ins, mesh, local_norm=options.local_norm):
             seconds += machine.collective_s(each.kind, math.prod(mesh[d] for d in each.dims), each.nbytes)

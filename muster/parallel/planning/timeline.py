@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.buckets import gradient_buckets, node_collectives, parameter_shards
-from muster.parallel.planning.costs import Hardware, Works
+from muster.parallel.planning.costs import Hardware, OperatorTimes
 from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.problem import State
@@ -65,13 +65,13 @@ def timeline(
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
     """
     forward_s, now = 0.0, 0.0
-    works = Works(graph, mesh, machine)
+    operator_times = OperatorTimes(graph, mesh, machine)
     times = []
     for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):
         divided = math.prod(
             size for size, mode in zip(mesh, state.modes, strict=False) if mode not in ("-", "grad", "sum")
         )
-        work = works.seconds(node, state.ins, state.outs, divided)
+        work = operator_times.seconds(node, state.ins, state.outs, divided)
         moved = {"forward": 0.0, "backward": 0.0}
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
             ranks = math.prod(mesh[d] for d in each.dims)

@@ -18,7 +18,7 @@ from muster.scheduler.cli.client import RefusedByScheduler
 from muster.web import feed, serve
 from muster.web.app import Pages
 from muster.web.feed import Feed
-from muster.web.guard import Entrance
+from muster.web.guard import LoginLinks
 from muster.web.model import Followed
 from muster.wire.v1 import watch_pb2 as pb
 from tests.attacks.defences.attack import Attack, check
@@ -65,7 +65,7 @@ class Silent:
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[int]:
     """The pages on loopback; their port."""
-    pages = Pages(Followed("s"), Entrance(), lambda job_id: Silent())  # type: ignore[arg-type,return-value]
+    pages = Pages(Followed("s"), LoginLinks(), lambda job_id: Silent())  # type: ignore[arg-type,return-value]
     listener, ready = serve.bind("127.0.0.1", 0), asyncio.Event()
     port = listener.getsockname()[1]
     task = asyncio.ensure_future(serve.serve(pages, serve.Transport(("127.0.0.1",)), listener, ready.set))

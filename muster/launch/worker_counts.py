@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkerCounts:
     """The number of workers, and which of them are this host's."""
 
     world_size: int
@@ -63,7 +63,7 @@ class Layout:
     """Number of this host's first spare among all hosts'; None where hosts have no numbers."""
 
 
-def plan_layout(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> Layout:
+def count_workers(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> WorkerCounts:
     """Decides how many workers this host starts and what their ranks are.
 
     Args:
@@ -76,17 +76,17 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int, cores:
         SettingsError: the options contradict each other, or ask for more than there is.
     """
     if request.hosts:
-        layout = _layout_of_hosts(request, set(here))
+        counts = _counts_of_hosts(request, set(here))
     elif request.nodes > 1:
-        layout = _layout_of_nodes(request, here, devices)
+        counts = _counts_of_nodes(request, here, devices)
     else:
-        layout = _layout_of_one_host(request, devices)
-    asked = f"{layout.local_size} workers"
-    if layout.spares:
-        asked += f" and {layout.spares} {'spare' if layout.spares == 1 else 'spares'}"
-    count = layout.local_size + layout.spares
+        counts = _counts_of_one_host(request, devices)
+    asked = f"{counts.local_size} workers"
+    if counts.spares:
+        asked += f" and {counts.spares} {'spare' if counts.spares == 1 else 'spares'}"
+    count = counts.local_size + counts.spares
     if devices and count > devices and not request.share_gpus:
-        fewer = f"-n {devices - layout.spares}" if layout.spares < devices else "--spares"
+        fewer = f"-n {devices - counts.spares}" if counts.spares < devices else "--spares"
         raise SettingsError(
             f"{asked} are asked for on this host, which offers {devices} "
             f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own.",
@@ -100,24 +100,24 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int, cores:
             f"{'core' if cores == 1 else 'cores'} can carry {most}; "
             "ask for fewer, or add --oversubscribe if you mean it."
         )
-    return layout
+    return counts
 
 
-def _layout_of_one_host(request: Request, devices: int) -> Layout:
+def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
     if request.node_rank:
         raise SettingsError(f"--node-rank {request.node_rank} needs --nnodes or -H.")
-    counts = {count for count in (request.workers, request.per_node) if count}
-    if len(counts) > 1:
+    given = {count for count in (request.workers, request.per_node) if count}
+    if len(given) > 1:
         raise SettingsError(
             f"-n {request.workers} and --nproc-per-node {request.per_node} differ, and there is one host."
         )
-    count = counts.pop() if counts else devices
+    count = given.pop() if given else devices
     if not count:
         raise SettingsError("This host offers no GPU to count: say with -n how many workers to start.")
-    return _with_spares(Layout(count, count, 0), request, 0, 1)
+    return _with_spares(WorkerCounts(count, count, 0), request, 0, 1)
 
 
-def _with_spares(layout: Layout, request: Request, position: int | None, hosts: int) -> Layout:
+def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
     """Adds the spares: each host starts as many, so that hosts without a number know theirs, too."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
@@ -126,13 +126,13 @@ def _with_spares(layout: Layout, request: Request, position: int | None, hosts: 
             f" at most {MOST_SPARES}."
         )
     if not each:
-        return layout
+        return counts
     return replace(
-        layout, spares=each, all_spares=total, first_spare=None if position is None else each * position
+        counts, spares=each, all_spares=total, first_spare=None if position is None else each * position
     )
 
 
-def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> Layout:
+def _counts_of_nodes(request: Request, here: Collection[str], devices: int) -> WorkerCounts:
     nodes, rank = request.nodes, request.node_rank
     if rank is not None and not 0 <= rank < nodes:
         raise SettingsError(f"--node-rank is {rank}; with --nnodes {nodes} it must be from 0 to {nodes - 1}.")
@@ -148,11 +148,11 @@ def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> L
     first = None if rank is None else rank * per_node
     meets_here = not request.meeting or request.meeting in here
     first_host = meets_here if rank is None else rank == 0
-    layout = Layout(per_node * nodes, per_node, first, first_host=first_host)
-    return _with_spares(layout, request, rank, nodes)
+    counts = WorkerCounts(per_node * nodes, per_node, first, first_host=first_host)
+    return _with_spares(counts, request, rank, nodes)
 
 
-def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
+def _counts_of_hosts(request: Request, here: set[str]) -> WorkerCounts:
     hosts = request.hosts
     if request.nodes and request.nodes != len(hosts):
         raise SettingsError(f"--nnodes is {request.nodes}, but the host list names {len(hosts)} hosts.")
@@ -170,9 +170,9 @@ def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
             f"-n {left} is used up by the hosts before {hosts[position].name}: nothing to start here."
         )
     several = len(hosts) > 1
-    layout = Layout(left, local, first, hosts[0].name if several else "", first_host=position == 0)
+    counts = WorkerCounts(left, local, first, hosts[0].name if several else "", first_host=position == 0)
     begins = [sum(host.slots for host in hosts[:at]) for at in range(len(hosts))]
-    return _with_spares(layout, request, position, sum(begin < left for begin in begins))
+    return _with_spares(counts, request, position, sum(begin < left for begin in begins))
 
 
 def _position(hosts: Sequence[HostShare], node_rank: int | None, here: set[str]) -> int:
