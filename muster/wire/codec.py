@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.errors import RemediedError
 from muster.wire.log_lines import one_line
 from muster.wire.messages import Value
@@ -50,14 +50,14 @@ class WireError(RemediedError):
 
 _WRAPPERS: tuple[Any, ...] = (pb.WorkerMessage, pb.SchedulerMessage)
 _BODIES = {
-    getattr(m, field.message_type.name): (wrapper, field.name)
+    getattr(messages, field.message_type.name): (wrapper, field.name)
     for wrapper in _WRAPPERS
     for field in wrapper.DESCRIPTOR.fields
 }
 """For each message class, the protobuf message that carries it, and its field."""
 
 
-def encode(message: m.WorkerMessage | m.SchedulerMessage) -> bytes:
+def encode(message: messages.WorkerMessage | messages.SchedulerMessage) -> bytes:
     """Encodes one message of a session, as a serialized WorkerMessage or SchedulerMessage."""
     wrapper, body = _BODIES[type(message)]
     return cast(bytes, wrapper(**{body: to_proto(message)}).SerializeToString())
@@ -80,7 +80,7 @@ def _same_fields(value: Any) -> Any:
     return vars(pb)[type(value).__name__](**fields)
 
 
-def _join(join: m.Join) -> pb.Join:
+def _join(join: messages.Join) -> pb.Join:
     return pb.Join(
         protocol_version=PROTOCOL_VERSION,
         held_generation=join.held_generation,
@@ -96,7 +96,7 @@ def _join(join: m.Join) -> pb.Join:
     )
 
 
-def _heartbeat(beat: m.Heartbeat) -> Any:
+def _heartbeat(beat: messages.Heartbeat) -> Any:
     return _same_fields(beat.replaced(recent=beat.recent[-MAX_RECENT:]))
 
 
@@ -104,7 +104,7 @@ def _text_cut(field: str) -> Callable[[Any], Any]:
     return lambda message: _same_fields(message.replaced(**{field: getattr(message, field)[:MAX_TEXT]}))
 
 
-def _probed(probed: m.Probed) -> pb.Probed:
+def _probed(probed: messages.Probed) -> pb.Probed:
     return pb.Probed(
         round=probed.round,
         unreached=[pb.Unreached(node_id=n, detail=one_line(why)[:MAX_TEXT]) for n, why in probed.unreached],
@@ -115,12 +115,12 @@ def _probed(probed: m.Probed) -> pb.Probed:
     )
 
 
-def _probe(probe: m.Probe) -> pb.Probe:
+def _probe(probe: messages.Probe) -> pb.Probe:
     targets = [pb.ProbeTarget(node_id=node_id, address=address) for node_id, address in probe.targets]
     return pb.Probe(round=probe.round, targets=targets)
 
 
-def _assignment(assignment: m.Assignment) -> pb.Assignment:
+def _assignment(assignment: messages.Assignment) -> pb.Assignment:
     """Encodes an assignment: each host once, however many of its devices take part."""
     hosts = list(dict.fromkeys(member.host for member in assignment.members))
     index = {host: i for i, host in enumerate(hosts)}
@@ -129,20 +129,20 @@ def _assignment(assignment: m.Assignment) -> pb.Assignment:
     return pb.Assignment(hosts=to_proto(tuple(hosts)), members=members, **rest)
 
 
-def _member(member: m.Member, host_index: int) -> pb.Member:
+def _member(member: messages.Member, host_index: int) -> pb.Member:
     fields = {name: to_proto(item) for name, item in vars(member).items() if name != "host"}
     return pb.Member(host_index=host_index, **fields)
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
-    m.Join: _join,
-    m.Heartbeat: _heartbeat,
-    m.SuspectPeer: _text_cut("detail"),
-    m.RequestLeave: _text_cut("reason"),
-    m.Leave: _text_cut("reason"),
-    m.Probed: _probed,
-    m.Probe: _probe,
-    m.Assignment: _assignment,
+    messages.Join: _join,
+    messages.Heartbeat: _heartbeat,
+    messages.SuspectPeer: _text_cut("detail"),
+    messages.RequestLeave: _text_cut("reason"),
+    messages.Leave: _text_cut("reason"),
+    messages.Probed: _probed,
+    messages.Probe: _probe,
+    messages.Assignment: _assignment,
 }
 """Encoders of messages whose fields differ from protobuf's."""
 
@@ -159,17 +159,17 @@ class AssignmentEncoder:
 
     def __init__(self, *, delta_from: int = DELTA_FROM_MEMBERS) -> None:
         self._delta_from = delta_from
-        self._last: m.Assignment | None = None
-        self._before: m.Assignment | None = None
+        self._last: messages.Assignment | None = None
+        self._before: messages.Assignment | None = None
         self._whole: bytes | None = None
         self._delta: bytes | None = None
-        self._other: tuple[m.SchedulerMessage | None, bytes] = (None, b"")
+        self._other: tuple[messages.SchedulerMessage | None, bytes] = (None, b"")
 
-    def encode(self, message: m.SchedulerMessage) -> bytes:
+    def encode(self, message: messages.SchedulerMessage) -> bytes:
         """Encodes any message; assignments that share their members share the work."""
         return b"".join(self.encode_parts(message))
 
-    def encode_parts(self, message: m.SchedulerMessage, held: int = 0) -> tuple[bytes, ...]:
+    def encode_parts(self, message: messages.SchedulerMessage, held: int = 0) -> tuple[bytes, ...]:
         """Encodes any message in pieces to be joined; an assignment's receivers share the large piece.
 
         The small piece repeats the assignment's field with the rank alone: protobuf merges the two
@@ -180,7 +180,7 @@ class AssignmentEncoder:
             held: the generation of the assignment that came last on the receiver's stream; 0: none, or the
                 receiver takes no deltas.
         """
-        if not isinstance(message, m.Assignment):
+        if not isinstance(message, messages.Assignment):
             if self._other[0] is not message:  # what all members are sent, unique ids say, is one value
                 self._other = (message, encode(message))
             return (self._other[1],)
@@ -192,7 +192,7 @@ class AssignmentEncoder:
         own = pb.SchedulerMessage(assignment=pb.Assignment(rank=message.rank))
         return self._shared(message, held), own.SerializeToString()
 
-    def _shared(self, message: m.Assignment, held: int) -> bytes:
+    def _shared(self, message: messages.Assignment, held: int) -> bytes:
         before = self._before
         if before is not None and 0 < held == before.generation < message.generation:
             if self._delta is None:
@@ -206,10 +206,10 @@ class AssignmentEncoder:
         return self._whole
 
 
-def _changes(before: m.Assignment, new: m.Assignment) -> pb.Assignment | None:
+def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assignment | None:
     """The assignment with those members alone that are not in the one before as they are; None: too many."""
     ranks = {member.node_id: member.rank for member in before.members}
-    changed: list[m.Member] = []
+    changed: list[messages.Member] = []
     kept: list[int] = []
     for member in new.members:
         rank = ranks.get(member.node_id, -1)
@@ -268,7 +268,7 @@ def _unpacked(body: pb.Assignment) -> pb.Assignment:
     return body
 
 
-def _same_but_rank(a: m.Assignment, b: m.Assignment) -> bool:
+def _same_but_rank(a: messages.Assignment, b: messages.Assignment) -> bool:
     own = {"rank": 0, "members": ()}
     return a.members is b.members and {**vars(a), **own} == {**vars(b), **own}
 
@@ -366,29 +366,34 @@ def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
     return _name()(f"node_id of an {what}", body.node_id), _text("detail", body.detail) or "no reason given"
 
 
-def _first_loss(_: str, body: pb.FirstLoss) -> m.FirstLoss | None:
-    return _read(m.FirstLoss, body) if body.node_id else None
+def _first_loss(_: str, body: pb.FirstLoss) -> messages.FirstLoss | None:
+    return _read(messages.FirstLoss, body) if body.node_id else None
 
 
-def _refusal_code(_: str, value: int) -> m.RefusalCode:
+def _refusal_code(_: str, value: int) -> messages.RefusalCode:
     try:
-        return m.RefusalCode(value)
+        return messages.RefusalCode(value)
     except ValueError:  # a newer scheduler's reason: its sentence says what matters
-        return m.RefusalCode.UNSPECIFIED
+        return messages.RefusalCode.UNSPECIFIED
 
 
 _GENERATION, _RANK, _EXIT_CODE = _whole(1), _whole(0, MAX_COUNT - 1), _whole(0, 255)
 _UNIQUE_IDS = _each(_unique_id, "unique id", 1, MAX_UNIQUE_IDS)
 
 _RULES: dict[type[Value], dict[str, Rule]] = {
-    m.Host: {"id": _name(), "name": _name(253), "address": _name(253, empty=True), "topology": _label()},
-    m.Device: {
+    messages.Host: {
+        "id": _name(),
+        "name": _name(253),
+        "address": _name(253, empty=True),
+        "topology": _label(),
+    },
+    messages.Device: {
         "kind": _device_kind,
         "index": _whole(-1, MAX_COUNT),
         "pci_bus_id": _name(64, empty=True),
         "model": _label(),
     },
-    m.Collective: {
+    messages.Collective: {
         "sequence": _whole(),
         "name": _name(64),
         "group": _label(128),
@@ -396,23 +401,25 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "size_bytes": _whole(),
         "done": _as_is,
     },
-    m.PublishUniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
-    m.Built: {"generation": _GENERATION},
-    m.Heartbeat: {
+    messages.PublishUniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
+    messages.Built: {"generation": _GENERATION},
+    messages.Heartbeat: {
         "generation": _whole(),
         "step": _whole(),
         "started_step": _whole(),
         "samples_per_s": _rate,
-        "recent": _each(lambda what, c: _read(m.Collective, c, f"{what}'s "), "collective", 0, MAX_RECENT),
+        "recent": _each(
+            lambda what, c: _read(messages.Collective, c, f"{what}'s "), "collective", 0, MAX_RECENT
+        ),
         "entered_generation": _whole(),
         "loss": _as_is,
         "pid": _whole(),
         "learning_rate": _as_is,
     },
-    m.Quiesced: {"generation": _GENERATION, "last_started_step": _whole()},
-    m.SuspectPeer: {"generation": _GENERATION, "rank": _whole(-1, MAX_COUNT - 1), "detail": _text},
-    m.Late: {"generation": _GENERATION, "seconds": _rate},
-    m.Probed: {
+    messages.Quiesced: {"generation": _GENERATION, "last_started_step": _whole()},
+    messages.SuspectPeer: {"generation": _GENERATION, "rank": _whole(-1, MAX_COUNT - 1), "detail": _text},
+    messages.Late: {"generation": _GENERATION, "seconds": _rate},
+    messages.Probed: {
         "round": _whole(),
         "unreached": _each(_unreached, "unreached worker", 0, MAX_COUNT),
         "late": _as_is,
@@ -420,15 +427,15 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "busy": _text,
         "seconds": _rate,
     },
-    m.RequestLeave: {"generation": _whole(), "reason": _text},
-    m.Leave: {
+    messages.RequestLeave: {"generation": _whole(), "reason": _text},
+    messages.Leave: {
         "generation": _whole(),
         "finished": _as_is,
         "reason": _text,
         "consequence": _as_is,
         "exit_code": _EXIT_CODE,
     },
-    m.Welcome: {
+    messages.Welcome: {
         "heartbeat_interval_s": _seconds(0.0),
         "node_timeout_s": _seconds(0.0),
         "topo_timeout_s": _seconds(0.0),
@@ -436,31 +443,34 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "waiting_interval_s": _rate,
         "version": _label(),
     },
-    m.Waiting: {
+    messages.Waiting: {
         "present": _as_is,
         "needed": _as_is,
         "sentence": _line,
         "finished_ranks": _each(_RANK, "finished rank", 0, MAX_COUNT),
         "undecided": _as_is,
     },
-    m.FirstLoss: {"node_id": _line, "incarnation": _as_is, "sentence": _line, "exit_code": _EXIT_CODE},
-    m.UniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
-    m.GroupBuilt: {"generation": _GENERATION},
-    m.Suspended: {
+    messages.FirstLoss: {"node_id": _line, "incarnation": _as_is, "sentence": _line, "exit_code": _EXIT_CODE},
+    messages.UniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
+    messages.GroupBuilt: {"generation": _GENERATION},
+    messages.Suspended: {
         "generation": _GENERATION,
         "reason": _line,
         "wait_s": _seconds(-1.0),
         "first_loss": _first_loss,
         "save": _as_is,
     },
-    m.Quiesce: {"generation": _GENERATION, "reason": _line},
-    m.Probe: {"round": _as_is, "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT)},
-    m.Refused: {"code": _refusal_code, "sentence": _line},
-    m.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
+    messages.Quiesce: {"generation": _GENERATION, "reason": _line},
+    messages.Probe: {
+        "round": _as_is,
+        "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT),
+    },
+    messages.Refused: {"code": _refusal_code, "sentence": _line},
+    messages.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
 }
 
 
-_OPTIONAL: dict[type[Value], tuple[str, ...]] = {m.Heartbeat: ("loss", "learning_rate")}
+_OPTIONAL: dict[type[Value], tuple[str, ...]] = {messages.Heartbeat: ("loss", "learning_rate")}
 """Fields that are None where they are missing."""
 
 
@@ -482,7 +492,7 @@ def _rules_of(kind: Any, whose: str) -> tuple[tuple[str, str, Rule], ...]:
 # ---------------------------------------------------------------- decoding
 
 
-def decode_worker_message(data: bytes) -> m.WorkerMessage:
+def decode_worker_message(data: bytes) -> messages.WorkerMessage:
     """Decodes one message of a worker.
 
     Args:
@@ -491,10 +501,12 @@ def decode_worker_message(data: bytes) -> m.WorkerMessage:
     Raises:
         WireError: not protobuf, no known body, or a field out of bounds.
     """
-    return cast(m.WorkerMessage, _decode(pb.WorkerMessage, data))
+    return cast(messages.WorkerMessage, _decode(pb.WorkerMessage, data))
 
 
-def decode_scheduler_message(data: bytes, held: m.Assignment | None = None) -> m.SchedulerMessage:
+def decode_scheduler_message(
+    data: bytes, held: messages.Assignment | None = None
+) -> messages.SchedulerMessage:
     """Decodes one message of the scheduler.
 
     Args:
@@ -504,10 +516,10 @@ def decode_scheduler_message(data: bytes, held: m.Assignment | None = None) -> m
     Raises:
         WireError: not protobuf, no known body, or a field out of bounds.
     """
-    return cast(m.SchedulerMessage, _decode(pb.SchedulerMessage, data, held))
+    return cast(messages.SchedulerMessage, _decode(pb.SchedulerMessage, data, held))
 
 
-def _decode(wrapper: Any, data: bytes, held: m.Assignment | None = None) -> object:
+def _decode(wrapper: Any, data: bytes, held: messages.Assignment | None = None) -> object:
     message = _parse(wrapper, data)
     body = message.WhichOneof("body")
     if body is None:
@@ -517,7 +529,7 @@ def _decode(wrapper: Any, data: bytes, held: m.Assignment | None = None) -> obje
         return _read_join(content)
     if body == "assignment":
         return _read_assignment(content, held)
-    return _read(getattr(m, content.DESCRIPTOR.name), content)
+    return _read(getattr(messages, content.DESCRIPTOR.name), content)
 
 
 def _parse(kind: Any, data: bytes) -> Any:
@@ -527,14 +539,14 @@ def _parse(kind: Any, data: bytes) -> Any:
         raise WireError(f"The message is not a {kind.DESCRIPTOR.name} of rendezvous.v1.") from error
 
 
-def _read_join(join: pb.Join) -> m.Join:
+def _read_join(join: pb.Join) -> messages.Join:
     if join.protocol_version != PROTOCOL_VERSION:
         raise WireError(
             f"The worker speaks protocol version {join.protocol_version}, this scheduler {PROTOCOL_VERSION}.",
             remedy="Install the same version of Muster on both.",
         )
     held_generation = _whole()("held_generation", join.held_generation)
-    return m.Join(
+    return messages.Join(
         profile=_read_profile(join),
         held_generation=held_generation,
         held_rank=_whole(-1, MAX_COUNT - 1)("held_rank", join.held_rank) if held_generation else -1,
@@ -545,17 +557,17 @@ def _read_join(join: pb.Join) -> m.Join:
     )
 
 
-def _read_profile(join: pb.Join) -> m.Profile:
+def _read_profile(join: pb.Join) -> messages.Profile:
     worker_num = _whole(1, MAX_COUNT)("worker_num", join.worker_num)
     if not join.incarnation:
         raise WireError("incarnation must be a random number drawn at the worker's start; it is 0.")
     _whole(0, MAX_FACTS)("number of facts", len(join.facts))
-    return m.Profile(
+    return messages.Profile(
         job_id=_name()("job_id", join.job_id),
         node_id=_name()("node_id", join.node_id),
         incarnation=join.incarnation,
-        host=_read(m.Host, join.host, "host."),
-        device=_read(m.Device, join.device, "device."),
+        host=_read(messages.Host, join.host, "host."),
+        device=_read(messages.Device, join.device, "device."),
         worker_num=worker_num,
         worker_min=_whole(0, worker_num)("worker_min", join.worker_min) or worker_num,
         backend=_name(32)("backend", join.backend),
@@ -571,9 +583,9 @@ def _read_profile(join: pb.Join) -> m.Profile:
     )
 
 
-def _read_assignment(body: pb.Assignment, held: m.Assignment | None) -> m.Assignment:
+def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> messages.Assignment:
     body = _unpacked(body)
-    hosts = [m.Host(host.id, host.name, host.address, host.topology) for host in body.hosts]
+    hosts = [messages.Host(host.id, host.name, host.address, host.topology) for host in body.hosts]
     members = tuple(_read_member(member, hosts) for member in body.members)
     if body.base:
         members = _with_kept(members, body, held)
@@ -584,7 +596,7 @@ def _read_assignment(body: pb.Assignment, held: m.Assignment | None) -> m.Assign
         raise WireError("a node id stands twice among the members.")
     among, maybe = _whole(0, size - 1), _whole(-1, size - 1)
     rank = maybe("rank", body.rank)
-    return m.Assignment(
+    return messages.Assignment(
         generation=_GENERATION("generation", body.generation),
         rank=rank,
         members=members,
@@ -600,8 +612,8 @@ def _read_assignment(body: pb.Assignment, held: m.Assignment | None) -> m.Assign
 
 
 def _with_kept(
-    changed: tuple[m.Member, ...], body: pb.Assignment, held: m.Assignment | None
-) -> tuple[m.Member, ...]:
+    changed: tuple[messages.Member, ...], body: pb.Assignment, held: messages.Assignment | None
+) -> tuple[messages.Member, ...]:
     """All members, of an assignment that names those alone that are not kept from the one before.
 
     Raises:
@@ -635,17 +647,17 @@ def _with_kept(
     return tuple(members)
 
 
-def _read_member(body: pb.Member, hosts: list[m.Host]) -> m.Member:
+def _read_member(body: pb.Member, hosts: list[messages.Host]) -> messages.Member:
     device = body.device
     if not body.node_id:
         raise WireError("a member has no node_id.")
     local_world_size = _whole(1, MAX_COUNT)("local_world_size", body.local_world_size)
-    return m.Member(
+    return messages.Member(
         rank=_RANK("rank", body.rank),
         node_id=body.node_id,
         incarnation=body.incarnation,
         host=hosts[_whole(0, len(hosts) - 1)("host_index", body.host_index)],
-        device=m.Device(device.kind, device.index, device.pci_bus_id, device.model),
+        device=messages.Device(device.kind, device.index, device.pci_bus_id, device.model),
         local_rank=_whole(0, local_world_size - 1)("local_rank", body.local_rank),
         local_world_size=local_world_size,
         data_address=body.data_address,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.etcd import journal as etcd_journal
 from muster.scheduler.etcd.journal import EtcdJournal, EtcdJournalDamagedError
 from muster.scheduler.jobs import journal as sqlite_journal
@@ -97,7 +97,7 @@ def test_a_journal_that_an_enemy_wrote_is_refused_and_left_as_it_is(
 ) -> None:
     path = tmp_path / "journal"
     with Journal(path, owner=JOB) as journal:
-        journal.append(JOB, [r.GroupEstablished(1)])
+        journal.append(JOB, [records.GroupEstablished(1)])
     attack(path)
     before = path.read_bytes()
     with pytest.raises(JournalError) as caught:

@@ -22,7 +22,7 @@ from muster.errors import (
     PeerFinishedError,
     PeerLostError,
 )
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import decode_worker_message, encode
 from tests.worker.session.scripted import StubCommunicator, stub_communicator
 
@@ -185,9 +185,9 @@ def test_the_scheduler_understands_whatever_is_noted() -> None:
         call(guarded)
     guarded.note("captured_step")
     log.begin("all_reduce", "a\nname" * 50, X)
-    sent = encode(m.Heartbeat(1, 2, 3, 4.0, recent=log.recent()))
+    sent = encode(messages.Heartbeat(1, 2, 3, 4.0, recent=log.recent()))
     heard = decode_worker_message(sent)
-    assert isinstance(heard, m.Heartbeat)
+    assert isinstance(heard, messages.Heartbeat)
     assert [one.name for one in heard.recent[-2:]] == ["captured_step", "all_reduce"]
 
 

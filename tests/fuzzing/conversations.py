@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from muster.scheduler.core import events as se
+from muster.scheduler.core import events
 from muster.scheduler.core import machine as core
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.records import decode_record, encode_record
 from muster.scheduler.serve.sessions import event_of
 from muster.scheduler.serve.status import encode_status
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from tests.fuzzing.shapes import parts
 from tests.worker.session.machine import Machine, assignment
 
-SETTINGS = se.CoreSettings(
+SETTINGS = events.CoreSettings(
     worker_num=2,
     worker_min=1,
     spares=1,
@@ -37,28 +36,28 @@ def talk_to_job(data: bytes) -> None:
             event = _event(stream, piece)
         except codec.WireError:
             continue
-        if isinstance(event, se.Joined):
+        if isinstance(event, events.Joined):
             if stream in joined:
                 continue  # the service refuses a second Join
             joined.add(stream)
         elif 0 < getattr(event, "session", 0) < 200 and stream not in joined:
             continue  # and everything before the first
-        if isinstance(event, se.Tick):
+        if isinstance(event, events.Tick):
             now = max(now, job.deadline() or 0.0)
         _check(job.step(event, now), encoder)
         encode_status(job.view(now), uptime_s=1.0, version="0")
 
 
-def _event(stream: int, piece: bytes) -> se.Event:
+def _event(stream: int, piece: bytes) -> events.Event:
     if stream < 200:
         return event_of(stream, codec.decode_worker_message(piece))
     if stream < 210:
-        return se.SessionLost(stream - 200, "lost")
+        return events.SessionLost(stream - 200, "lost")
     if stream < 220:
-        return se.DrainRequested("node-0", "drained")
+        return events.DrainRequested("node-0", "drained")
     if stream < 230:
-        return se.Expel("node-1", "revoked")
-    return se.Tick()
+        return events.Expel("node-1", "revoked")
+    return events.Tick()
 
 
 def _check(decision: Decision, encoder: codec.AssignmentEncoder) -> None:
@@ -79,6 +78,6 @@ def talk_to_worker(data: bytes) -> None:
         with contextlib.suppress(codec.WireError):
             machine.hear(codec.decode_scheduler_message(piece))
         if stream == 255:
-            machine.hear(m.UniqueIds(55, (b"id",)))
+            machine.hear(messages.UniqueIds(55, (b"id",)))
         if machine.core.deadline() is not None:
             machine.tick_at_deadline()

@@ -57,8 +57,7 @@ from muster.scheduler.audit.grpc_trace import TraceReader
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.records import RecordError, decode_record
 from muster.scheduler.errors import SchedulerSettingsError
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from muster.wire import settings as rendezvous_settings
 from muster.wire.grpc_stderr import WINDOW_S, Sayings, record_of
 from muster.wire.rank_table import RankTableError, parse_rank_table, ranks_of
@@ -148,7 +147,7 @@ def _wire() -> list[Target]:
     packed = pb.Assignment(generation=1, unique_id_count=1, packed=zlib.compress(members))
     delta = pb.Assignment(generation=2, unique_id_count=1, base=1, kept=(0, len(assignment.members)))
     held = codec.decode_scheduler_message(reply(assignment=assignment).SerializeToString())
-    assert isinstance(held, m.Assignment)
+    assert isinstance(held, messages.Assignment)
     return [
         Target(
             "messages to the scheduler",

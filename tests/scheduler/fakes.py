@@ -7,34 +7,33 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
-from muster.scheduler.core.events import Decision
+from muster.scheduler.core import records
+from muster.scheduler.core.events import Decision, Event, SessionId
 from muster.scheduler.core.job import as_sent
 from muster.scheduler.core.views import JobView
-from muster.wire import messages as m
+from muster.wire import messages
 
 
-def candidate(node_id: str = "node-a", **changes: object) -> m.Candidate:
+def candidate(node_id: str = "node-a", **changes: object) -> messages.Candidate:
     """A worker as its Join would describe it."""
     facts: dict[str, object] = {
         "node_id": node_id,
         "incarnation": 7,
-        "host": m.Host("host-id", "host", "10.0.0.1", "rack-1"),
-        "device": m.Device("cpu", 0),
+        "host": messages.Host("host-id", "host", "10.0.0.1", "rack-1"),
+        "device": messages.Device("cpu", 0),
         "worker_num": 2,
         "worker_min": 2,
         "backend": "tcp",
     }
-    return m.Candidate(**(facts | changes))  # type: ignore[arg-type]
+    return messages.Candidate(**(facts | changes))  # type: ignore[arg-type]
 
 
-def placed(rank: int, node_id: str) -> r.Placed:
+def placed(rank: int, node_id: str) -> records.Placed:
     """A member of a generation, as recorded."""
-    return r.Placed(rank, rank, 2, candidate(node_id))
+    return records.Placed(rank, rank, 2, candidate(node_id))
 
 
-def member(rank: int, node_id: str) -> m.Member:
+def member(rank: int, node_id: str) -> messages.Member:
     """A member of a generation, as sent."""
     return as_sent(placed(rank, node_id))
 
@@ -80,13 +79,13 @@ class FakeClock:
 class FakeJob:
     """A machine that answers each event with what its script says, and remembers what it was asked."""
 
-    script: Callable[[e.Event], Decision] = lambda event: Decision()
+    script: Callable[[Event], Decision] = lambda event: Decision()
     due: float | None = None
-    seen: list[tuple[float, e.Event]] = field(default_factory=list)
-    postponed: list[e.Event] = field(default_factory=list)
-    silent: tuple[e.SessionId, ...] = ()
+    seen: list[tuple[float, Event]] = field(default_factory=list)
+    postponed: list[Event] = field(default_factory=list)
+    silent: tuple[SessionId, ...] = ()
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+    def step(self, event: Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
         self.postponed += [event] if more else []
         return self.script(event)
@@ -94,11 +93,11 @@ class FakeJob:
     def deadline(self) -> float | None:
         return self.due
 
-    def overdue(self, now: float) -> Sequence[e.SessionId]:
+    def overdue(self, now: float) -> Sequence[SessionId]:
         return self.silent
 
     def view(self, now: float) -> JobView:
         return JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")
 
-    def events(self) -> Sequence[e.Event]:
+    def events(self) -> Sequence[Event]:
         return [event for _, event in self.seen]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events as scheduler_events
+from muster.scheduler.core import records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.shortage import LONGEST_PAUSE_S
 from muster.scheduler.errors import DeposedError
@@ -28,7 +28,7 @@ from muster.scheduler.jobs.storage import Storage
 from muster.wire import codec, patience
 from muster.wire.v1 import etcd_pb2 as pb
 from muster.worker.session import connection
-from muster.worker.session import events as we
+from muster.worker.session import events as worker_events
 from tests.scheduler.etcd.store import Store
 from tests.simulation import worker as worker_module
 from tests.simulation.judge import Violation
@@ -67,7 +67,7 @@ class Shared(Scenario):
     unanswered: float = 0.0
 
     @property
-    def settings(self) -> e.CoreSettings:
+    def settings(self) -> scheduler_events.CoreSettings:
         patience_s = patience.takeover_patience_s(MS_NODE_TIMEOUT_S)
         return dataclasses.replace(
             super().settings,
@@ -164,7 +164,7 @@ BATCHES = b"/muster/job/jobs/job/"
 class WatchedHere(Watched):
     """Also notes when the machine was stepped."""
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+    def step(self, event: scheduler_events.Event, now: float, *, more: bool = False) -> Decision:
         self.scheduler.stepped_at = self.world.loop.now  # type: ignore[attr-defined]
         return super().step(event, now, more=more)
 
@@ -229,7 +229,7 @@ class Member(Scheduler):
     def _storage(self) -> Storage:
         return self.journal
 
-    def feed(self, event: e.Event) -> None:
+    def feed(self, event: scheduler_events.Event) -> None:
         if self.up:
             super().feed(event)
 
@@ -267,7 +267,7 @@ class Member(Scheduler):
         settled = self.up and self.leads() and not self.writing and not self.job.stepped
         self._die(when, check=settled)
 
-    def _records(self) -> list[r.Record]:
+    def _records(self) -> list[records.Record]:
         pairs = self.cluster.store.pairs
         return [
             record
@@ -277,8 +277,8 @@ class Member(Scheduler):
         ]
 
 
-def _unpacked(value: bytes) -> list[r.Record]:
-    return [r.decode_record(each) for each in json.loads(zlib.decompress(value[1:]))]
+def _unpacked(value: bytes) -> list[records.Record]:
+    return [records.decode_record(each) for each in json.loads(zlib.decompress(value[1:]))]
 
 
 class Cluster:
@@ -314,9 +314,9 @@ class Cluster:
             return
         judge = self.world.judge
         judge.expect(key not in self.store.pairs, "a batch is written over another")
-        records = _unpacked(value)
-        judge.check_secrecy([value.decode("latin-1"), repr(records)])
-        judge.committed(tuple(each for each in records if not isinstance(each, r.Snapshot)))
+        written = _unpacked(value)
+        judge.check_secrecy([value.decode("latin-1"), repr(written)])
+        judge.committed(tuple(each for each in written if not isinstance(each, records.Snapshot)))
 
     def led(self, member: Member) -> None:
         """The next leader begins to listen."""
@@ -354,7 +354,7 @@ class Cluster:
     def _check_told(self, member: Member, since: float) -> None:
         """Of whom a launcher says that it died nobody waits until its time to come back is over."""
         judge = self.world.judge
-        # Until one has come that the journal knows, it may be older than what its workers hold: no word counts.
+        # Until one has come whom the journal knows, it may be older than the workers, and no word counts.
         others = any(
             stream.came_at < since + TOLD_S / 2
             and judge.claims.get(stream.worker.node_id) == stream.worker.incarnation
@@ -494,7 +494,7 @@ class Cluster:
     def _ask_late(self, member: Member) -> None:
         """An operator asked for something while it stood still; it may not write that down any more."""
         if member.up and not member.leads():
-            member.feed(e.DrainRequested(min(self.world.newest), "maintenance"))
+            member.feed(scheduler_events.DrainRequested(min(self.world.newest), "maintenance"))
 
     def _outage_over(self, until: float) -> None:
         """etcd's new leader gives each lease its whole time again."""
@@ -520,7 +520,9 @@ class ClusterNetwork(Network):
         if not worker.alive:
             return
         if not order or worker.is_cut():
-            world.loop.after(1.0 if worker.is_cut() else 0.0, worker.post, we.StreamLost(number, "no answer"))
+            world.loop.after(
+                1.0 if worker.is_cut() else 0.0, worker.post, worker_events.StreamLost(number, "no answer")
+            )
             return
         cluster: Cluster = world.scheduler  # type: ignore[assignment]
         member, rest = cluster.members[order[0]], order[1:]
@@ -536,7 +538,7 @@ class ClusterNetwork(Network):
             stream = Stream(self, self.sessions, worker, number, member)
             member.streams[stream.session] = stream
             worker.stream = stream
-            worker.post(we.StreamOpened(number))
+            worker.post(worker_events.StreamOpened(number))
 
     def send_down(self, stream: Stream, data: bytes) -> None:
         message = codec.decode_scheduler_message(data, stream.last)

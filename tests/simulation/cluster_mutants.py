@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import leaving, machine
+from muster.scheduler.core import events, leaving, machine
 from muster.scheduler.core.events import Decision
 from muster.scheduler.etcd.api import EtcdUnreachableError, created_in
 from muster.scheduler.etcd.journal import EtcdJournal
@@ -79,21 +78,21 @@ def waits_too_long(right: Any) -> Any:
     return classmethod(recover)
 
 
-def expels_who_is_heard(job: Any, event: e.ProcessEnded, now: float) -> None:
+def expels_who_is_heard(job: Any, event: events.ProcessEnded, now: float) -> None:
     claim = job.ledger.claims.get(event.node_id)
     if claim is not None and claim.candidate.incarnation == event.incarnation and job.phase.value != "ended":
         job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
 
 
-def expels_any_incarnation(job: Any, event: e.ProcessEnded, now: float) -> None:
+def expels_any_incarnation(job: Any, event: events.ProcessEnded, now: float) -> None:
     claim = job.ledger.claims.get(event.node_id)
     if claim is not None and job.phase.value != "ended" and job.members.session_of(event.node_id) is None:
         job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
 
 
 def counts_only_while_somebody_is_here(right: Any) -> Any:
-    def step(self: AdoptingJob, event: e.Event, now: float, *, more: bool = False) -> Decision:
-        if isinstance(event, e.ProcessEnded) and not self.machine.job.members.nodes:
+    def step(self: AdoptingJob, event: events.Event, now: float, *, more: bool = False) -> Decision:
+        if isinstance(event, events.ProcessEnded) and not self.machine.job.members.nodes:
             return Decision()
         decision: Decision = right(self, event, now, more=more)
         return decision

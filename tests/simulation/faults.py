@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from muster.scheduler.core import events as se
+from muster.scheduler.core import events
 from tests.simulation.data_plane import Lie
 from tests.simulation.network import HUNG_S
 from tests.simulation.scenario import PAUSE_S, TOPO_TIMEOUT_S, WAITING_HEARTBEAT_S
@@ -247,7 +247,7 @@ def failing_write(world: World, worker: Worker) -> None:
 def drain(world: World, worker: Worker) -> None:
     world.leavers.add(worker.node_id)
     if world.scheduler.up:
-        world.scheduler.feed(se.DrainRequested(worker.node_id, "maintenance"))
+        world.scheduler.feed(events.DrainRequested(worker.node_id, "maintenance"))
 
 
 def request_leave(world: World, worker: Worker) -> None:
@@ -264,7 +264,7 @@ def evict(world: World, worker: Worker) -> None:
 
 def expel(world: World, worker: Worker) -> None:
     if world.scheduler.up:
-        world.scheduler.feed(se.Expel(worker.node_id, "revoked"))
+        world.scheduler.feed(events.Expel(worker.node_id, "revoked"))
 
 
 def extra(world: World, worker: Worker) -> None:

@@ -6,13 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING, NoReturn
 
-from muster.scheduler.core import events as se
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events as scheduler_events
+from muster.scheduler.core import records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job, as_sent
 from muster.scheduler.core.machine import Machine
-from muster.wire import messages as sm
-from muster.worker.session import events as e
+from muster.wire import messages
+from muster.worker.session import events as worker_events
 from tests.simulation.launchers import SAID
 from tests.simulation.scenario import (
     HANG_TIMEOUT_S,
@@ -23,7 +23,7 @@ from tests.simulation.scenario import (
 )
 
 if TYPE_CHECKING:
-    from muster.wire import messages as m
+    from muster.wire import messages
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -59,15 +59,15 @@ class Judge:
         self.placed_at: dict[Process, float] = {}
         self.newcomers: set[Process] = set()
         self.leaving: set[Process] = set()
-        self.formed: r.GenerationFormed | None = None
-        self.history: dict[int, r.GenerationFormed] = {}
+        self.formed: records.GenerationFormed | None = None
+        self.history: dict[int, records.GenerationFormed] = {}
         self.established = False
         self.ever_established = False
         self.suspended = False
         self.finished: set[str] = set()
         self.completed: set[Process] = set()
         self.finishing = False
-        self.outcome: r.JobEnded | None = None
+        self.outcome: records.JobEnded | None = None
         self.identity: dict[int, Process] = {}
         self.newest_stream: dict[Process, int] = {}
         self.closed: set[int] = set()
@@ -109,30 +109,32 @@ class Judge:
 
     # ------------------------------------------------------------ records
 
-    def committed(self, records: tuple[r.Record, ...]) -> None:
+    def committed(self, written: tuple[records.Record, ...]) -> None:
         formed, newcomers, taught = self.formed, self.newcomers, self.taught
         claims = set(self.claims)
-        for record in records:
+        for record in written:
             self.expect(self.outcome is None, "a record follows the end of the job")
-            if isinstance(record, r.Admitted):
+            if isinstance(record, records.Admitted):
                 self._admitted(record.candidate)
-            elif isinstance(record, r.LeavePlanned):
+            elif isinstance(record, records.LeavePlanned):
                 self.leaving.add((record.node_id, record.incarnation))
-            elif isinstance(record, r.Removed):
+            elif isinstance(record, records.Removed):
                 self._removed(record)
-            elif isinstance(record, r.GenerationFormed):
+            elif isinstance(record, records.GenerationFormed):
                 self._settled("a new generation was formed")
                 self._formed(record)
-            elif isinstance(record, r.GenerationEnded):
+            elif isinstance(record, records.GenerationEnded):
                 self.anew = self.suspended = True  # the step under way is given up
                 self._settled("the generation was ended")
                 self.established = False
-            elif isinstance(record, r.GroupEstablished):
+            elif isinstance(record, records.GroupEstablished):
                 self.established = self.ever_established = True
-            elif isinstance(record, r.JobEnded):
+            elif isinstance(record, records.JobEnded):
                 self.outcome = record
                 self._ended(record)
-        removed = [each for each in records if isinstance(each, r.Removed) and "cannot reach" in each.reason]
+        removed = [
+            each for each in written if isinstance(each, records.Removed) and "cannot reach" in each.reason
+        ]
         if removed:
             assert formed is not None
             here = [each.candidate for each in formed.members if each.candidate.node_id in claims]
@@ -142,7 +144,7 @@ class Judge:
             self._check_lost_to_one(removed, here, newcomers - taught)
             self._check_most_stay(removed, formed, newcomers)
 
-    def _admitted(self, candidate: m.Candidate) -> None:
+    def _admitted(self, candidate: messages.Candidate) -> None:
         node_id, incarnation = candidate.node_id, candidate.incarnation
         self._check_taken_in(candidate.host.id)
         self.expect(node_id not in self.claims, f"node {node_id} was admitted beside a living holder")
@@ -152,7 +154,7 @@ class Judge:
         earlier.add(incarnation)
         self.claims[node_id] = incarnation
 
-    def _removed(self, record: r.Removed) -> None:
+    def _removed(self, record: records.Removed) -> None:
         process = (record.node_id, record.incarnation)
         self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
         self._check_expelled(process, record.reason)
@@ -205,7 +207,7 @@ class Judge:
         self.barred[host] = world.loop.now
 
     def _check_lost_to_one(
-        self, removed: list[r.Removed], here: list[m.Candidate], stateless: set[Process]
+        self, removed: list[records.Removed], here: list[messages.Candidate], stateless: set[Process]
     ) -> None:
         """One that is at fault costs one honest host its place at most.
 
@@ -226,7 +228,7 @@ class Judge:
         self.expect(len(self.lost_to_one) < 2, f"{names} are lost to {sorted(world.at_fault)}")
 
     def _check_most_stay(
-        self, removed: list[r.Removed], formed: r.GenerationFormed | None, newcomers: set[Process]
+        self, removed: list[records.Removed], formed: records.GenerationFormed | None, newcomers: set[Process]
     ) -> None:
         """As many members stay as have reached each other; or those that hold the state.
 
@@ -308,7 +310,7 @@ class Judge:
                 calm_for < NODE_TIMEOUT_S + 5.0, f"{what} though nothing happened for {calm_for:.1f} s"
             )
 
-    def _formed(self, record: r.GenerationFormed) -> None:
+    def _formed(self, record: records.GenerationFormed) -> None:
         before = self.formed.generation if self.formed else 0
         self.expect(record.generation == before + 1, f"generation {record.generation} follows {before}")
         members = record.members
@@ -346,8 +348,8 @@ class Judge:
         self.newcomers = {process for process, rank in now.items() if rank in record.newcomer_ranks}
         self.taught = set()
 
-    def _check_local_ranks(self, members: tuple[r.Placed, ...]) -> None:
-        hosts: dict[str, list[r.Placed]] = {}
+    def _check_local_ranks(self, members: tuple[records.Placed, ...]) -> None:
+        hosts: dict[str, list[records.Placed]] = {}
         for member in members:
             hosts.setdefault(member.candidate.host.id, []).append(member)
         for here in hosts.values():
@@ -365,7 +367,7 @@ class Judge:
             dead_for < NODE_TIMEOUT_S + 4.5 + grace_s, f"{process} is ranked, dead for {dead_for:.1f} s"
         )
 
-    def _check_source(self, record: r.GenerationFormed) -> None:
+    def _check_source(self, record: records.GenerationFormed) -> None:
         source = record.state_source_rank
         if source < 0:
             anew = self.finishing and self.formed is not None
@@ -391,7 +393,7 @@ class Judge:
             other = (member.candidate.node_id, member.candidate.incarnation)
             self.expect(other in self.since or rank in record.newcomer_ranks, f"{other} is not seen as new")
 
-    def _check_givers(self, record: r.GenerationFormed, givers: list[r.Placed]) -> None:
+    def _check_givers(self, record: records.GenerationFormed, givers: list[records.Placed]) -> None:
         """Who leaves stays for a generation more if, and only if, nobody else could hand on the state."""
         for giver in givers:
             self.expect([giver.rank] == [record.state_source_rank], f"{giver} is not let go without need")
@@ -405,14 +407,14 @@ class Judge:
             gone = self.claims.get(process[0]) != process[1]
             self.expect(gone, f"{process} holds the state and leaves, and the others begin anew")
 
-    def _survivors(self, record: r.GenerationFormed) -> list[Process]:
+    def _survivors(self, record: records.GenerationFormed) -> list[Process]:
         processes = [(x.candidate.node_id, x.candidate.incarnation) for x in record.members]
         return [process for process in processes if process in self.since]
 
-    def _state_known(self, record: r.GenerationFormed) -> bool:
+    def _state_known(self, record: records.GenerationFormed) -> bool:
         return self.ever_established and any(p not in self.newcomers for p in self._survivors(record))
 
-    def _ended(self, record: r.JobEnded) -> None:
+    def _ended(self, record: records.JobEnded) -> None:
         if record.ok:
             members = {x.candidate.node_id for x in self.formed.members} if self.formed else set()
             left = members - self.finished
@@ -449,35 +451,36 @@ class Judge:
 
     # ------------------------------------------------------------ messages
 
-    def identify(self, session: int, candidate: m.Candidate) -> None:
+    def identify(self, session: int, candidate: messages.Candidate) -> None:
         process = (candidate.node_id, candidate.incarnation)
         self.identity[session] = process
         self.newest_stream[process] = session
 
-    def sending(self, session: int, message: sm.SchedulerMessage) -> None:
+    def sending(self, session: int, message: messages.SchedulerMessage) -> None:
         self.expect(session not in self.closed, f"a message follows the last one on session {session}")
-        if isinstance(message, sm.Probe):
+        if isinstance(message, messages.Probe):
             self.asked_at = self.world.loop.now
             if message.round != self.round:
                 self.round, self.answered = message.round, set()
-        if isinstance(message, sm.Refused | sm.Ended):
+        if isinstance(message, messages.Refused | messages.Ended):
             self.closed.add(session)
             self.answered.discard(session)
             self.expect(
-                bool(message.sentence if isinstance(message, sm.Refused) else message.reason), "no reason"
+                bool(message.sentence if isinstance(message, messages.Refused) else message.reason),
+                "no reason",
             )
-        elif isinstance(message, sm.UniqueIds):
+        elif isinstance(message, messages.UniqueIds):
             self.expect(message.generation in self.history, "ids of a generation that is not on the disk")
             members = self._members(message.generation)
             self.expect(self.identity[session] in members, "an id goes to a worker that is no member")
-        elif isinstance(message, sm.Assignment):
+        elif isinstance(message, messages.Assignment):
             self._assigned(self.identity[session], message)
 
     def _members(self, generation: int) -> list[Process]:
         members = self.history[generation].members
         return [(x.candidate.node_id, x.candidate.incarnation) for x in members]
 
-    def _assigned(self, process: Process, message: sm.Assignment) -> None:
+    def _assigned(self, process: Process, message: messages.Assignment) -> None:
         formed = self.history.get(message.generation)
         if formed is None:
             self.fault("an assignment of a generation that is not on the disk")
@@ -491,36 +494,45 @@ class Judge:
             "an assignment differs from the record",
         )
 
-    def arriving(self, event: se.Event) -> None:
+    def arriving(self, event: scheduler_events.Event) -> None:
         """Before each step of the scheduler."""
-        if isinstance(event, se.PeerSuspected | se.SessionLost | se.LeftCleanly | se.LeaveRequested):
+        if isinstance(
+            event,
+            scheduler_events.PeerSuspected
+            | scheduler_events.SessionLost
+            | scheduler_events.LeftCleanly
+            | scheduler_events.LeaveRequested,
+        ):
             self.disturbed()
         session = getattr(event, "session", None)
-        if isinstance(event, se.ProbeAnswered) and event.round == self.round:
+        if isinstance(event, scheduler_events.ProbeAnswered) and event.round == self.round:
             self.answered.add(event.session)
-        if isinstance(event, se.SessionLost | se.LeftCleanly):
+        if isinstance(event, scheduler_events.SessionLost | scheduler_events.LeftCleanly):
             self.answered.discard(event.session)
-        if isinstance(event, se.SessionLost):
+        if isinstance(event, scheduler_events.SessionLost):
             self.ended_at[event.session] = self.world.loop.now
         elif session in self.identity:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
-    def stepped(self, event: se.Event, decision: Decision, *, alone: bool) -> None:
+    def stepped(self, event: scheduler_events.Event, decision: Decision, *, alone: bool) -> None:
         """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
-        suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, sm.Suspended)]
+        suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, messages.Suspended)]
         ended = decision.records[-1:]  # a next generation may have been formed at once
-        if alone and ended and isinstance(ended[0], r.GenerationEnded) and self.ever_established:
+        if alone and ended and isinstance(ended[0], records.GenerationEnded) and self.ever_established:
             savers = [session for session, save in suspended if save]
             self.expect(len(savers) <= 1, "several are told to save")
             holders = [s for s, _ in suspended if self.identity[s] not in self.newcomers]
             self.expect(not holders or bool(savers), "nobody is told to save")
-        if isinstance(event, se.SessionLost | se.LeftCleanly) and self.outcome is None:
+        if (
+            isinstance(event, scheduler_events.SessionLost | scheduler_events.LeftCleanly)
+            and self.outcome is None
+        ):
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:
                 silent_s = self.world.loop.now - self.heard_at.get(process, 0.0)
                 waits = self.heard_at.get(process, 0.0) < self.placed_at.get(process, math.inf)
                 often = WAITING_HEARTBEAT_S if waits else HEARTBEAT_S
-                may_return = isinstance(event, se.SessionLost) and event.may_return
+                may_return = isinstance(event, scheduler_events.SessionLost) and event.may_return
                 may_live = may_return or self.world.scheduler.forgives() or silent_s > 2 * often
                 gone = self.claims.get(process[0]) != process[1]
                 if not gone and "it may come back" in decision.reason:
@@ -540,7 +552,7 @@ class Judge:
             limit = self.world.scenario.settings.stall_timeout_s + 3.0
             self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
-    def check_recovery(self, machine: Machine, records: list[r.Record]) -> None:
+    def check_recovery(self, machine: Machine, records: list[records.Record]) -> None:
         """What the disk says is what the machine knew."""
         again = Machine.recover("job", self.world.scenario.settings, records, self.world.loop.now)
         self.expect(again.job.ledger == machine.job.ledger, "what was recovered is not what was")
@@ -580,7 +592,7 @@ class Judge:
 
     # ------------------------------------------------------------ workers
 
-    def building(self, worker: Worker, place: m.Assignment, unique_ids: tuple[bytes, ...]) -> None:
+    def building(self, worker: Worker, place: messages.Assignment, unique_ids: tuple[bytes, ...]) -> None:
         known = self.unique_ids.setdefault(place.generation, unique_ids)
         self.expect(known == unique_ids, f"{worker} has other unique ids for generation {place.generation}")
         root = place.members[0]
@@ -604,15 +616,15 @@ class Judge:
         self.redone += step < self.steps_done and not self.anew
         self.steps_done = max(self.steps_done, step + 1)
 
-    def failed(self, worker: Worker, notice: e.Failed) -> None:
+    def failed(self, worker: Worker, notice: worker_events.Failed) -> None:
         """A worker learns that its membership is over."""
         over = self.outcome is not None or self.finishing
-        told_ended = notice.kind is e.FailureKind.JOB_ENDED
+        told_ended = notice.kind is worker_events.FailureKind.JOB_ENDED
         self.expect(over or not told_ended, f"{worker} is told that the job has ended: {notice.sentence}")
-        if notice.kind is e.FailureKind.LEAVE:
+        if notice.kind is worker_events.FailureKind.LEAVE:
             self.expect(worker.node_id in self.world.leavers, f"{worker} leaves, and nobody asked it to")
 
-    def parting(self, worker: Worker, notice: e.Dismissed) -> None:
+    def parting(self, worker: Worker, notice: worker_events.Dismissed) -> None:
         """A worker learns from a next generation that it leaves; whoever leaves otherwise saves anyway."""
         formed = self.formed
         known = formed is not None and notice.reason == formed.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from muster.scheduler.core import events as se
+from muster.scheduler.core import events
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -68,10 +68,10 @@ class Launchers:
         if over and incarnation in world.judge.admitted.get(node_id, ()):  # which is durable
             self.waiting.discard((node_id, incarnation))
             return
-        self._arrive(se.ProcessEnded(node_id, incarnation, "was killed by SIGKILL"))
+        self._arrive(events.ProcessEnded(node_id, incarnation, "was killed by SIGKILL"))
         world.loop.after(AGAIN_S, self._say, node_id, incarnation)
 
-    def _arrive(self, event: se.ProcessEnded) -> None:
+    def _arrive(self, event: events.ProcessEnded) -> None:
         scheduler, now = self._world.scheduler.leading, self._world.loop.now
         if (
             scheduler is not None
@@ -93,7 +93,7 @@ class Launchers:
         stale = not self._is_heard(worker) or rng.random() < 0.5
         incarnation = rng.choice([*older, worker.incarnation ^ 2]) if stale else worker.incarnation
         world.note(f"!! a forger says that {worker.node_id}#{incarnation} has ended")
-        self._arrive(se.ProcessEnded(worker.node_id, incarnation, "was killed by SIGKILL"))
+        self._arrive(events.ProcessEnded(worker.node_id, incarnation, "was killed by SIGKILL"))
 
     def _is_heard(self, worker: Worker) -> bool:
         """Whether the one that leads has taken in its Join, and not seen the end of that stream."""

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muster.scheduler.core import events as se
 from muster.scheduler.core import (
+    events,
     hearing,
     job,
     joining,
@@ -24,14 +24,13 @@ from muster.scheduler.core import (
     phases,
     probing,
     probing_state,
+    records,
     silence,
 )
-from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
 from muster.scheduler.jobs.storage import WaitingStorage
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from muster.worker.session.client import Client
 from muster.worker.session.live_communicators import LiveCommunicators
 from muster.worker.session.pace import Pace
@@ -79,7 +78,7 @@ def nothing(*arguments: Any, **options: Any) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def by_arrival(candidates: Any, **options: Any) -> list[m.Candidate]:
+def by_arrival(candidates: Any, **options: Any) -> list[messages.Candidate]:
     return list(candidates)
 
 
@@ -100,7 +99,7 @@ def local_ranks_by_host_name(right: Any) -> Any:
 
 def unrecorded(kind: type) -> Make:
     def make(right: Any) -> Any:
-        def commit(self: Job, record: r.Record) -> None:
+        def commit(self: Job, record: records.Record) -> None:
             if isinstance(record, kind):
                 self.apply(record)
             else:
@@ -178,13 +177,13 @@ def no_grace(right: Any) -> Any:
 
 def greets_with_welcome_alone(right: Any) -> Any:
     def greet(self: Job, node_id: str, session: int) -> None:
-        self.outbox.send(session, m.Welcome(2.0, 6.0, 30.0))
+        self.outbox.send(session, messages.Welcome(2.0, 6.0, 30.0))
 
     return greet
 
 
 def pauses_cost_the_place(right: Any) -> Any:
-    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+    def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
         settings = job.settings
         job.settings = replace(settings, heartbeat_interval_s=settings.node_timeout_s)
         try:
@@ -208,7 +207,7 @@ def only_long_absences_count(right: Any) -> Any:
 
 
 def ends_count_as_those_of_members(right: Any) -> Any:
-    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+    def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
         contact = job.members.by_node.get(job.members.nodes.get(event.session, ""))
         waits = contact is not None and contact.waits
         if contact is not None:
@@ -225,7 +224,7 @@ def once_in_a_node_timeout(right: Any) -> Any:
 
 
 def forgives_silence_alone(right: Any) -> Any:
-    def receive_backlog(job: Job, event: se.ReceiveBacklog, now: float) -> None:
+    def receive_backlog(job: Job, event: events.ReceiveBacklog, now: float) -> None:
         until = job.deadlines.forgiving_until
         right(job, event, now)
         job.deadlines.forgiving_until = until
@@ -234,7 +233,7 @@ def forgives_silence_alone(right: Any) -> Any:
 
 
 def a_forgiven_end_is_no_word(right: Any) -> Any:
-    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+    def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
         job.members.has_spoken = nothing  # type: ignore[method-assign]
         right(job, event, now)
         del job.members.has_spoken
@@ -243,7 +242,7 @@ def a_forgiven_end_is_no_word(right: Any) -> Any:
 
 
 def patient_for_good(right: Any) -> Any:
-    def held_up(job: Job, event: se.HeldUp, now: float) -> None:
+    def held_up(job: Job, event: events.HeldUp, now: float) -> None:
         right(job, event, now)
         job.settings = replace(job.settings, node_timeout_s=job.settings.node_timeout_s + 6.0)
 
@@ -251,7 +250,7 @@ def patient_for_good(right: Any) -> Any:
 
 
 def late_turns_do_not_add_up(right: Any) -> Any:
-    def process_paused(job: Job, event: se.ProcessPaused, now: float) -> None:
+    def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
         job.deadlines.late_s = 0.0
         right(job, event, now)
 
@@ -261,7 +260,7 @@ def late_turns_do_not_add_up(right: Any) -> Any:
 # ---------------------------------------------------------------- generations
 
 
-def forgets_held_back(job: Job) -> list[se.Joined]:
+def forgets_held_back(job: Job) -> list[events.Joined]:
     job.admissions.held_back.clear()
     return []
 
@@ -274,17 +273,17 @@ def of_any_generation(right: Any) -> Any:
 
 
 def keeps_ids_and_built(right: Any) -> Any:
-    def apply(self: Job, record: r.Record) -> None:
+    def apply(self: Job, record: records.Record) -> None:
         ids, built = self.current.unique_ids, set(self.current.built)
         right(self, record)
-        if isinstance(record, r.GenerationFormed):
+        if isinstance(record, records.GenerationFormed):
             self.current.unique_ids, self.current.built = ids, built
 
     return apply
 
 
 def ids_to_everybody(right: Any) -> Any:
-    def send_to_members(self: Job, message: m.SchedulerMessage) -> None:
+    def send_to_members(self: Job, message: messages.SchedulerMessage) -> None:
         for node_id in self.ledger.claims:
             self.send(node_id, message)
 
@@ -356,7 +355,7 @@ def newcomers_may_begin_anew(right: Any) -> Any:
 
 
 def regroups_at_ticks(right: Any) -> Any:
-    def tick(job: Job, event: se.Tick, now: float) -> None:
+    def tick(job: Job, event: events.Tick, now: float) -> None:
         right(job, event, now)
         if job.phase is ledger.Phase.RUNNING and not job.ledger.finishing and now > 9.0:
             phases.regroup(job, now, "for no reason")
@@ -365,9 +364,9 @@ def regroups_at_ticks(right: Any) -> Any:
 
 
 def speaks_after_the_end(right: Any) -> Any:
-    def left(job: Job, event: se.LeftCleanly, now: float) -> None:
+    def left(job: Job, event: events.LeftCleanly, now: float) -> None:
         right(job, event, now)
-        job.outbox.send(event.session, m.GroupBuilt(1))
+        job.outbox.send(event.session, messages.GroupBuilt(1))
 
     return left
 
@@ -377,15 +376,15 @@ def every_goodbye_is_finished(right: Any) -> Any:
 
 
 def leave_as_end(right: Any) -> Any:
-    return staticmethod(lambda reason: m.Ended(True, reason))
+    return staticmethod(lambda reason: messages.Ended(True, reason))
 
 
 # ---------------------------------------------------------------- codecs and workers
 
 
 def rank_off_by_one(right: Any) -> Any:
-    def encode_parts(self: Any, message: m.SchedulerMessage, held: int = 0) -> Any:
-        if isinstance(message, m.Assignment) and message.rank > 0:
+    def encode_parts(self: Any, message: messages.SchedulerMessage, held: int = 0) -> Any:
+        if isinstance(message, messages.Assignment) and message.rank > 0:
             message = message.replaced(rank=message.rank - 1)
         return right(self, message, held)
 
@@ -393,16 +392,16 @@ def rank_off_by_one(right: Any) -> Any:
 
 
 def trusts_in_the_generation_before(right: Any) -> Any:
-    def encode_parts(self: Any, message: m.SchedulerMessage, held: int = 0) -> Any:
-        return right(self, message, message.generation - 1 if isinstance(message, m.Assignment) else 0)
+    def encode_parts(self: Any, message: messages.SchedulerMessage, held: int = 0) -> Any:
+        return right(self, message, message.generation - 1 if isinstance(message, messages.Assignment) else 0)
 
     return encode_parts
 
 
 def cuts_incarnations(right: Any) -> Any:
-    def decode(data: bytes) -> m.WorkerMessage:
-        message: m.WorkerMessage = right(data)
-        if isinstance(message, m.Join):
+    def decode(data: bytes) -> messages.WorkerMessage:
+        message: messages.WorkerMessage = right(data)
+        if isinstance(message, messages.Join):
             cut = message.profile.replaced(incarnation=message.profile.incarnation & 0xFF)
             return message.replaced(profile=cut)
         return message
@@ -414,7 +413,7 @@ def unsent(*kinds: type) -> Make:
     """Workers keep these words to themselves."""
 
     def make(right: Any) -> Any:
-        def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
+        def send_up(self: network.Network, worker: Any, message: messages.WorkerMessage) -> None:
             if not isinstance(message, kinds):
                 right(self, worker, message)
 
@@ -424,8 +423,8 @@ def unsent(*kinds: type) -> Make:
 
 
 def publishes_once(right: Any) -> Any:
-    def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
-        if isinstance(message, m.PublishUniqueIds):
+    def send_up(self: network.Network, worker: Any, message: messages.WorkerMessage) -> None:
+        if isinstance(message, messages.PublishUniqueIds):
             if getattr(worker, "published", 0) == message.generation:
                 return
             worker.published = message.generation
@@ -435,8 +434,8 @@ def publishes_once(right: Any) -> Any:
 
 
 def joins_as_another(right: Any) -> Any:
-    def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
-        if isinstance(message, m.Join):
+    def send_up(self: network.Network, worker: Any, message: messages.WorkerMessage) -> None:
+        if isinstance(message, messages.Join):
             worker.joins = getattr(worker, "joins", 0) + 1
             other = message.profile.replaced(incarnation=message.profile.incarnation + worker.joins)
             message = message.replaced(profile=other)
@@ -535,15 +534,21 @@ def smallest_stays(right: Any) -> Any:
 
 
 def all_save(right: Any) -> Any:
-    def send(self: Job, node_id: str, message: m.SchedulerMessage) -> None:
-        right(self, node_id, message.replaced(save=True) if isinstance(message, m.Suspended) else message)
+    def send(self: Job, node_id: str, message: messages.SchedulerMessage) -> None:
+        right(
+            self, node_id, message.replaced(save=True) if isinstance(message, messages.Suspended) else message
+        )
 
     return send
 
 
 def none_saves(right: Any) -> Any:
-    def send(self: Job, node_id: str, message: m.SchedulerMessage) -> None:
-        right(self, node_id, message.replaced(save=False) if isinstance(message, m.Suspended) else message)
+    def send(self: Job, node_id: str, message: messages.SchedulerMessage) -> None:
+        right(
+            self,
+            node_id,
+            message.replaced(save=False) if isinstance(message, messages.Suspended) else message,
+        )
 
     return send
 
@@ -555,9 +560,9 @@ MUTANTS: dict[str, Mutant] = {
     "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None), 136),
     "replaced incarnations not retired": Mutant(ledger.Ledger, "retire", instead(nothing), 136),
     "node id taken while the holder lives": Mutant(joining, "check_node", instead(nothing), 188),
-    "removals not recorded": Mutant(Job, "commit", unrecorded(r.Removed)),
-    "group established not recorded": Mutant(Job, "commit", unrecorded(r.GroupEstablished)),
-    "generations not recorded": Mutant(Job, "commit", unrecorded(r.GenerationFormed)),
+    "removals not recorded": Mutant(Job, "commit", unrecorded(records.Removed)),
+    "group established not recorded": Mutant(Job, "commit", unrecorded(records.GroupEstablished)),
+    "generations not recorded": Mutant(Job, "commit", unrecorded(records.GenerationFormed)),
     "leave planned beside the records": Mutant(leaving, "plan_leave", unapplied_unless_running, 128),
     "messages before records": Mutant(JobDriver, "persist", sends_first),
     "a scheduler without space gives up": Mutant(WaitingStorage, "_in_time", gives_up_without_space),
@@ -654,8 +659,8 @@ MUTANTS: dict[str, Mutant] = {
         Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
     "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due, 186),
     "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
-    "lateness untold": Mutant(network.Network, "send_up", unsent(m.Late)),
-    "probes unanswered": Mutant(network.Network, "send_up", unsent(m.Probed)),
+    "lateness untold": Mutant(network.Network, "send_up", unsent(messages.Late)),
+    "probes unanswered": Mutant(network.Network, "send_up", unsent(messages.Probed)),
     "all save at a suspension": Mutant(Job, "send", all_save),
     "none saves at a suspension": Mutant(Job, "send", none_saves),
     "worker comes back as another": Mutant(network.Network, "send_up", joins_as_another),

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.scheduler.access import Caller
-from muster.scheduler.core import events as se
+from muster.scheduler.core import events as scheduler_events
 from muster.scheduler.errors import SchedulerError
 from muster.scheduler.serve.sessions import event_of
-from muster.wire import codec
-from muster.wire import messages as m
-from muster.wire import messages as sm
-from muster.worker.session import events as e
+from muster.wire import codec, messages
+from muster.worker.session import events as worker_events
 from tests.scheduler.core.transcript import show_message, words
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ class Stream:
         self.rank = -1
         self.takes_deltas = True
         self.held = 0
-        self.last: m.Assignment | None = None
+        self.last: messages.Assignment | None = None
         self.worker = worker
         self.number = number
         self.server_open = True
@@ -49,7 +47,7 @@ class Stream:
         self.came_at = network.world.loop.now
         self.down_at = 0.0
         self.held_up: list[bytes] = []
-        self.held_down: list[m.SchedulerMessage] = []
+        self.held_down: list[messages.SchedulerMessage] = []
         self.end_unread = False
         self.stuck_until = 0.0
         self.may_return = False
@@ -100,17 +98,19 @@ class Network:
         if paused_for <= 0.0:  # a flood is in the way
             paused_for = self.world.scheduler.deaf_until - self.world.loop.now
         if paused_for > 0.0:
-            self.world.loop.after(CONNECT_TIMEOUT_S, worker.post, e.StreamLost(number, "no answer"))
+            self.world.loop.after(
+                CONNECT_TIMEOUT_S, worker.post, worker_events.StreamLost(number, "no answer")
+            )
             return
         if worker.is_cut() or not self.world.scheduler.up:
             pause = 1.0 if worker.is_cut() else self.delay()
-            self.world.loop.after(pause, worker.post, e.StreamLost(number, "no answer"))
+            self.world.loop.after(pause, worker.post, worker_events.StreamLost(number, "no answer"))
             return
         self.sessions += 1
         stream = Stream(self, self.sessions, worker, number, self.world.scheduler)
         self.world.scheduler.streams[stream.session] = stream
         worker.stream = stream
-        worker.post(e.StreamOpened(number))
+        worker.post(worker_events.StreamOpened(number))
 
     def disconnect(self, worker: Worker, number: int) -> None:
         """The worker closes its stream: what it has sent still arrives."""
@@ -167,11 +167,11 @@ class Network:
     def _worker_sees_end(self, stream: Stream, detail: str) -> None:
         if stream.worker_open and stream.worker.alive:
             stream.worker_open = False
-            stream.worker.post(e.StreamLost(stream.number, detail))
+            stream.worker.post(worker_events.StreamLost(stream.number, detail))
 
     # ------------------------------------------------------------ messages
 
-    def send_up(self, worker: Worker, message: m.WorkerMessage) -> None:
+    def send_up(self, worker: Worker, message: messages.WorkerMessage) -> None:
         stream = worker.stream
         if stream is None or not stream.worker_open:
             return
@@ -199,7 +199,7 @@ class Network:
             event = event_of(stream.session, codec.decode_worker_message(stream.held_up.pop(0)))
             if not stream.server_open or not stream.scheduler.up:
                 continue
-            if isinstance(event, se.Joined):
+            if isinstance(event, scheduler_events.Joined):
                 self.world.judge.identify(stream.session, event.candidate)
             stream.scheduler.feed(event)
 
@@ -212,9 +212,9 @@ class Network:
 
     def send_down(self, stream: Stream, data: bytes) -> None:
         message = codec.decode_scheduler_message(data, stream.last)
-        stream.last = message if isinstance(message, m.Assignment) else stream.last
+        stream.last = message if isinstance(message, messages.Assignment) else stream.last
         self.world.judge.sending(stream.session, message)
-        final = isinstance(message, sm.Refused | sm.Ended)
+        final = isinstance(message, messages.Refused | messages.Ended)
         times = 2 if not final and self.world.rng.random() < self.world.scenario.repeat else 1
         for _ in range(times):
             stream.down_at = max(self.world.loop.now + self.delay(), stream.down_at)
@@ -222,7 +222,7 @@ class Network:
         if self.world.trace is not None:
             self.world.note(f"scheduler -> {stream.worker} {show_message(message)} {words(message)}")
 
-    def _deliver_down(self, stream: Stream, message: sm.SchedulerMessage) -> None:
+    def _deliver_down(self, stream: Stream, message: messages.SchedulerMessage) -> None:
         stream.held_down.append(message)
         if len(stream.held_down) == 1:
             self._release_down(stream)
@@ -238,4 +238,4 @@ class Network:
                 return
             message = stream.held_down.pop(0)
             if stream.worker_open and worker.alive:
-                worker.post(e.Received(stream.number, message))
+                worker.post(worker_events.Received(stream.number, message))

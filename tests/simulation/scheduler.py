@@ -7,8 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.records import decode_record, encode_record
@@ -18,8 +17,7 @@ from muster.scheduler.errors import JournalUnavailableError, NoSpaceError, Sched
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.storage import Storage, WaitingStorage
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.loop import Process
 from tests.simulation.network import Stream
@@ -57,7 +55,7 @@ class Watched:
         self.scheduler = scheduler
         self.world = scheduler.world
         self.job = job
-        self.stepped: list[tuple[e.Event, Decision]] = []
+        self.stepped: list[tuple[events.Event, Decision]] = []
         self.over: set[int] = set()
         self._ticks = (0.0, 0)
 
@@ -65,29 +63,31 @@ class Watched:
     def machine(self) -> Machine:
         return self.job.machine
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+    def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
         world = self.world
         world.judge.arriving(event)
-        if isinstance(event, e.ReceiveBacklog):
+        if isinstance(event, events.ReceiveBacklog):
             self.scheduler.forgave_at = now
         settings = world.scenario.settings
         breaking_s = settings.breaking_pause_s or settings.node_timeout_s / 3
-        if isinstance(event, e.ProcessPaused) and event.seconds >= breaking_s:
+        if isinstance(event, events.ProcessPaused) and event.seconds >= breaking_s:
             self.scheduler.excused_at = now
-        if isinstance(event, e.Tick):
+        if isinstance(event, events.Tick):
             at, times = self._ticks
             self._ticks = (now, times + 1 if at == now else 1)
             if self._ticks[1] > SPINS:
                 world.judge.fault("the deadline stays in the past: the scheduler would spin")
         decision = self.job.step(event, now, more=more)
-        if world.trace is not None and (type(event) is not e.Heard or decision.reason):
+        if world.trace is not None and (type(event) is not events.Heard or decision.reason):
             world.note(f"scheduler <- {_show_event(event)}")
             for record in decision.records:
                 world.note(f"           * {show_record(record)}")
             if decision.reason:
                 world.note(f"           = {decision.reason}")
         for session, message in decision.messages:
-            final = isinstance(message, m.Refused | m.Ended)  # two goodbyes at once have two answers
+            final = isinstance(
+                message, messages.Refused | messages.Ended
+            )  # two goodbyes at once have two answers
             world.judge.expect(final or session not in self.over, f"a message follows the last on {session}")
             if final:
                 self.over.add(session)
@@ -104,7 +104,7 @@ class Watched:
                 self.world.judge.stepped(event, decision, alone=len(stepped) == 1)
         return self.job.deadline()
 
-    def overdue(self, now: float) -> Sequence[e.SessionId]:
+    def overdue(self, now: float) -> Sequence[events.SessionId]:
         return self.job.overdue(now)
 
     def view(self, now: float) -> JobView:
@@ -117,10 +117,10 @@ class Disk:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    async def load(self) -> Mapping[str, Sequence[r.Record]]:
+    async def load(self) -> Mapping[str, Sequence[records.Record]]:
         return {"job": self._scheduler.disk}
 
-    async def append(self, job_id: str, records: Sequence[r.Record]) -> None:
+    async def append(self, job_id: str, records: Sequence[records.Record]) -> None:
         await self._scheduler.write(records)
 
     async def forget(self, job_id: str) -> None:
@@ -137,7 +137,7 @@ class Scheduler:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.disk: list[r.Record] = []
+        self.disk: list[records.Record] = []
         self.streams: dict[int, Stream] = {}
         self.up = False
         self.up_since = 0.0
@@ -170,11 +170,11 @@ class Scheduler:
         """Comes up for the first time."""
         self._begin(())
 
-    def _begin(self, records: Sequence[r.Record]) -> None:
+    def _begin(self, records: Sequence[records.Record]) -> None:
         self.process = Process(self.world.loop)
         self._drive(records)
 
-    def _drive(self, records: Sequence[r.Record]) -> None:
+    def _drive(self, records: Sequence[records.Record]) -> None:
         """Starts the driver of a job with these records, in this process."""
         job = AdoptingJob("job", self.world.scenario.settings, records, self.world.loop.now, adopt=False)
         self.job = self.watched(self, job)
@@ -198,9 +198,9 @@ class Scheduler:
 
     # ------------------------------------------------------------ events
 
-    def feed(self, event: e.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """An event arrives."""
-        if isinstance(event, e.Joined) and event.session in self.streams:
+        if isinstance(event, events.Joined) and event.session in self.streams:
             self.driver.sessions[event.session] = self.streams[event.session]  # type: ignore[assignment]
         asyncio._set_running_loop(self.process.asyncio)
         try:
@@ -212,7 +212,7 @@ class Scheduler:
         """The end of a stream has come through."""
         known = self.up and self.streams.pop(stream.session, None) is not None
         if known and stream.session in self.driver.sessions:
-            self.feed(e.SessionLost(stream.session, detail, may_return))
+            self.feed(events.SessionLost(stream.session, detail, may_return))
 
     def sending(self) -> bool:
         """Whether the process lives to send one more message."""
@@ -227,7 +227,7 @@ class Scheduler:
     def _storage(self) -> Storage:
         return Disk(self)
 
-    async def _make_durable(self, storage: WaitingStorage, records: Sequence[r.Record]) -> None:
+    async def _make_durable(self, storage: WaitingStorage, records: Sequence[records.Record]) -> None:
         self.writing, self.writing_since = True, self.world.loop.now
         await storage.append("job", records)
         self.writing = False
@@ -252,7 +252,7 @@ class Scheduler:
         """Whether there was no space for the journal, ever."""
         return self.no_space_until > 0.0
 
-    async def write(self, records: Sequence[r.Record]) -> None:
+    async def write(self, records: Sequence[records.Record]) -> None:
         """One try to write records to the disk."""
         world, process = self.world, self.process
         if not records:  # one scheduler need not make sure that it leads
@@ -387,15 +387,15 @@ class Scheduler:
         self.up_since = world.loop.now
         self._begin(self._records())
 
-    def _records(self) -> list[r.Record]:
+    def _records(self) -> list[records.Record]:
         """What the disk holds, through the journal's codec."""
         lines = [json.dumps(encode_record(record)) for record in self.disk]
         self.world.judge.check_secrecy(lines)
         return [decode_record(json.loads(line)) for line in lines]
 
 
-def _show_event(event: e.Event) -> str:
-    if isinstance(event, e.Joined):
+def _show_event(event: events.Event) -> str:
+    if isinstance(event, events.Joined):
         candidate = event.candidate
         return (
             f"Joined({event.session}, {candidate.node_id}#{candidate.incarnation}, "

@@ -7,9 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import LeaveGranted, MembershipChanged, PeerLostError, WorkerError
-from muster.wire import codec
-from muster.wire import messages as m
-from muster.worker.session import events as e
+from muster.wire import codec, messages
+from muster.worker.session import events
 from muster.worker.session.client import Client
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.machine import MembershipMachine
@@ -21,7 +20,9 @@ from tests.simulation.scenario import LATE_S
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0, late_again_s=LATE_S)
+TIMING = events.Timing(
+    topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0, late_again_s=LATE_S
+)
 LEAVE_TIMEOUT_S = 20.0
 GRACE_S = LEAVE_TIMEOUT_S / 0.8
 """How long after SIGTERM the launcher sends SIGKILL: it sets MS_LEAVE_TIMEOUT to 0.8 times its grace."""
@@ -34,13 +35,13 @@ class Watched(MembershipMachine):
         super().__init__(worker.profile, worker.world.timing or TIMING, worker.world.rng.random)
         self._worker = worker
 
-    def step(self, event: e.Event, now: float) -> e.Effects:
+    def step(self, event: events.Event, now: float) -> events.Effects:
         worker, world = self._worker, self._worker.world
         decision = super().step(event, now)
-        if world.trace is not None and not isinstance(event, e.DeadlineReached):
+        if world.trace is not None and not isinstance(event, events.DeadlineReached):
             world.note(f"{worker} <- {event!r}")
         for notice in decision.notices:
-            if world.trace is not None and not isinstance(notice, e.LogLine):
+            if world.trace is not None and not isinstance(notice, events.LogLine):
                 world.note(f"{worker} :  {notice!r}")
             worker.noticed(notice)
         return decision
@@ -122,7 +123,7 @@ class Calls:
     def waits(self) -> bool:
         return self._worker.waiting_for is not None
 
-    def recent(self, *, last_only: bool = False) -> tuple[m.Collective, ...]:
+    def recent(self, *, last_only: bool = False) -> tuple[messages.Collective, ...]:
         return ()
 
 
@@ -154,11 +155,11 @@ class Worker:
         self.stream: Stream | None = None
         self.cut_until = 0.0
         self.stopped_until = 0.0
-        self._unread: deque[e.Event] = deque()
+        self._unread: deque[events.Event] = deque()
         self.calm_until = 0.0
         self.busy_until = 0.0
         self.doing = "entering"
-        self.place: m.Assignment | None = None
+        self.place: messages.Assignment | None = None
         self.waiting_for: tuple[object, ...] | None = None
         self.waiting_since = 0.0
         self.busy = ""
@@ -195,7 +196,7 @@ class Worker:
         self.client.start()
         self.threads.start("training", self._live)
 
-    def post(self, event: e.Event) -> None:
+    def post(self, event: events.Event) -> None:
         """What the network has for it; a process that is stopped finds it later, in the same order."""
         self._unread.append(event)
         self._read()
@@ -209,16 +210,16 @@ class Worker:
             if self.alive:
                 self.client.post(event)
 
-    def noticed(self, notice: e.Notice) -> None:
+    def noticed(self, notice: events.Notice) -> None:
         """What the machine has decided."""
-        if isinstance(notice, e.MintUniqueIds):
+        if isinstance(notice, events.MintUniqueIds):
             self._minting = notice.generation
-        elif isinstance(notice, e.Dismissed):
+        elif isinstance(notice, events.Dismissed):
             self.world.judge.parting(self, notice)
-        elif isinstance(notice, e.Failed):
+        elif isinstance(notice, events.Failed):
             self.world.judge.failed(self, notice)
             self.ended_by = f"{notice.kind.value}: {notice.sentence}"
-        elif isinstance(notice, e.Left) and not self.ended_by:
+        elif isinstance(notice, events.Left) and not self.ended_by:
             self.unheard = not notice.heard
             self.ended_by = "left"
 
@@ -263,7 +264,7 @@ class Worker:
                 self._meet("stepping", "step", generation, self.step)
                 self.world.judge.step_met(self, generation, self.step)
                 self.step += 1
-                self.client.post(e.ProgressReported(self.step, 1.0))
+                self.client.post(events.ProgressReported(self.step, 1.0))
             self.finished = True
         except MembershipChanged:
             self.doing = "entering"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from muster.wire import messages as m
-from muster.worker.session import events as e
+from muster.wire import messages
+from muster.worker.session import events
 from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import APART, APART_S, plan_faults
 from tests.simulation.judge import Judge, Violation
@@ -58,7 +58,7 @@ class World:
         self.cut_for_good = False
         self.note(f"seed {seed}: {self.scenario}")
 
-    timing: e.Timing | None = None
+    timing: events.Timing | None = None
     """The workers' deadlines, where they are not those of one scheduler."""
 
     def note(self, line: str) -> None:
@@ -68,18 +68,18 @@ class World:
 
     # ------------------------------------------------------------ names and places
 
-    def profile(self, node_id: str, incarnation: int, *, spare: bool) -> m.Profile:
+    def profile(self, node_id: str, incarnation: int, *, spare: bool) -> messages.Profile:
         """Who a worker is; two hosts share one name, so only their ids tell them apart."""
         number = int(node_id.lstrip("n"))
         host_id = self.host(node_id)
-        return m.Profile(
+        return messages.Profile(
             job_id="job",
             node_id=node_id,
             incarnation=incarnation,
             worker_num=self.scenario.worker_num,
             worker_min=self.scenario.worker_min,
-            host=m.Host(host_id, "gpu", "10.0.0.1", ""),
-            device=m.Device("cpu", number % self.scenario.per_host),
+            host=messages.Host(host_id, "gpu", "10.0.0.1", ""),
+            device=messages.Device("cpu", number % self.scenario.per_host),
             backend="tcp",
             local_index=number % self.scenario.per_host,
             probe_address=f"{node_id}#{incarnation}:1",

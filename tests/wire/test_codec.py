@@ -6,14 +6,14 @@ from typing import get_args
 
 import pytest
 
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import decode_scheduler_message, decode_worker_message, encode
 from muster.wire.v1 import rendezvous_pb2 as pb
 
-HOST = m.Host("host-id", "host", "10.0.0.1", "rack 1")
-DEVICE = m.Device("cuda", 3, "0000:1B:00.0", "NVIDIA H200")
-LOST = m.FirstLoss("b", 9, "b left", 3)
-PROFILE = m.Profile(
+HOST = messages.Host("host-id", "host", "10.0.0.1", "rack 1")
+DEVICE = messages.Device("cuda", 3, "0000:1B:00.0", "NVIDIA H200")
+LOST = messages.FirstLoss("b", 9, "b left", 3)
+PROFILE = messages.Profile(
     node_id="a",
     incarnation=2**64 - 1,
     host=HOST,
@@ -29,46 +29,56 @@ PROFILE = m.Profile(
     probe_address="[fe80::1]:4001",
     last_call_s=30.0,
 )
-MEMBERS = (m.Member(0, "a", 7, HOST, DEVICE, 0, 2, "x:1"), m.Member(1, "b", 8, HOST, DEVICE, 1, 2, "x:2"))
+MEMBERS = (
+    messages.Member(0, "a", 7, HOST, DEVICE, 0, 2, "x:1"),
+    messages.Member(1, "b", 8, HOST, DEVICE, 1, 2, "x:2"),
+)
 MESSAGES = (
-    m.Join(PROFILE, 3, 1, True, 9, 2, True),
-    m.PublishUniqueIds(2, (b"a", b"b")),
-    m.Built(2),
-    m.Heartbeat(
-        2, 5, 6, 9.5, (m.Collective(9, "all_reduce", "world", "float32", 4096, True),), 1, 0.25, 7, 0.1
+    messages.Join(PROFILE, 3, 1, True, 9, 2, True),
+    messages.PublishUniqueIds(2, (b"a", b"b")),
+    messages.Built(2),
+    messages.Heartbeat(
+        2, 5, 6, 9.5, (messages.Collective(9, "all_reduce", "world", "float32", 4096, True),), 1, 0.25, 7, 0.1
     ),
-    m.Quiesced(2, 7),
-    m.SuspectPeer(2, 1, "reset"),
-    m.Late(2, 3.5),
-    m.Probed(7, (("b", "reset"),), True, True, "evaluation", 3.5),
-    m.RequestLeave(2, "SIGTERM"),
-    m.Leave(2, True, "done", True, 3),
-    m.Welcome(1.0, 5.0, 60.0, True, 1.5),
-    m.Waiting(1, 2, "b is missing", (1, 3), undecided=True),
-    m.Assignment(2, 1, MEMBERS, 1, (0,), 1, "b replaces c", 12, ("c was lost",), 2**64 - 1, LOST),
-    m.UniqueIds(2, (b"a", b"b")),
-    m.GroupBuilt(2),
-    m.Suspended(2, "few", 9.0, LOST, True),
-    m.Quiesce(2, "drain"),
-    m.Probe(7, (("b", "x:1"),)),
-    m.Refused(m.RefusalCode.JOB_FULL, "full"),
-    m.Ended(True, "done", True, LOST),
+    messages.Quiesced(2, 7),
+    messages.SuspectPeer(2, 1, "reset"),
+    messages.Late(2, 3.5),
+    messages.Probed(7, (("b", "reset"),), True, True, "evaluation", 3.5),
+    messages.RequestLeave(2, "SIGTERM"),
+    messages.Leave(2, True, "done", True, 3),
+    messages.Welcome(1.0, 5.0, 60.0, True, 1.5),
+    messages.Waiting(1, 2, "b is missing", (1, 3), undecided=True),
+    messages.Assignment(2, 1, MEMBERS, 1, (0,), 1, "b replaces c", 12, ("c was lost",), 2**64 - 1, LOST),
+    messages.UniqueIds(2, (b"a", b"b")),
+    messages.GroupBuilt(2),
+    messages.Suspended(2, "few", 9.0, LOST, True),
+    messages.Quiesce(2, "drain"),
+    messages.Probe(7, (("b", "x:1"),)),
+    messages.Refused(messages.RefusalCode.JOB_FULL, "full"),
+    messages.Ended(True, "done", True, LOST),
 )
 
 
 def test_the_list_above_has_every_message() -> None:
-    assert {type(each) for each in MESSAGES} == {*get_args(m.WorkerMessage), *get_args(m.SchedulerMessage)}
+    assert {type(each) for each in MESSAGES} == {
+        *get_args(messages.WorkerMessage),
+        *get_args(messages.SchedulerMessage),
+    }
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_through_whole(message: m.WorkerMessage | m.SchedulerMessage) -> None:
-    decode = decode_worker_message if isinstance(message, m.WorkerMessage) else decode_scheduler_message
+def test_a_message_comes_through_whole(message: messages.WorkerMessage | messages.SchedulerMessage) -> None:
+    decode = (
+        decode_worker_message if isinstance(message, messages.WorkerMessage) else decode_scheduler_message
+    )
     assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_field_of_the_wire_is_carried(message: m.WorkerMessage | m.SchedulerMessage) -> None:
-    wrapper = pb.WorkerMessage if isinstance(message, m.WorkerMessage) else pb.SchedulerMessage
+def test_every_field_of_the_wire_is_carried(
+    message: messages.WorkerMessage | messages.SchedulerMessage,
+) -> None:
+    wrapper = pb.WorkerMessage if isinstance(message, messages.WorkerMessage) else pb.SchedulerMessage
     sent = wrapper.FromString(encode(message))
     body = getattr(sent, sent.WhichOneof("body") or "")
     fields = {field.name for field in body.DESCRIPTOR.fields}
@@ -77,10 +87,12 @@ def test_every_field_of_the_wire_is_carried(message: m.WorkerMessage | m.Schedul
 
 
 def test_no_secret_stands_in_a_representation() -> None:
-    assert "secret" not in repr(m.PublishUniqueIds(1, (b"secret",))) + repr(m.UniqueIds(1, (b"secret",)))
+    assert "secret" not in repr(messages.PublishUniqueIds(1, (b"secret",))) + repr(
+        messages.UniqueIds(1, (b"secret",))
+    )
 
 
 @pytest.mark.parametrize("loss", [None, 0.0, float("inf")])
 def test_a_loss_of_zero_is_not_the_same_as_none(loss: float | None) -> None:
-    beat = m.Heartbeat(2, 5, 6, 9.5, loss=loss)
+    beat = messages.Heartbeat(2, 5, 6, 9.5, loss=loss)
     assert decode_worker_message(encode(beat)) == beat

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.job import as_sent
 from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.serve.sessions import event_of
 from muster.scheduler.serve.status import encode_status
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from muster.wire.codec import WireError
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import candidate, member
@@ -48,13 +46,13 @@ def decode(**body: object) -> object:
 
 def test_join_comes_through_whole() -> None:
     request = decode(join=join(held_generation=5, held_rank=1, built=True, step=9, spare=True))
-    assert request == e.Joined(
+    assert request == events.Joined(
         session=SESSION,
-        candidate=m.Candidate(
+        candidate=messages.Candidate(
             node_id="node-a",
             incarnation=2**64 - 1,
-            host=m.Host("id", "name", "fe80::1", "rack 1"),
-            device=m.Device("cuda", 3, "0000:1B:00.0", "NVIDIA H200"),
+            host=messages.Host("id", "name", "fe80::1", "rack 1"),
+            device=messages.Device("cuda", 3, "0000:1B:00.0", "NVIDIA H200"),
             worker_num=4,
             worker_min=3,
             backend="tcp",
@@ -72,25 +70,25 @@ def test_join_comes_through_whole() -> None:
 
 def test_an_unset_worker_min_is_worker_num() -> None:
     request = decode(join=join(worker_min=0))
-    assert isinstance(request, e.Joined)
+    assert isinstance(request, events.Joined)
     assert request.candidate.worker_min == 4
 
 
 @pytest.mark.parametrize(
     ("body", "event"),
     [
-        ({"built": pb.Built(generation=3)}, e.BuiltReported(SESSION, 3)),
+        ({"built": pb.Built(generation=3)}, events.BuiltReported(SESSION, 3)),
         (
             {"publish_unique_ids": pb.PublishUniqueIds(generation=3, unique_ids=[b"secret"])},
-            e.UniqueIdsPublished(SESSION, 3, (b"secret",)),
+            events.UniqueIdsPublished(SESSION, 3, (b"secret",)),
         ),
         (
             {"heartbeat": pb.Heartbeat(generation=0, step=1, started_step=2, samples_per_s=3.5)},
-            e.Heard(SESSION, 0, 1, 2, 3.5),
+            events.Heard(SESSION, 0, 1, 2, 3.5),
         ),
         (
             {"heartbeat": pb.Heartbeat(generation=4, entered_generation=3)},
-            e.Heard(SESSION, 4, 0, 0, 0.0, entered_generation=3),
+            events.Heard(SESSION, 4, 0, 0, 0.0, entered_generation=3),
         ),
         (
             {
@@ -103,17 +101,22 @@ def test_an_unset_worker_min_is_worker_num() -> None:
                     ],
                 )
             },
-            e.Heard(SESSION, 2, 0, 0, 0.0, (m.Collective(1, "all_reduce", "world", "float32", 8, False),)),
+            events.Heard(
+                SESSION, 2, 0, 0, 0.0, (messages.Collective(1, "all_reduce", "world", "float32", 8, False),)
+            ),
         ),
-        ({"quiesced": pb.Quiesced(generation=3, last_started_step=7)}, e.QuiescedReported(SESSION, 3, 7)),
+        (
+            {"quiesced": pb.Quiesced(generation=3, last_started_step=7)},
+            events.QuiescedReported(SESSION, 3, 7),
+        ),
         (
             {"suspect_peer": pb.SuspectPeer(generation=3, rank=1, detail="reset\nby peer")},
-            e.PeerSuspected(SESSION, 3, 1, "reset\\nby peer"),
+            events.PeerSuspected(SESSION, 3, 1, "reset\\nby peer"),
         ),
-        ({"late": pb.Late(generation=3, seconds=12.5)}, e.PeerLate(SESSION, 3, 12.5)),
+        ({"late": pb.Late(generation=3, seconds=12.5)}, events.PeerLate(SESSION, 3, 12.5)),
         (
             {"probed": pb.Probed(round=7, unreached=[pb.Unreached(node_id="b", detail="x\ny")], waits=True)},
-            e.ProbeAnswered(SESSION, 7, (("b", "x\\ny"),), waits=True),
+            events.ProbeAnswered(SESSION, 7, (("b", "x\\ny"),), waits=True),
         ),
         (
             {
@@ -121,25 +124,25 @@ def test_an_unset_worker_min_is_worker_num() -> None:
                     round=7, unreached=[pb.Unreached(node_id="b")], late=True, busy="evaluation", seconds=3.5
                 )
             },
-            e.ProbeAnswered(
+            events.ProbeAnswered(
                 SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation", seconds=3.5
             ),
         ),
         (
             {"request_leave": pb.RequestLeave(generation=3, reason="TERM")},
-            e.LeaveRequested(SESSION, 3, "TERM"),
+            events.LeaveRequested(SESSION, 3, "TERM"),
         ),
         (
             {"leave": pb.Leave(generation=3, finished=True, reason="done")},
-            e.LeftCleanly(SESSION, 3, True, "done"),
+            events.LeftCleanly(SESSION, 3, True, "done"),
         ),
         (
             {"leave": pb.Leave(generation=3, reason="lost", consequence=True, exit_code=3)},
-            e.LeftCleanly(SESSION, 3, False, "lost", True, 3),
+            events.LeftCleanly(SESSION, 3, False, "lost", True, 3),
         ),
     ],
 )
-def test_every_message_becomes_its_event(body: dict[str, object], event: e.Event) -> None:
+def test_every_message_becomes_its_event(body: dict[str, object], event: events.Event) -> None:
     assert decode(**body) == event
 
 
@@ -244,7 +247,7 @@ def test_a_join_with_damaged_bytes_never_crashes(data: st.DataObject) -> None:
         request = codec.decode_worker_message(bytes(raw))
     except WireError:
         return
-    if isinstance(request, e.Joined):
+    if isinstance(request, events.Joined):
         one = request.candidate
         assert one.node_id.isprintable()
         assert 1 <= one.worker_min <= one.worker_num <= 65_536
@@ -252,7 +255,7 @@ def test_a_join_with_damaged_bytes_never_crashes(data: st.DataObject) -> None:
 
 # ---------------------------------------------------------------- to workers
 
-ASSIGNMENT = m.Assignment(
+ASSIGNMENT = messages.Assignment(
     generation=2,
     rank=1,
     members=(member(0, "a"), member(1, "b")),
@@ -266,7 +269,7 @@ ASSIGNMENT = m.Assignment(
 )
 
 
-def encoded(message: m.SchedulerMessage) -> pb.SchedulerMessage:
+def encoded(message: messages.SchedulerMessage) -> pb.SchedulerMessage:
     return pb.SchedulerMessage.FromString(codec.encode(message))
 
 
@@ -297,7 +300,7 @@ def test_assignment_comes_through_whole() -> None:
     ("message", "expected"),
     [
         (
-            m.Welcome(1.0, 5.0, 60.0, True, version="0.9.1"),
+            messages.Welcome(1.0, 5.0, 60.0, True, version="0.9.1"),
             pb.SchedulerMessage(
                 welcome=pb.Welcome(
                     heartbeat_interval_s=1.0,
@@ -309,34 +312,34 @@ def test_assignment_comes_through_whole() -> None:
             ),
         ),
         (
-            m.Waiting(1, 2, "b is missing"),
+            messages.Waiting(1, 2, "b is missing"),
             pb.SchedulerMessage(waiting=pb.Waiting(present=1, needed=2, sentence="b is missing")),
         ),
         (
-            m.UniqueIds(3, (b"a", b"b")),
+            messages.UniqueIds(3, (b"a", b"b")),
             pb.SchedulerMessage(unique_ids=pb.UniqueIds(generation=3, unique_ids=[b"a", b"b"])),
         ),
-        (m.GroupBuilt(3), pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=3))),
+        (messages.GroupBuilt(3), pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=3))),
         (
-            m.Probe(7, (("b", "10.0.0.2:5"),)),
+            messages.Probe(7, (("b", "10.0.0.2:5"),)),
             pb.SchedulerMessage(
                 probe=pb.Probe(round=7, targets=[pb.ProbeTarget(node_id="b", address="10.0.0.2:5")])
             ),
         ),
         (
-            m.Suspended(3, "too few", 60.0, save=True),
+            messages.Suspended(3, "too few", 60.0, save=True),
             pb.SchedulerMessage(
                 suspended=pb.Suspended(generation=3, reason="too few", wait_s=60.0, save=True)
             ),
         ),
         (
-            m.Suspended(3, "too few", 60.0),
+            messages.Suspended(3, "too few", 60.0),
             pb.SchedulerMessage(suspended=pb.Suspended(generation=3, reason="too few", wait_s=60.0)),
         ),
-        (m.Quiesce(3, "drain"), pb.SchedulerMessage(quiesce=pb.Quiesce(generation=3, reason="drain"))),
-        (m.Ended(True, "done"), pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="done"))),
+        (messages.Quiesce(3, "drain"), pb.SchedulerMessage(quiesce=pb.Quiesce(generation=3, reason="drain"))),
+        (messages.Ended(True, "done"), pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="done"))),
         (
-            m.Suspended(3, "too few", 60.0, m.FirstLoss("b", 9, "b left", 3)),
+            messages.Suspended(3, "too few", 60.0, messages.FirstLoss("b", 9, "b left", 3)),
             pb.SchedulerMessage(
                 suspended=pb.Suspended(
                     generation=3,
@@ -347,18 +350,20 @@ def test_assignment_comes_through_whole() -> None:
             ),
         ),
         (
-            m.Ended(True, "you leave", leave=True),
+            messages.Ended(True, "you leave", leave=True),
             pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="you leave", leave=True)),
         ),
     ],
 )
-def test_every_message_reaches_the_wire(message: m.SchedulerMessage, expected: pb.SchedulerMessage) -> None:
+def test_every_message_reaches_the_wire(
+    message: messages.SchedulerMessage, expected: pb.SchedulerMessage
+) -> None:
     assert encoded(message) == expected
 
 
-@pytest.mark.parametrize("code", list(m.RefusalCode))
-def test_every_refusal_has_its_code_on_the_wire(code: m.RefusalCode) -> None:
-    refused = encoded(m.Refused(code, "why")).refused
+@pytest.mark.parametrize("code", list(messages.RefusalCode))
+def test_every_refusal_has_its_code_on_the_wire(code: messages.RefusalCode) -> None:
+    refused = encoded(messages.Refused(code, "why")).refused
     assert pb.RefusalCode.Name(refused.code) == f"REFUSAL_CODE_{code.name}"
     assert refused.sentence == "why"
 
@@ -373,16 +378,23 @@ def test_receivers_of_one_membership_share_the_piece_that_holds_it() -> None:
 
 def test_what_all_members_are_told_is_encoded_once() -> None:
     encoder = codec.AssignmentEncoder()
-    ids, other = m.UniqueIds(2, (b"id",)), m.UniqueIds(3, (b"id",))
+    ids, other = messages.UniqueIds(2, (b"id",)), messages.UniqueIds(3, (b"id",))
     assert encoder.encode_parts(ids)[0] is encoder.encode_parts(ids)[0]
     assert encoder.encode(other) == codec.encode(other) != encoder.encode(ids) == codec.encode(ids)
 
 
 def test_a_large_generation_is_packed_once_for_all_its_members_and_comes_through_whole() -> None:
-    hosts = [m.Host(f"id-{i}", f"node{i}", f"10.0.0.{i}") for i in range(100)]
+    hosts = [messages.Host(f"id-{i}", f"node{i}", f"10.0.0.{i}") for i in range(100)]
     members = tuple(
-        m.Member(
-            i, f"node{i // 8}-{i % 8}", i + 1, hosts[i // 8], m.Device("cuda", i % 8), i % 8, 8, f"x:{i}"
+        messages.Member(
+            i,
+            f"node{i // 8}-{i % 8}",
+            i + 1,
+            hosts[i // 8],
+            messages.Device("cuda", i % 8),
+            i % 8,
+            8,
+            f"x:{i}",
         )
         for i in range(800)
     )
@@ -395,17 +407,17 @@ def test_a_large_generation_is_packed_once_for_all_its_members_and_comes_through
     assert decoded == [large.replaced(rank=rank) for rank in (0, 7, -1)]
 
 
-def membership(numbers: Sequence[int], generation: int, per_host: int = 4) -> m.Assignment:
+def membership(numbers: Sequence[int], generation: int, per_host: int = 4) -> messages.Assignment:
     """A generation of these workers in this order."""
     sizes = Counter(number // per_host for number in numbers)
     seen: Counter[int] = Counter()
     members = []
     for rank, number in enumerate(numbers):
         host = number // per_host
-        at = m.Host(f"id-{host}", f"node{host}", f"10.0.0.{host}")
-        device = m.Device("cuda", number % per_host)
+        at = messages.Host(f"id-{host}", f"node{host}", f"10.0.0.{host}")
+        device = messages.Device("cuda", number % per_host)
         place = (rank, f"n{number}", number + 1, at, device, seen[host], sizes[host], f"x:{number}")
-        members.append(m.Member(*place))
+        members.append(messages.Member(*place))
         seen[host] += 1
     return ASSIGNMENT.replaced(generation=generation, members=tuple(members), newcomer_ranks=())
 
@@ -413,7 +425,7 @@ def membership(numbers: Sequence[int], generation: int, per_host: int = 4) -> m.
 @given(st.lists(st.lists(st.integers(0, 40), min_size=1, unique=True), min_size=1, max_size=4))
 def test_what_builds_on_the_generation_before_comes_through_whole(generations: list[list[int]]) -> None:
     encoder = codec.AssignmentEncoder(delta_from=1)
-    held: m.Assignment | None = None
+    held: messages.Assignment | None = None
     for generation, numbers in enumerate(generations, 1):
         new = membership(numbers, generation)
         for rank in (0, len(numbers) - 1, -1):
@@ -476,9 +488,9 @@ def test_what_does_not_fit_the_generation_before_is_refused(
 
 
 def test_hosts_stand_once_however_many_of_their_devices_take_part() -> None:
-    host = m.Host("h0", "node0", "10.0.0.1")
-    candidates = [m.Candidate(f"n{i}", i, host, m.Device(), 2, 2, "tcp") for i in (0, 1)]
-    members = tuple(as_sent(r.Placed(rank, rank, 2, each)) for rank, each in enumerate(candidates))
+    host = messages.Host("h0", "node0", "10.0.0.1")
+    candidates = [messages.Candidate(f"n{i}", i, host, messages.Device(), 2, 2, "tcp") for i in (0, 1)]
+    members = tuple(as_sent(records.Placed(rank, rank, 2, each)) for rank, each in enumerate(candidates))
     body = encoded(ASSIGNMENT.replaced(members=members)).assignment
     assert [each.id for each in body.hosts] == ["h0"]
     assert [each.host_index for each in body.members] == [0, 0]
@@ -486,11 +498,11 @@ def test_hosts_stand_once_however_many_of_their_devices_take_part() -> None:
 
 def test_the_shared_encoder_says_the_same_as_the_plain_one() -> None:
     encoder = codec.AssignmentEncoder()
-    other = m.Assignment(3, 0, ASSIGNMENT.members, -1, (), 1, "c came", -1, ())
-    for message in (ASSIGNMENT, m.GroupBuilt(2), other, ASSIGNMENT):
+    other = messages.Assignment(3, 0, ASSIGNMENT.members, -1, (), 1, "c came", -1, ())
+    for message in (ASSIGNMENT, messages.GroupBuilt(2), other, ASSIGNMENT):
         for rank in (0, 1):
-            if isinstance(message, m.Assignment):
-                message = m.Assignment(
+            if isinstance(message, messages.Assignment):
+                message = messages.Assignment(
                     message.generation,
                     rank,
                     message.members,
@@ -506,7 +518,7 @@ def test_the_shared_encoder_says_the_same_as_the_plain_one() -> None:
 
 
 def test_status_comes_through_whole() -> None:
-    last = m.Collective(9, "all_reduce", "world", "float32", 4096, True)
+    last = messages.Collective(9, "all_reduce", "world", "float32", 4096, True)
     view = JobView(
         job_id="job",
         state="running",

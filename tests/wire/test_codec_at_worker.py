@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 from muster.wire.codec import MAX_RECENT, WireError, encode
 from muster.wire.codec import decode_scheduler_message as decode
 from muster.wire.v1 import rendezvous_pb2 as pb
@@ -17,7 +16,7 @@ from tests.worker.session.machine import assignment, profile
 from tests.worker.session.scripted import to_wire
 
 
-def body(message: m.WorkerMessage) -> pb.WorkerMessage:
+def body(message: messages.WorkerMessage) -> pb.WorkerMessage:
     return pb.WorkerMessage.FromString(encode(message))
 
 
@@ -34,7 +33,7 @@ def wire_assignment(**changes: object) -> pb.Assignment:
 
 def test_join_carries_everything() -> None:
     me = profile(facts=(("nccl", "2.28.9"),), spare=True, local_index=3, data_address="10.0.0.1:5000")
-    join = body(m.Join(me, 4, 2, True, 17)).join
+    join = body(messages.Join(me, 4, 2, True, 17)).join
     assert (join.protocol_version, join.job_id, join.node_id, join.incarnation) == (1, "job", "n0", 7)
     assert (join.worker_num, join.worker_min, join.spare, join.backend) == (2, 0, True, "tcp")
     assert (join.host.id, join.host.name, join.host.address) == ("host-id", "alpha", "10.0.0.1")
@@ -46,22 +45,22 @@ def test_join_carries_everything() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (m.Built(3), pb.WorkerMessage(built=pb.Built(generation=3))),
+        (messages.Built(3), pb.WorkerMessage(built=pb.Built(generation=3))),
         (
-            m.PublishUniqueIds(3, (b"a", b"b")),
+            messages.PublishUniqueIds(3, (b"a", b"b")),
             pb.WorkerMessage(publish_unique_ids=pb.PublishUniqueIds(generation=3, unique_ids=[b"a", b"b"])),
         ),
         (
-            m.Quiesced(3, 9),
+            messages.Quiesced(3, 9),
             pb.WorkerMessage(quiesced=pb.Quiesced(generation=3, last_started_step=9)),
         ),
         (
-            m.SuspectPeer(3, 1, "reset"),
+            messages.SuspectPeer(3, 1, "reset"),
             pb.WorkerMessage(suspect_peer=pb.SuspectPeer(generation=3, rank=1, detail="reset")),
         ),
-        (m.Late(3, 12.5), pb.WorkerMessage(late=pb.Late(generation=3, seconds=12.5))),
+        (messages.Late(3, 12.5), pb.WorkerMessage(late=pb.Late(generation=3, seconds=12.5))),
         (
-            m.Probed(7, (("b", "re\nset"),), late=True, waits=True, busy="evaluation", seconds=3.5),
+            messages.Probed(7, (("b", "re\nset"),), late=True, waits=True, busy="evaluation", seconds=3.5),
             pb.WorkerMessage(
                 probed=pb.Probed(
                     round=7,
@@ -74,26 +73,28 @@ def test_join_carries_everything() -> None:
             ),
         ),
         (
-            m.RequestLeave(3, "SIGTERM"),
+            messages.RequestLeave(3, "SIGTERM"),
             pb.WorkerMessage(request_leave=pb.RequestLeave(generation=3, reason="SIGTERM")),
         ),
         (
-            m.Leave(3, True, "done"),
+            messages.Leave(3, True, "done"),
             pb.WorkerMessage(leave=pb.Leave(generation=3, finished=True, reason="done")),
         ),
         (
-            m.Leave(3, False, "lost", consequence=True, exit_code=3),
+            messages.Leave(3, False, "lost", consequence=True, exit_code=3),
             pb.WorkerMessage(leave=pb.Leave(generation=3, reason="lost", consequence=True, exit_code=3)),
         ),
     ],
 )
-def test_other_messages(message: m.WorkerMessage, expected: pb.WorkerMessage) -> None:
+def test_other_messages(message: messages.WorkerMessage, expected: pb.WorkerMessage) -> None:
     assert body(message) == expected
 
 
 def test_a_heartbeat_keeps_the_newest_collectives() -> None:
-    recent = tuple(m.Collective(i, "all_reduce", "world", "float32", 4, True) for i in range(MAX_RECENT + 5))
-    beat = body(m.Heartbeat(2, 5, 6, 9.5, recent, 1)).heartbeat
+    recent = tuple(
+        messages.Collective(i, "all_reduce", "world", "float32", 4, True) for i in range(MAX_RECENT + 5)
+    )
+    beat = body(messages.Heartbeat(2, 5, 6, 9.5, recent, 1)).heartbeat
     assert (beat.generation, beat.entered_generation) == (2, 1)
     assert (beat.step, beat.started_step, beat.samples_per_s) == (5, 6, 9.5)
     assert [c.sequence for c in beat.recent] == list(range(5, MAX_RECENT + 5))
@@ -107,52 +108,55 @@ LOST = pb.FirstLoss(node_id="b", incarnation=9, sentence="b\nleft", exit_code=3)
     [
         (
             {"welcome": pb.Welcome(heartbeat_interval_s=1, node_timeout_s=5, topo_timeout_s=60, spare=True)},
-            m.Welcome(1.0, 5.0, 60.0, True, version=""),
+            messages.Welcome(1.0, 5.0, 60.0, True, version=""),
         ),
-        ({"waiting": pb.Waiting(present=1, needed=2, sentence="n1")}, m.Waiting(1, 2, "n1")),
+        ({"waiting": pb.Waiting(present=1, needed=2, sentence="n1")}, messages.Waiting(1, 2, "n1")),
         ({"assignment": wire_assignment()}, assignment()),
-        ({"unique_ids": pb.UniqueIds(generation=2, unique_ids=[b"x"])}, m.UniqueIds(2, (b"x",))),
-        ({"group_built": pb.GroupBuilt(generation=2)}, m.GroupBuilt(2)),
-        ({"suspended": pb.Suspended(generation=2, reason="few", wait_s=9)}, m.Suspended(2, "few", 9.0)),
+        ({"unique_ids": pb.UniqueIds(generation=2, unique_ids=[b"x"])}, messages.UniqueIds(2, (b"x",))),
+        ({"group_built": pb.GroupBuilt(generation=2)}, messages.GroupBuilt(2)),
+        (
+            {"suspended": pb.Suspended(generation=2, reason="few", wait_s=9)},
+            messages.Suspended(2, "few", 9.0),
+        ),
         (
             {"suspended": pb.Suspended(generation=2, reason="few", wait_s=9, save=True)},
-            m.Suspended(2, "few", 9.0, save=True),
+            messages.Suspended(2, "few", 9.0, save=True),
         ),
         (
             {"probe": pb.Probe(round=7, targets=[pb.ProbeTarget(node_id="b", address="x:1")])},
-            m.Probe(7, (("b", "x:1"),)),
+            messages.Probe(7, (("b", "x:1"),)),
         ),
-        ({"quiesce": pb.Quiesce(generation=2, reason="grow")}, m.Quiesce(2, "grow")),
+        ({"quiesce": pb.Quiesce(generation=2, reason="grow")}, messages.Quiesce(2, "grow")),
         (
             {"refused": pb.Refused(code="REFUSAL_CODE_JOB_FULL", sentence="full")},
-            m.Refused(m.RefusalCode.JOB_FULL, "full"),
+            messages.Refused(messages.RefusalCode.JOB_FULL, "full"),
         ),
-        ({"ended": pb.Ended(ok=True, reason="all done")}, m.Ended(True, "all done")),
-        ({"ended": pb.Ended(ok=True, reason="go", leave=True)}, m.Ended(True, "go", leave=True)),
+        ({"ended": pb.Ended(ok=True, reason="all done")}, messages.Ended(True, "all done")),
+        ({"ended": pb.Ended(ok=True, reason="go", leave=True)}, messages.Ended(True, "go", leave=True)),
         (
             {"suspended": pb.Suspended(generation=2, reason="few", wait_s=9, first_loss=LOST)},
-            m.Suspended(2, "few", 9.0, m.FirstLoss("b", 9, "b\\nleft", 3)),
+            messages.Suspended(2, "few", 9.0, messages.FirstLoss("b", 9, "b\\nleft", 3)),
         ),
     ],
 )
-def test_what_the_scheduler_says(part: dict[str, object], expected: m.SchedulerMessage) -> None:
+def test_what_the_scheduler_says(part: dict[str, object], expected: messages.SchedulerMessage) -> None:
     assert decode(scheduler_message(**part)) == expected
 
 
 def test_a_leaving_worker_has_no_rank_in_its_assignment() -> None:
     decoded = decode(scheduler_message(assignment=wire_assignment(rank=-1, unique_id_count=0)))
-    assert isinstance(decoded, m.Assignment)
+    assert isinstance(decoded, messages.Assignment)
     assert decoded.rank == -1
 
 
 def test_a_refusal_of_a_newer_scheduler_keeps_its_sentence() -> None:
     raw = pb.SchedulerMessage(refused=pb.Refused(code=99, sentence="new reason"))  # type: ignore[arg-type]
-    assert decode(raw.SerializeToString()) == m.Refused(m.RefusalCode.UNSPECIFIED, "new reason")
+    assert decode(raw.SerializeToString()) == messages.Refused(messages.RefusalCode.UNSPECIFIED, "new reason")
 
 
 def test_text_cannot_forge_a_second_line() -> None:
     decoded = decode(scheduler_message(ended=pb.Ended(reason="a\nERROR b")))
-    assert decoded == m.Ended(False, "a\\nERROR b")
+    assert decoded == messages.Ended(False, "a\\nERROR b")
 
 
 def _members(*ranks: int, node_id: str = "") -> list[pb.Member]:

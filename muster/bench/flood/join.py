@@ -11,7 +11,7 @@ import time
 from queue import SimpleQueue
 
 from muster.communicators import create_backend
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import decode_scheduler_message, encode
 from muster.worker.config import load_settings
 from muster.worker.host import describe_host, join_facts
@@ -26,14 +26,14 @@ def main() -> None:
     settings = load_settings(os.environ)
     keyring = load_keyring(settings, os.environ)
     plane = create_backend("tcp", tls=keyring, job_id=settings.job_id, allow_insecure=False)
-    profile = m.Profile(
+    profile = messages.Profile(
         job_id=settings.job_id,
         node_id=settings.node_id or "late",
         incarnation=time.time_ns(),
         worker_num=settings.worker_num,
         worker_min=settings.worker_min,
         host=describe_host(settings),
-        device=m.Device("cpu", 0),
+        device=messages.Device("cpu", 0),
         backend="tcp",
         spare=True,
         facts=tuple(sorted(join_facts(plane, os.environ).items())),
@@ -43,7 +43,7 @@ def main() -> None:
     began = time.monotonic()
     while time.monotonic() < began + LIMIT_S:
         answer = _answer(dial, profile)
-        if isinstance(answer, m.Refused):
+        if isinstance(answer, messages.Refused):
             raise SystemExit(answer.sentence)
         if answer is not None:
             print(time.monotonic() - began, flush=True)
@@ -52,10 +52,10 @@ def main() -> None:
     os._exit(0)  # gone without a word, like a spare that is killed: the job does not need it
 
 
-def _answer(dial: Dial, profile: m.Profile) -> m.SchedulerMessage | None:
+def _answer(dial: Dial, profile: messages.Profile) -> messages.SchedulerMessage | None:
     """The scheduler's first word; None where it could not be asked."""
     outbox: SimpleQueue[bytes | None] = SimpleQueue()
-    outbox.put(encode(m.Join(profile)))
+    outbox.put(encode(messages.Join(profile)))
     try:
         return next((decode_scheduler_message(data) for data in dial(outbox)[0]), None)
     except (OSError, DeniedError):

@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import AssignmentEncoder
 
 WORKERS_PER_HOST = 8
 
 
-def candidate(index: int, size: int) -> m.Candidate:
+def candidate(index: int, size: int) -> messages.Candidate:
     """The worker of this number."""
     host, device = divmod(index, WORKERS_PER_HOST)
-    return m.Candidate(
+    return messages.Candidate(
         node_id=f"node{host}-{device}",
         incarnation=(index + 1) * 0x9E3779B97F4A7C15 % 2**64,  # as random ones, which do not compress
-        host=m.Host(f"host-{host:08x}", f"node{host}", f"127.0.{host // 256}.{host % 256}"),
-        device=m.Device("cuda", device),
+        host=messages.Host(f"host-{host:08x}", f"node{host}", f"127.0.{host // 256}.{host % 256}"),
+        device=messages.Device("cuda", device),
         worker_num=size,
         worker_min=1,
         backend="nccl",
@@ -38,7 +38,7 @@ def candidate(index: int, size: int) -> m.Candidate:
 
 def measure(size: int) -> dict[str, float]:
     """CPU seconds for each kind of event, from the first Join to a generation without 1 % of the members."""
-    settings = e.CoreSettings(size, 1, 0, 300.0, 31.5, 1.0)
+    settings = events.CoreSettings(size, 1, 0, 300.0, 31.5, 1.0)
     machine, encoder = Machine("default", settings), AssignmentEncoder()
     streams, figures = range(1, size + 1), dict[str, float]()
 
@@ -48,7 +48,9 @@ def measure(size: int) -> dict[str, float]:
         figures[name] = time.process_time() - begun
         return decision
 
-    def each(event_of: Callable[[int], e.Event], now: float, numbers: range | list[int]) -> Decision | None:
+    def each(
+        event_of: Callable[[int], events.Event], now: float, numbers: range | list[int]
+    ) -> Decision | None:
         decision = None
         for number in numbers:
             decision = machine.step(event_of(number), now)
@@ -56,7 +58,7 @@ def measure(size: int) -> dict[str, float]:
 
     def ticks(now: float) -> None:
         for _ in range(100):
-            machine.step(e.Tick(), now)
+            machine.step(events.Tick(), now)
 
     def encode(decision: Decision | None) -> Decision | None:
         assert decision is not None
@@ -64,12 +66,12 @@ def measure(size: int) -> dict[str, float]:
         figures.setdefault("assignment_bytes", max(sum(map(len, each)) for each in parts))
         return decision
 
-    joins = [e.Joined(number, candidate(number - 1, size)) for number in streams]
+    joins = [events.Joined(number, candidate(number - 1, size)) for number in streams]
     timed("joins_s", lambda: each(lambda number: joins[number - 1], 1.0, streams[:-1]))
     formed = timed("last_join_s", lambda: machine.step(joins[-1], 1.0))
     timed("assignments_encoded_s", lambda: encode(formed))
-    timed("all_built_s", lambda: each(lambda number: e.BuiltReported(number, 1), 1.2, streams))
-    beats = [e.Heard(number, 1, 1, 1, 1.0, entered_generation=1) for number in streams]
+    timed("all_built_s", lambda: each(lambda number: events.BuiltReported(number, 1), 1.2, streams))
+    beats = [events.Heard(number, 1, 1, 1, 1.0, entered_generation=1) for number in streams]
     timed("heartbeat_of_each_s", lambda: each(lambda number: beats[number - 1], 1.3, streams))
     timed("100_ticks_s", lambda: ticks(1.4))
     dead = list(streams[::100])
@@ -78,12 +80,12 @@ def measure(size: int) -> dict[str, float]:
     def lose() -> Decision:
         decision = Decision()
         for number in dead:
-            decision = machine.step(e.SessionLost(number, "killed"), 2.0, more=number != dead[-1])
+            decision = machine.step(events.SessionLost(number, "killed"), 2.0, more=number != dead[-1])
         return decision
 
     formed = timed("1_percent_lost_s", lose)
     timed("assignments_encoded_again_s", lambda: encode(formed))
-    timed("all_built_again_s", lambda: each(lambda number: e.BuiltReported(number, 2), 2.2, living))
+    timed("all_built_again_s", lambda: each(lambda number: events.BuiltReported(number, 2), 2.2, living))
     timed("100_ticks_below_full_size_s", lambda: ticks(2.4))
     return {name: round(value, 4) for name, value in figures.items()}
 

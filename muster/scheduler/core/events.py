@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muster.scheduler.core.records import Record
-from muster.wire import messages as m
-from muster.wire.messages import Value
+from muster.wire import messages
+from muster.wire.messages import SchedulerMessage, Value
 from muster.wire.rank_table import RankTable
 
 SessionId = int
@@ -53,7 +53,7 @@ class OfSession(Value):
 class Joined(OfSession):
     """A worker asks for a place, or takes up the place it held before its stream broke."""
 
-    candidate: m.Candidate
+    candidate: messages.Candidate
     held_generation: int = 0
     held_rank: int = -1
     built: bool = False
@@ -63,39 +63,39 @@ class Joined(OfSession):
     last_call_s: float = 0.0
 
 
-class Heard(m.Heartbeat, OfSession):
+class Heard(messages.Heartbeat, OfSession):
     """A worker's heartbeat; it may still be busy in an older generation than the newest that it knows of."""
 
 
-class UniqueIdsPublished(m.PublishUniqueIds, OfSession):
+class UniqueIdsPublished(messages.PublishUniqueIds, OfSession):
     """Rank 0 of a generation hands in its unique ids."""
 
 
-class BuiltReported(m.Built, OfSession):
+class BuiltReported(messages.Built, OfSession):
     """A worker has built its communicator."""
 
 
-class QuiescedReported(m.Quiesced, OfSession):
+class QuiescedReported(messages.Quiesced, OfSession):
     """A worker stops at a step boundary for a planned change."""
 
 
-class PeerSuspected(m.SuspectPeer, OfSession):
+class PeerSuspected(messages.SuspectPeer, OfSession):
     """A worker saw a collective fail on a peer."""
 
 
-class PeerLate(m.Late, OfSession):
+class PeerLate(messages.Late, OfSession):
     """A worker waits for its peers."""
 
 
-class ProbeAnswered(m.Probed, OfSession):
+class ProbeAnswered(messages.Probed, OfSession):
     """A worker has tried to reach others."""
 
 
-class LeaveRequested(m.RequestLeave, OfSession):
+class LeaveRequested(messages.RequestLeave, OfSession):
     """A worker wants to leave at a step boundary."""
 
 
-class LeftCleanly(m.Leave, OfSession):
+class LeftCleanly(messages.Leave, OfSession):
     """A worker says goodbye."""
 
 
@@ -201,5 +201,5 @@ class Decision:
     """
 
     records: tuple[Record, ...] = ()
-    messages: tuple[tuple[SessionId, m.SchedulerMessage], ...] = ()
+    messages: tuple[tuple[SessionId, SchedulerMessage], ...] = ()
     reason: str = ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import phases, probing
+from muster.scheduler.core import events, phases, probing
 from muster.scheduler.core.job import Job, Suspicion
 from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
-from muster.wire import messages as m
+from muster.wire import messages
 
 
-def heard(job: Job, event: e.Heard, now: float) -> None:
+def heard(job: Job, event: events.Heard, now: float) -> None:
     """Handles a heartbeat."""
     claim = job.sender(event.session)
     if claim is None or event.generation > job.ledger.generation:
@@ -42,20 +41,20 @@ def _came_to_build(job: Job, now: float) -> None:
         job.deadlines.phase_since = now
 
 
-def published(job: Job, event: e.UniqueIdsPublished, now: float) -> None:
+def published(job: Job, event: events.UniqueIdsPublished, now: float) -> None:
     """Hands the unique ids of rank 0 to all members."""
     node_id = job.member_behind(event.session, event.generation)
     if node_id is None or job.rank_of(node_id) != 0 or job.phase is not Phase.BUILDING:
         return
     if len(event.unique_ids) != job.unique_id_count or not all(event.unique_ids):
         problem = f"handed in {len(event.unique_ids)} of {count(job.unique_id_count, 'unique id')}"
-        job.lose(node_id, problem, m.RefusalCode.MALFORMED)
+        job.lose(node_id, problem, messages.RefusalCode.MALFORMED)
     elif not job.current.unique_ids:
         job.current.unique_ids = event.unique_ids
-        job.send_to_members(m.UniqueIds(event.generation, event.unique_ids))
+        job.send_to_members(messages.UniqueIds(event.generation, event.unique_ids))
 
 
-def built_reported(job: Job, event: e.BuiltReported, now: float) -> None:
+def built_reported(job: Job, event: events.BuiltReported, now: float) -> None:
     """Notes that a member has built its group."""
     node_id = job.member_behind(event.session, event.generation)
     if node_id is None:
@@ -65,7 +64,7 @@ def built_reported(job: Job, event: e.BuiltReported, now: float) -> None:
     job.mark_built(node_id)
 
 
-def quiesced_reported(job: Job, event: e.QuiescedReported, now: float) -> None:
+def quiesced_reported(job: Job, event: events.QuiescedReported, now: float) -> None:
     """Notes that a member has stopped at a step boundary."""
     node_id = job.member_behind(event.session, event.generation)
     if node_id is None:
@@ -75,7 +74,7 @@ def quiesced_reported(job: Job, event: e.QuiescedReported, now: float) -> None:
     job.members.quiesce(node_id, event.last_started_step)
 
 
-def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
+def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
     """Handles a failed collective: the peer is lost, or the group is built again."""
     if event.rank < 0:  # nobody is to blame, but one that has finished may be missed
         node_id = job.member_behind(event.session, event.generation)
@@ -106,14 +105,14 @@ def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
     probing.want_round(job, now, urgent=True)
 
 
-def peer_late(job: Job, event: e.PeerLate, now: float) -> None:
+def peer_late(job: Job, event: events.PeerLate, now: float) -> None:
     """Asks for a round of probes, because a member waits for its peers."""
     claim = job.sender(event.session)
     if claim is not None and job.rank_of(claim.candidate.node_id) >= 0:
         probing.want_round(job, now, urgent=False)
 
 
-def probed(job: Job, event: e.ProbeAnswered, now: float) -> None:
+def probed(job: Job, event: events.ProbeAnswered, now: float) -> None:
     """Handles a worker's answer to a round of probes."""
     job.sender(event.session)
     probing.take_answer(job, event, now)

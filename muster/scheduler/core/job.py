@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.ledger import (
     Claim,
     Ledger,
@@ -23,7 +22,9 @@ from muster.scheduler.core.ledger import (
 )
 from muster.scheduler.core.members import Members, Patience
 from muster.scheduler.core.probing_state import Probing
-from muster.wire import messages as m
+from muster.scheduler.core.records import Record
+from muster.wire import messages
+from muster.wire.messages import SchedulerMessage
 
 
 @dataclass(slots=True)
@@ -36,11 +37,11 @@ class Outbox:
         remarks: what happened, in sentences.
     """
 
-    records: list[r.Record] = field(default_factory=list)
-    messages: list[tuple[e.SessionId, m.SchedulerMessage]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    messages: list[tuple[events.SessionId, SchedulerMessage]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def send(self, session: e.SessionId, message: m.SchedulerMessage) -> None:
+    def send(self, session: events.SessionId, message: SchedulerMessage) -> None:
         """Adds a message for a stream."""
         self.messages.append((session, message))
 
@@ -48,9 +49,9 @@ class Outbox:
         """Adds a sentence to the log without changing the reason that ``status`` shows."""
         self.remarks.append(sentence)
 
-    def decision(self) -> e.Decision:
+    def decision(self) -> events.Decision:
         """Returns everything as a decision."""
-        return e.Decision(tuple(self.records), tuple(self.messages), " ".join(self.remarks))
+        return events.Decision(tuple(self.records), tuple(self.messages), " ".join(self.remarks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class GenerationState:
 
     unique_ids: tuple[bytes, ...] = field(default=(), repr=False)
     built: set[str] = field(default_factory=set)
-    sent: tuple[m.Member, ...] = ()
+    sent: tuple[messages.Member, ...] = ()
     change: str = ""
     plan: str | None = None
     broken: str | None = None
@@ -152,7 +153,7 @@ class Admissions:
         labels: the topology label that was first seen of a host.
     """
 
-    held_back: dict[e.SessionId, e.Joined] = field(default_factory=dict)
+    held_back: dict[events.SessionId, events.Joined] = field(default_factory=dict)
     tried: tuple[int, int] = (0, 0)
     arrived: str | None = None
     remarked: set[str] = field(default_factory=set)
@@ -181,7 +182,7 @@ class Job:
     """
 
     job_id: str
-    settings: e.CoreSettings
+    settings: events.CoreSettings
     ledger: Ledger = field(default_factory=Ledger)
     members: Members = field(default_factory=Members)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -195,7 +196,7 @@ class Job:
     needs_advance: bool = False
     phase_seen: Phase = Phase.FORMING
     reason: str = ""
-    first_loss: m.FirstLoss | None = None
+    first_loss: messages.FirstLoss | None = None
 
     # ------------------------------------------------------------ questions
 
@@ -243,11 +244,11 @@ class Job:
         formed = self.ledger.formed
         return self.phase is Phase.BUILDING and formed is not None and formed.switch_after_step >= 0
 
-    def present(self) -> list[m.Candidate]:
+    def present(self) -> list[messages.Candidate]:
         """The workers that would make up the next generation."""
         return self.ledger.choose(self.settings) if self.ledger.opened is not None else []
 
-    def seated(self) -> list[m.Candidate]:
+    def seated(self) -> list[messages.Candidate]:
         """The workers that have a place, or get one; before the first group, spares wait for others first."""
         forming = self.phase is Phase.FORMING
         return [candidate for candidate in self.present() if not (forming and candidate.spare)]
@@ -282,7 +283,7 @@ class Job:
         """A worker in words, with its rank if it has one."""
         return who(self.ledger.claims[node_id].candidate, self.ledger.rank_of(node_id))
 
-    def sender(self, session: e.SessionId) -> Claim | None:
+    def sender(self, session: events.SessionId) -> Claim | None:
         """The claim of the worker that speaks on this stream, which is heard by that; None: it has none."""
         node_id = self.members.nodes.get(session)
         if node_id is None:
@@ -290,7 +291,7 @@ class Job:
         self.members.has_spoken(node_id, self.now)
         return self.ledger.claims[node_id]
 
-    def member_behind(self, session: e.SessionId, generation: int) -> str | None:
+    def member_behind(self, session: events.SessionId, generation: int) -> str | None:
         """Node id of the sender, if it is a member of the newest generation and speaks of that one."""
         claim = self.sender(session)
         if claim is None or generation != self.ledger.generation or self.phase is Phase.ENDED:
@@ -300,11 +301,11 @@ class Job:
 
     # ------------------------------------------------------------ changes
 
-    def apply(self, record: r.Record) -> None:
+    def apply(self, record: Record) -> None:
         """Takes a durable record in: the only way in which durable state changes, here and in recovery."""
         self.ledger.apply(record)
         self.records += 1
-        if isinstance(record, r.Snapshot):  # of a generation that stands
+        if isinstance(record, records.Snapshot):  # of a generation that stands
             for formed in record.formed:
                 sent = tuple(map(as_sent, formed.members))
                 self.current = GenerationState(sent=sent, change=formed.reason)
@@ -317,11 +318,11 @@ class Job:
                     if claim.newcomer and self.ledger.rank_of(node_id) >= 0
                 ),
             )
-        elif isinstance(record, r.Removed):
+        elif isinstance(record, records.Removed):
             self.members.forget(record.node_id)
             self.current.built.discard(record.node_id)
             self.current.puzzled.discard(record.node_id)
-        elif isinstance(record, r.GenerationFormed):
+        elif isinstance(record, records.GenerationFormed):
             sent = tuple(map(as_sent, record.members))
             self.current = GenerationState(sent=sent, change=record.reason)
             self.deadlines.begin_generation(self.now)
@@ -330,41 +331,41 @@ class Job:
             self.members.enter_generation(
                 self.ledger.ranks, (members[rank].candidate.node_id for rank in record.newcomer_ranks)
             )
-        elif isinstance(record, r.GenerationEnded):
+        elif isinstance(record, records.GenerationEnded):
             self.current = GenerationState(sent=self.current.sent, change=self.current.change)
             self.deadlines.begin_generation(self.now)
             self.probing.awaited = {}
-        elif isinstance(record, r.GroupEstablished):
+        elif isinstance(record, records.GroupEstablished):
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
             self.first_loss = None  # the others have gone on
             self.trained = dict(self.ledger.ranks)
 
-    def commit(self, record: r.Record) -> None:
+    def commit(self, record: Record) -> None:
         """Changes durable state: the record goes out, to be written down."""
         self.apply(record)
         self.outbox.records.append(record)
 
     # ------------------------------------------------------------ who comes and goes
 
-    def admit(self, event: e.Joined) -> None:
+    def admit(self, event: events.Joined) -> None:
         """Takes a new worker in, and sends it what it has to know."""
         candidate = event.candidate
         if self.ledger.opened is None:
-            self.commit(r.JobOpened(self.job_id, *sizes(self.settings, candidate)))
-        self.commit(r.Admitted(candidate))
+            self.commit(records.JobOpened(self.job_id, *sizes(self.settings, candidate)))
+        self.commit(records.Admitted(candidate))
         contact = self.members.attach(candidate.node_id, event.session, self.now)
         contact.step = contact.baseline = event.step
         self.greet(candidate.node_id, event.session)
         self.say(f"{named_first(candidate)} has joined.")
 
-    def take_back(self, event: e.Joined) -> None:
+    def take_back(self, event: events.Joined) -> None:
         """Takes in a worker that opens its stream again: what it may have missed is sent once more."""
         node_id = event.candidate.node_id
         old = self.members.session_of(node_id)
         if old is not None and old != event.session:
             sentence = f"{named_first(event.candidate)} has opened a newer stream."
-            self.outbox.send(old, m.Refused(m.RefusalCode.SUPERSEDED, sentence))
+            self.outbox.send(old, messages.Refused(messages.RefusalCode.SUPERSEDED, sentence))
         contact = self.members.attach(node_id, event.session, self.now)
         contact.step = max(contact.step, event.step)
         if event.built and event.held_generation == self.ledger.generation:
@@ -377,7 +378,7 @@ class Job:
         if self.phase is Phase.BUILDING and self.ledger.rank_of(node_id) >= 0:
             self.current.built.add(node_id)
 
-    def greet(self, node_id: str, session: e.SessionId) -> None:
+    def greet(self, node_id: str, session: events.SessionId) -> None:
         """Sends a worker on its new stream everything that it has to know."""
         claim, phase = self.ledger.claims[node_id], self.phase
         self.outbox.send(session, self.welcome(spare=self.ledger.waits_as_spare(claim)))
@@ -388,38 +389,38 @@ class Job:
             if rank >= 0:
                 wait_s = max(0.0, self.deadlines.phase_since + self.settings.topo_timeout_s - self.now)
                 why = self.ledger.suspended or ""
-                self.outbox.send(session, m.Suspended(generation, why, wait_s, self.first_loss))
+                self.outbox.send(session, messages.Suspended(generation, why, wait_s, self.first_loss))
             return
         if rank >= 0 or (claim.leaving is not None and claim.since):
             self.outbox.send(session, self.assignment(rank))
         if rank >= 0:
             self._send_rest(session, generation, phase)
 
-    def _send_rest(self, session: e.SessionId, generation: int, phase: Phase) -> None:
+    def _send_rest(self, session: events.SessionId, generation: int, phase: Phase) -> None:
         """Sends what a member needs besides its Assignment."""
         if phase is Phase.BUILDING and self.current.unique_ids:
-            self.outbox.send(session, m.UniqueIds(generation, self.current.unique_ids))
+            self.outbox.send(session, messages.UniqueIds(generation, self.current.unique_ids))
         if phase is not Phase.BUILDING:
-            self.outbox.send(session, m.GroupBuilt(generation))
+            self.outbox.send(session, messages.GroupBuilt(generation))
         if phase is Phase.QUIESCING:
-            self.outbox.send(session, m.Quiesce(generation, self.current.plan or ""))
+            self.outbox.send(session, messages.Quiesce(generation, self.current.plan or ""))
 
     def remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
         """Takes a worker's claim away."""
         claim = self.ledger.claims[node_id]
-        self.commit(r.Removed(node_id, claim.candidate.incarnation, reason, finished))
+        self.commit(records.Removed(node_id, claim.candidate.incarnation, reason, finished))
 
-    def dismiss(self, claim: Claim, message: m.Ended, reason: str) -> None:
+    def dismiss(self, claim: Claim, message: messages.Ended, reason: str) -> None:
         """Sends a worker its last message and takes its claim away."""
         self.send(claim.candidate.node_id, message)
         self.remove(claim.candidate.node_id, f"{who(claim.candidate)} {reason}")
 
-    def lose(self, node_id: str, what: str, code: m.RefusalCode | None = None) -> None:
+    def lose(self, node_id: str, what: str, code: messages.RefusalCode | None = None) -> None:
         """Removes a worker that is lost; with a code, its stream, if it still has one, gets a refusal."""
         claim = self.ledger.claims[node_id]
         sentence = f"{self.name(node_id)} {what}"
         if code is not None:
-            self.send(node_id, m.Refused(code, f"{upper_first(sentence)}."))
+            self.send(node_id, messages.Refused(code, f"{upper_first(sentence)}."))
         if self.switches_by_steps and self.leaves_now(claim):
             self.current.broken = sentence  # the others may be in a step that it was to finish with them
         self.note_loss(node_id, sentence)
@@ -435,17 +436,17 @@ class Job:
         claim = self.ledger.claims[node_id]
         is_member = self.ledger.rank_of(node_id) >= 0
         if self.first_loss is None and is_member and claim.leaving is None:
-            self.first_loss = m.FirstLoss(node_id, claim.candidate.incarnation, sentence, exit_code)
+            self.first_loss = messages.FirstLoss(node_id, claim.candidate.incarnation, sentence, exit_code)
 
     # ------------------------------------------------------------ messages
 
-    def send(self, node_id: str, message: m.SchedulerMessage) -> None:
+    def send(self, node_id: str, message: SchedulerMessage) -> None:
         """Sends a message to a worker, if it has a stream."""
         session = self.members.session_of(node_id)
         if session is not None:
             self.outbox.send(session, message)
 
-    def send_to_members(self, message: m.SchedulerMessage) -> None:
+    def send_to_members(self, message: SchedulerMessage) -> None:
         """Sends a message to all members."""
         for claim in self.ledger.living_members():
             self.send(claim.candidate.node_id, message)
@@ -454,7 +455,7 @@ class Job:
         """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
         number = len(self.ledger.ranks)
         self.send_to_members(
-            m.Waiting(number - (max(len(self.probing.awaited), 1) if wait else 0), number, sentence)
+            messages.Waiting(number - (max(len(self.probing.awaited), 1) if wait else 0), number, sentence)
         )
 
     def say(self, sentence: str) -> None:
@@ -462,9 +463,9 @@ class Job:
         self.outbox.mention(sentence)
         self.reason = sentence
 
-    def welcome(self, *, spare: bool = False) -> m.Welcome:
+    def welcome(self, *, spare: bool = False) -> messages.Welcome:
         """The first message to a worker; ``spare``: it waits for a place that gets free."""
-        return m.Welcome(
+        return messages.Welcome(
             self.heartbeat_interval_s,
             self.patience.member_s,
             self.settings.topo_timeout_s,
@@ -472,11 +473,11 @@ class Job:
             self.waiting_interval_s,
         )
 
-    def assignment(self, rank: int, lost: tuple[str, ...] = ()) -> m.Assignment:
+    def assignment(self, rank: int, lost: tuple[str, ...] = ()) -> messages.Assignment:
         """The newest generation's Assignment for a rank; -1: for a worker that leaves."""
         formed = self.ledger.formed
         assert formed is not None
-        return m.Assignment(
+        return messages.Assignment(
             generation=formed.generation,
             rank=rank,
             members=self.current.sent,
@@ -491,15 +492,15 @@ class Job:
         )
 
     @staticmethod
-    def farewell(reason: str) -> m.Ended:
+    def farewell(reason: str) -> messages.Ended:
         """The last message to a worker that leaves as asked without a next generation."""
-        return m.Ended(True, f"This worker leaves the job: {reason}.", leave=True)
+        return messages.Ended(True, f"This worker leaves the job: {reason}.", leave=True)
 
 
-def as_sent(placed: r.Placed) -> m.Member:
+def as_sent(placed: records.Placed) -> messages.Member:
     """One member of a generation as Assignments show it."""
     one = placed.candidate
-    return m.Member(
+    return messages.Member(
         rank=placed.rank,
         node_id=one.node_id,
         incarnation=one.incarnation,

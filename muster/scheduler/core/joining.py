@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import probing
+from muster.scheduler.core import events, probing
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Ledger,
@@ -18,7 +17,7 @@ from muster.scheduler.core.ledger import (
 )
 from muster.scheduler.core.sentences import broadcast_waiting, waiting_message
 from muster.version import __version__
-from muster.wire import messages as m
+from muster.wire import messages
 
 LONG_LIST = 32
 """From this many workers on, a Join is not announced to all workers at once."""
@@ -29,7 +28,7 @@ SOFT = "~"
 UNSET = "(unset)"
 
 
-def joined(job: Job, event: e.Joined, now: float, *, again: bool = False) -> None:
+def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -> None:
     """Handles a Join: a worker comes, or comes back; ``again``: it was held back before."""
     candidate = event.candidate
     job.admissions.held_back.pop(event.session, None)  # one answer to each stream, however often it asks
@@ -37,7 +36,7 @@ def joined(job: Job, event: e.Joined, now: float, *, again: bool = False) -> Non
     job.deadlines.last_call_s = event.last_call_s or job.deadlines.last_call_s
     known = job.members.nodes.get(event.session)
     if known is not None and not _is_of(job, known, candidate):
-        job.lose(known, "asked for a second place on its stream", m.RefusalCode.MALFORMED)
+        job.lose(known, "asked for a second place on its stream", messages.RefusalCode.MALFORMED)
         return
     answer = check_process(job.ledger, event)
     if answer is not None:
@@ -51,7 +50,7 @@ def joined(job: Job, event: e.Joined, now: float, *, again: bool = False) -> Non
             _answer(job, event, refusal, again=again)
 
 
-def _answer(job: Job, event: e.Joined, refusal: m.Refused | None, *, again: bool) -> None:
+def _answer(job: Job, event: events.Joined, refusal: messages.Refused | None, *, again: bool) -> None:
     """Answers a new worker; ``refusal`` says why there is no place for it."""
     candidate = event.candidate
     if refusal is not None and _may_free_up(job, refusal, candidate):
@@ -68,7 +67,7 @@ def _answer(job: Job, event: e.Joined, refusal: m.Refused | None, *, again: bool
     job.admissions.arrived = candidate.node_id
 
 
-def _is_of(job: Job, node_id: str, candidate: m.Candidate) -> bool:
+def _is_of(job: Job, node_id: str, candidate: messages.Candidate) -> bool:
     claim = job.ledger.claims.get(node_id)
     return (
         claim is not None
@@ -77,7 +76,7 @@ def _is_of(job: Job, node_id: str, candidate: m.Candidate) -> bool:
     )
 
 
-def _remark(job: Job, candidate: m.Candidate) -> None:
+def _remark(job: Job, candidate: messages.Candidate) -> None:
     """Logs warnings about a worker that differs from the others, each once."""
     for topic, sentence in remarks(job.ledger, candidate):
         _warn_once(job, topic, sentence)
@@ -98,19 +97,19 @@ def _warn_once(job: Job, topic: str, sentence: str) -> None:
         job.outbox.mention(f"Warning: {sentence}")
 
 
-def _may_free_up(job: Job, refusal: m.Refused, candidate: m.Candidate) -> bool:
+def _may_free_up(job: Job, refusal: messages.Refused, candidate: messages.Candidate) -> bool:
     """Whether a refused worker may get the place of one that has not returned since a restart."""
     contacts = job.members.by_node
     if len(job.admissions.held_back) > job.needed + job.settings.spares:
         return False
-    if refusal.code is m.RefusalCode.NODE_ID_TAKEN and candidate.node_id in contacts:
+    if refusal.code is messages.RefusalCode.NODE_ID_TAKEN and candidate.node_id in contacts:
         return contacts[candidate.node_id].session is None
-    if refusal.code in (m.RefusalCode.NODE_ID_TAKEN, m.RefusalCode.JOB_FULL):
+    if refusal.code in (messages.RefusalCode.NODE_ID_TAKEN, messages.RefusalCode.JOB_FULL):
         return not job.members.all_have_streams
     return False
 
 
-def held_back(job: Job) -> list[e.Joined]:
+def held_back(job: Job) -> list[events.Joined]:
     """Retries the Joins that were held back, where something has changed for them."""
     now = job.records, job.members.turns
     if now == job.admissions.tried:
@@ -130,13 +129,13 @@ def announce_arrival(job: Job, node_id: str) -> None:
         job.send(node_id, _how_many(job))
 
 
-def _how_many(job: Job) -> m.Waiting:
+def _how_many(job: Job) -> messages.Waiting:
     """The answer to a newcomer where a list of all workers would be long."""
     number = len(job.ledger.claims)
-    return m.Waiting(number, job.needed, f"{number} of {job.needed} workers are in.")
+    return messages.Waiting(number, job.needed, f"{number} of {job.needed} workers are in.")
 
 
-def _come_back(job: Job, event: e.Joined) -> None:
+def _come_back(job: Job, event: events.Joined) -> None:
     """Takes in a worker that opens its stream again."""
     job.take_back(event)
     if job.phase is Phase.FORMING:
@@ -147,32 +146,36 @@ def _come_back(job: Job, event: e.Joined) -> None:
 # ---------------------------------------------------------------- who may have a place
 
 
-def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None:
+def check_process(ledger: Ledger, event: events.Joined) -> messages.Refused | messages.Ended | None:
     """Refuses a process that may not have a place at all; None if it may."""
     candidate = event.candidate
     if (candidate.node_id, candidate.incarnation) in ledger.completed:
-        return m.Ended(True, f"{named_first(candidate)} has completed the training.")
+        return messages.Ended(True, f"{named_first(candidate)} has completed the training.")
     if ledger.outcome is not None and (event.held_generation > 0 or _holds(ledger, candidate)):
-        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)  # also to a spare that was away at the end
+        return messages.Ended(
+            ledger.outcome.ok, ledger.outcome.reason
+        )  # also to a spare that was away at the end
     retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
     if retirement is not None:
-        return m.Refused(
-            m.RefusalCode.SUPERSEDED,
+        return messages.Refused(
+            messages.RefusalCode.SUPERSEDED,
             f"This process of {who(candidate)} has lost its place for good: {retirement}. "
             "Join again under a new incarnation to get a new place.",
         )
     if ledger.outcome is not None:
-        return m.Refused(
-            m.RefusalCode.JOB_ENDED,
+        return messages.Refused(
+            messages.RefusalCode.JOB_ENDED,
             f"The job has ended: {ledger.outcome.reason} {named_first(candidate)} came too late; "
             "start the job anew, or under another MS_JOB_ID.",
         )
     if event.held_generation > 0 and not _holds(ledger, candidate):
-        return m.Refused(m.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
+        return messages.Refused(messages.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
     return None
 
 
-def check_place(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
+def check_place(
+    ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
+) -> messages.Refused | None:
     """Refuses a new process for which the job has no place; None if it has one."""
     return (
         _check_sizes(ledger, settings, candidate)
@@ -184,12 +187,12 @@ def check_place(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate
     )
 
 
-def _holds(ledger: Ledger, candidate: m.Candidate) -> bool:
+def _holds(ledger: Ledger, candidate: messages.Candidate) -> bool:
     claim = ledger.claims.get(candidate.node_id)
     return claim is not None and claim.candidate.incarnation == candidate.incarnation
 
 
-def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
+def _unknown_place(ledger: Ledger, event: events.Joined) -> str:
     held = f"rank {event.held_rank} of generation {event.held_generation}"
     if event.held_generation > ledger.generation:
         return (
@@ -204,12 +207,14 @@ def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
     )
 
 
-def _check_sizes(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
+def _check_sizes(
+    ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
+) -> messages.Refused | None:
     if not candidate.node_id:
-        return m.Refused(m.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
+        return messages.Refused(messages.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
     if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
-        return m.Refused(
-            m.RefusalCode.MALFORMED,
+        return messages.Refused(
+            messages.RefusalCode.MALFORMED,
             f"{named_first(candidate)} has MS_WORKER_NUM={candidate.worker_num} and "
             f"MS_WORKER_MIN={candidate.worker_min}; 1 <= MS_WORKER_MIN <= MS_WORKER_NUM must hold.",
         )
@@ -222,15 +227,17 @@ def _check_sizes(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidat
     return None
 
 
-def _check_version(candidate: m.Candidate) -> m.Refused | None:
-    version = dict(candidate.facts).get(m.VERSION_FACT)
-    why = m.version_obstacle(scheduler=__version__, worker=version) if version is not None else ""
+def _check_version(candidate: messages.Candidate) -> messages.Refused | None:
+    version = dict(candidate.facts).get(messages.VERSION_FACT)
+    why = messages.version_obstacle(scheduler=__version__, worker=version) if version is not None else ""
     if not why:
         return None
-    return m.Refused(m.RefusalCode.SETTINGS_DIFFER, f"{named_first(candidate)} is refused. {why}")
+    return messages.Refused(
+        messages.RefusalCode.SETTINGS_DIFFER, f"{named_first(candidate)} is refused. {why}"
+    )
 
 
-def _check_agreement(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
+def _check_agreement(ledger: Ledger, candidate: messages.Candidate) -> messages.Refused | None:
     other = next(iter(ledger.claims.values()), None)
     if other is None:
         return None
@@ -238,12 +245,14 @@ def _check_agreement(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None
     if candidate.backend != peer.backend:
         return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
     for key, mine, theirs in _differences(candidate, peer):
-        if not key.startswith(SOFT) and not (key == m.VERSION_FACT and m.is_same_series(mine, theirs)):
+        if not key.startswith(SOFT) and not (
+            key == messages.VERSION_FACT and messages.is_same_series(mine, theirs)
+        ):
             return _differs(candidate, key, mine, theirs, who(peer))
     return None
 
 
-def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]:
+def remarks(ledger: Ledger, candidate: messages.Candidate) -> Iterator[tuple[str, str]]:
     """Warnings about a worker that differs from the others, but not so that it is refused.
 
     Yields:
@@ -251,7 +260,7 @@ def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]
     """
     peer = next(iter(ledger.claims.values())).candidate
     differences = _differences(candidate, peer)
-    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == m.VERSION_FACT]
+    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == messages.VERSION_FACT]
     found = [(key.removeprefix(SOFT), *values) for key, *values in mild]
     if candidate.device.model != peer.device.model:
         found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))
@@ -260,7 +269,7 @@ def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]
         yield name, sentence
 
 
-def _differences(candidate: m.Candidate, peer: m.Candidate) -> list[tuple[str, str, str]]:
+def _differences(candidate: messages.Candidate, peer: messages.Candidate) -> list[tuple[str, str, str]]:
     if candidate.facts == peer.facts:
         return []
     mine, theirs = dict(candidate.facts), dict(peer.facts)
@@ -271,28 +280,32 @@ def _differences(candidate: m.Candidate, peer: m.Candidate) -> list[tuple[str, s
     ]
 
 
-def _differs(candidate: m.Candidate, name: str, mine: str, theirs: str, owner: str) -> m.Refused:
-    return m.Refused(
-        m.RefusalCode.SETTINGS_DIFFER,
+def _differs(
+    candidate: messages.Candidate, name: str, mine: str, theirs: str, owner: str
+) -> messages.Refused:
+    return messages.Refused(
+        messages.RefusalCode.SETTINGS_DIFFER,
         f"{named_first(candidate)} has {name}={mine}, but {owner} has {name}={theirs}; "
         "make it the same everywhere.",
     )
 
 
-def check_node(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
+def check_node(ledger: Ledger, candidate: messages.Candidate) -> messages.Refused | None:
     """Refuses a worker whose node id is taken; None if it is free."""
     holder = ledger.claims.get(candidate.node_id)
     if holder is None:
         return None
-    return m.Refused(
-        m.RefusalCode.NODE_ID_TAKEN,
+    return messages.Refused(
+        messages.RefusalCode.NODE_ID_TAKEN,
         f"Node id {candidate.node_id} of the worker on host {candidate.host.name} is held by a living "
         f"process on host {holder.candidate.host.name}; give each worker an MS_NODE_ID of its own, "
         "or end the other process first.",
     )
 
 
-def _check_table(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
+def _check_table(
+    ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
+) -> messages.Refused | None:
     table = settings.rank_table
     if table is None:
         return None
@@ -301,16 +314,16 @@ def _check_table(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidat
     index = device.index if device.index >= 0 else candidate.local_index
     if entry is None:
         device_words = f"device {index}" if index >= 0 else "no device: DEVICE_ID is not set"
-        return m.Refused(
-            m.RefusalCode.NOT_IN_RANK_TABLE,
+        return messages.Refused(
+            messages.RefusalCode.NOT_IN_RANK_TABLE,
             f"{named_first(candidate)} (address {host.address}, {device_words}) is not in the rank "
             "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
         )
     for node_id in ledger.at.get((entry.server_id, entry.device_index), ()):
         claim = ledger.claims[node_id]
         if claim.leaving is None and not claim.candidate.spare and not candidate.spare:
-            return m.Refused(
-                m.RefusalCode.NODE_ID_TAKEN,
+            return messages.Refused(
+                messages.RefusalCode.NODE_ID_TAKEN,
                 f"{named_first(candidate)} fills rank {entry.rank} of the rank table (server "
                 f"{entry.server_id}, device {entry.device_index}), which {who(claim.candidate)} has taken; "
                 "start one worker per device.",
@@ -318,11 +331,13 @@ def _check_table(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidat
     return None
 
 
-def _check_room(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
+def _check_room(
+    ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
+) -> messages.Refused | None:
     worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
     if ledger.finishing:
-        return m.Refused(
-            m.RefusalCode.JOB_FULL,
+        return messages.Refused(
+            messages.RefusalCode.JOB_FULL,
             f"{named_first(candidate)} has no place: the job is finishing, some workers have completed "
             "the training already.",
         )
@@ -342,19 +357,21 @@ def _check_room(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate
         if candidate.spare
         else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
     )
-    return m.Refused(
-        m.RefusalCode.JOB_FULL,
+    return messages.Refused(
+        messages.RefusalCode.JOB_FULL,
         f"{named_first(candidate)} has no place: all {count(worker_num, 'worker')} of the job are in "
         f"(MS_WORKER_NUM={worker_num}), and {how}.",
     )
 
 
-def _check_spare(ledger: Ledger, settings: e.CoreSettings, candidate: m.Candidate) -> m.Refused | None:
+def _check_spare(
+    ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
+) -> messages.Refused | None:
     """Refuses a spare beyond MS_SPARES before the first group; None if it may wait."""
     if len((ledger.spares & ledger.unplaced) - ledger.leaving) < settings.spares:
         return None
-    return m.Refused(
-        m.RefusalCode.JOB_FULL,
+    return messages.Refused(
+        messages.RefusalCode.JOB_FULL,
         f"{named_first(candidate)} has no place: it came as a spare, and no spare place is free "
         f"(MS_SPARES={settings.spares}); raise that at the scheduler, or start it without MS_WORKER_SPARE.",
     )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import probing
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, probing, records
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Phase, named_first, upper_first, who
-from muster.wire import messages as m
+from muster.wire import messages
 
 
-def leave_requested(job: Job, event: e.LeaveRequested, now: float) -> None:
+def leave_requested(job: Job, event: events.LeaveRequested, now: float) -> None:
     """Plans the leave that a worker has asked for."""
     claim = job.sender(event.session)
     if claim is not None:
         plan_leave(job, claim, event.reason)
 
 
-def drain_requested(job: Job, event: e.DrainRequested, now: float) -> None:
+def drain_requested(job: Job, event: events.DrainRequested, now: float) -> None:
     """Plans the leave of a worker for an operator."""
     claim = job.ledger.claims.get(event.node_id)
     if claim is None or job.phase is Phase.ENDED:
@@ -35,7 +33,7 @@ def plan_leave(job: Job, claim: Claim, reason: str) -> None:
     if phase is Phase.ENDED or claim.leaving is not None:
         return
     if rank >= 0:
-        job.commit(r.LeavePlanned(node_id, claim.candidate.incarnation, reason))
+        job.commit(records.LeavePlanned(node_id, claim.candidate.incarnation, reason))
     if rank >= 0 and phase is not Phase.SUSPENDED:
         job.say(f"{named_first(claim.candidate, rank)} will leave at a step boundary: {reason}.")
     else:
@@ -43,18 +41,18 @@ def plan_leave(job: Job, claim: Claim, reason: str) -> None:
         job.say(f"{named_first(claim.candidate)} has left: {reason}.")
 
 
-def expel(job: Job, event: e.Expel, now: float) -> None:
+def expel(job: Job, event: events.Expel, now: float) -> None:
     """Takes a worker's place away at once."""
     if event.node_id in job.ledger.claims and job.phase is not Phase.ENDED:
-        job.lose(event.node_id, f"was expelled: {event.reason}", m.RefusalCode.EXPELLED)
+        job.lose(event.node_id, f"was expelled: {event.reason}", messages.RefusalCode.EXPELLED)
 
 
-def left(job: Job, event: e.LeftCleanly, now: float) -> None:
+def left(job: Job, event: events.LeftCleanly, now: float) -> None:
     """Handles a worker's Leave."""
     claim = job.sender(event.session)
     job.admissions.held_back.pop(event.session, None)
     if claim is None or job.phase is Phase.ENDED:
-        job.outbox.send(event.session, m.Ended(True, "Goodbye.", first_loss=job.first_loss))
+        job.outbox.send(event.session, messages.Ended(True, "Goodbye.", first_loss=job.first_loss))
         return
     node_id = claim.candidate.node_id
     rank = job.rank_of(node_id)
@@ -64,13 +62,13 @@ def left(job: Job, event: e.LeftCleanly, now: float) -> None:
     sentence = f"{who(claim.candidate, rank)} {what}"
     if not (finished or event.consequence):
         job.note_loss(node_id, sentence, exit_code=event.exit_code)
-    job.outbox.send(event.session, m.Ended(True, "Goodbye.", first_loss=job.first_loss))
+    job.outbox.send(event.session, messages.Ended(True, "Goodbye.", first_loss=job.first_loss))
     job.remove(node_id, sentence, finished=finished)
     job.say(f"{upper_first(sentence)}.")
     probing.explain_failures(job)
 
 
-def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
+def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
     """Handles the end of a stream without a Leave."""
     job.admissions.held_back.pop(event.session, None)
     node_id = job.members.nodes.get(event.session)
@@ -102,7 +100,7 @@ def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
         job.lose(node_id, f"is lost: {detail}")
 
 
-def process_ended(job: Job, event: e.ProcessEnded, now: float) -> None:
+def process_ended(job: Job, event: events.ProcessEnded, now: float) -> None:
     """Handles a launcher's word that a process has ended, which the scheduler before this one may have known.
 
     A word alone expels nobody: it counts for that very incarnation, and only where that is not here. Of who

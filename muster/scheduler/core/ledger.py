@@ -22,9 +22,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
-from muster.wire import messages as m
+from muster.scheduler.core import events, records
+from muster.wire import messages
 from muster.wire.rank_table import RankTable, RankTableEntry
 
 T = TypeVar("T")
@@ -60,7 +59,7 @@ class Claim:
         leaving: why it is to leave at the next step boundary; None: it stays.
     """
 
-    candidate: m.Candidate
+    candidate: messages.Candidate
     since: int = 0
     newcomer: bool = False
     leaving: str | None = None
@@ -90,11 +89,11 @@ class Ledger:
     The last four say what claims and ranks say already, so that nobody has to walk all claims for each event.
     """
 
-    opened: r.JobOpened | None = None
+    opened: records.JobOpened | None = None
     claims: dict[str, Claim] = field(default_factory=dict)
     retired: dict[str, dict[int, str]] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
-    formed: r.GenerationFormed | None = None
+    formed: records.GenerationFormed | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     completed: set[tuple[str, int]] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
@@ -106,7 +105,7 @@ class Ledger:
     established: bool = False
     stood: int = 0
     suspended: str | None = None
-    outcome: r.JobEnded | None = None
+    outcome: records.JobEnded | None = None
     leaving: set[str] = field(default_factory=set)
     unplaced: set[str] = field(default_factory=set)
     spares: set[str] = field(default_factory=set)
@@ -178,22 +177,24 @@ class Ledger:
         """Why this worker process may not come back; None if it may."""
         return self.retired.get(node_id, {}).get(incarnation)
 
-    def snapshot(self) -> r.Snapshot:
+    def snapshot(self) -> records.Snapshot:
         """One record that makes an empty ledger what this one is; the job has not ended."""
-        return r.Snapshot(
+        return records.Snapshot(
             opened=_maybe(self.opened),
             claims=tuple(
-                r.Holder(one.candidate, one.since, one.newcomer, _maybe(one.leaving))
+                records.Holder(one.candidate, one.since, one.newcomer, _maybe(one.leaving))
                 for one in self.claims.values()
             ),
             retired=tuple(
-                r.Process(node_id, incarnation, reason)
+                records.Process(node_id, incarnation, reason)
                 for node_id, processes in self.retired.items()
                 for incarnation, reason in processes.items()
             ),
-            absent=tuple(r.Process(node_id, incarnation) for node_id, incarnation in self.absent.items()),
+            absent=tuple(
+                records.Process(node_id, incarnation) for node_id, incarnation in self.absent.items()
+            ),
             formed=_maybe(self.formed),
-            completed=tuple(r.Process(*each) for each in sorted(self.completed)),
+            completed=tuple(records.Process(*each) for each in sorted(self.completed)),
             lost=tuple(self.lost.items()),
             parted=tuple(sorted(self.parted)),
             arriving=tuple(sorted(self.arriving)),
@@ -207,7 +208,9 @@ class Ledger:
 
     # ------------------------------------------------------------ the next generation
 
-    def choose(self, settings: e.CoreSettings, stateless: Collection[str] = frozenset()) -> list[m.Candidate]:
+    def choose(
+        self, settings: events.CoreSettings, stateless: Collection[str] = frozenset()
+    ) -> list[messages.Candidate]:
         """Members of the next generation in order of rank, at most ``worker_num``.
 
         Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
@@ -222,7 +225,7 @@ class Ledger:
         table = settings.rank_table
         limit = worker_num + settings.spares
 
-        def ordered(claims: Iterable[Claim]) -> list[m.Candidate]:
+        def ordered(claims: Iterable[Claim]) -> list[messages.Candidate]:
             return in_order((claim.candidate for claim in claims), limit=limit, table=table)
 
         survivors = [claim for claim in self.living_members() if claim.leaving is None]
@@ -267,12 +270,12 @@ class Ledger:
 
     def next_generation(
         self,
-        chosen: list[m.Candidate],
+        chosen: list[messages.Candidate],
         *,
         stateless: Collection[str],
         reason: str,
         switch_after_step: int,
-    ) -> r.GenerationFormed:
+    ) -> records.GenerationFormed:
         """The record of the next generation.
 
         Args:
@@ -290,7 +293,7 @@ class Ledger:
         source = min(keepers)[1] if keepers else -1
         has_state = {rank for _, rank in keepers}
         newcomers = tuple(each.rank for each in members if each.rank not in has_state) if keepers else ()
-        return r.GenerationFormed(
+        return records.GenerationFormed(
             generation=self.generation + 1,
             members=members,
             state_source_rank=source,
@@ -299,7 +302,7 @@ class Ledger:
             switch_after_step=switch_after_step,
         )
 
-    def wanted_change(self, settings: e.CoreSettings) -> str | None:
+    def wanted_change(self, settings: events.CoreSettings) -> str | None:
         """Why the members of a running job should change at a step boundary; None if they should not."""
         leaving = self.leaving_members()
         if leaving:
@@ -314,32 +317,32 @@ class Ledger:
 
     # ------------------------------------------------------------ the one writer
 
-    def apply(self, record: r.Record) -> None:
+    def apply(self, record: records.Record) -> None:
         """Takes one record in. Records come in the order in which they were made."""
-        if isinstance(record, r.JobOpened):
+        if isinstance(record, records.JobOpened):
             self.opened = record
-        elif isinstance(record, r.Admitted):
+        elif isinstance(record, records.Admitted):
             self.launch = self.launch or record.candidate.incarnation
             self._admit(record.candidate)
-        elif isinstance(record, r.LeavePlanned):
+        elif isinstance(record, records.LeavePlanned):
             self.claims[record.node_id].leaving = record.reason
             self.leaving.add(record.node_id)
-        elif isinstance(record, r.Removed):
+        elif isinstance(record, records.Removed):
             self._remove(record)
-        elif isinstance(record, r.GenerationFormed):
+        elif isinstance(record, records.GenerationFormed):
             self._form(record)
-        elif isinstance(record, r.GroupEstablished):
+        elif isinstance(record, records.GroupEstablished):
             self.established = True
             self.stood = record.generation
-        elif isinstance(record, r.GenerationEnded):
+        elif isinstance(record, records.GenerationEnded):
             self.suspended = record.reason
             self.established = False
-        elif isinstance(record, r.Snapshot):
+        elif isinstance(record, records.Snapshot):
             self._restore(record)
         else:
             self.outcome = record
 
-    def _admit(self, candidate: m.Candidate) -> None:
+    def _admit(self, candidate: messages.Candidate) -> None:
         node_id = candidate.node_id
         before = self.absent.pop(node_id, candidate.incarnation)
         if before != candidate.incarnation:
@@ -369,7 +372,7 @@ class Ledger:
                 del self.at[place]
         return claim
 
-    def _remove(self, record: r.Removed) -> None:
+    def _remove(self, record: records.Removed) -> None:
         claim = self._give_up(record.node_id)
         if claim.since:
             self.retire(record.node_id, record.incarnation, record.reason)
@@ -391,7 +394,7 @@ class Ledger:
         """Notes that this process may never come back."""
         self.retired.setdefault(node_id, {})[incarnation] = reason
 
-    def _form(self, record: r.GenerationFormed) -> None:
+    def _form(self, record: records.GenerationFormed) -> None:
         self.formed = record
         self.ranks = {member.candidate.node_id: member.rank for member in record.members}
         self.lost = {}
@@ -407,7 +410,7 @@ class Ledger:
             claim.since = claim.since or record.generation
             claim.newcomer = member.rank in newcomers
 
-    def _restore(self, kept: r.Snapshot) -> None:
+    def _restore(self, kept: records.Snapshot) -> None:
         self.opened = next(iter(kept.opened), None)
         for each in kept.retired:
             self.retired.setdefault(each.node_id, {})[each.incarnation] = each.reason
@@ -431,8 +434,11 @@ def _maybe(value: T | None) -> tuple[T, ...]:
 
 
 def _filled(
-    chosen: list[m.Candidate], queue: list[m.Candidate], worker_num: int, table: RankTable | None
-) -> list[m.Candidate]:
+    chosen: list[messages.Candidate],
+    queue: list[messages.Candidate],
+    worker_num: int,
+    table: RankTable | None,
+) -> list[messages.Candidate]:
     """Adds workers from the queue while there is room; with a rank table, only on lines that are free."""
     filled = list(chosen)
     taken = {table_entry(table, candidate) for candidate in chosen} if table is not None else set()
@@ -462,7 +468,7 @@ def early_end(ledger: Ledger) -> str:
     return f"{names} {'has' if one else 'have'} finished, while others still wait: {why}"
 
 
-def sizes(settings: e.CoreSettings, candidate: m.Candidate) -> tuple[int, int]:
+def sizes(settings: events.CoreSettings, candidate: messages.Candidate) -> tuple[int, int]:
     """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
     table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
     worker_num = settings.worker_num or table_size or candidate.worker_num
@@ -509,25 +515,27 @@ def all_integers(node_ids: Iterable[str], limit: int) -> bool:
     return all(number is not None and number < limit for number in numbers)
 
 
-def places(candidate: m.Candidate) -> tuple[tuple[str, int], ...]:
+def places(candidate: messages.Candidate) -> tuple[tuple[str, int], ...]:
     """The names that a rank table may use for a worker's host (address, name, id), with its device."""
     host = candidate.host
     names = dict.fromkeys((host.address, host.name, host.id))
     return tuple((name, device_index(candidate)) for name in names)
 
 
-def table_entry(table: RankTable, candidate: m.Candidate) -> RankTableEntry | None:
+def table_entry(table: RankTable, candidate: messages.Candidate) -> RankTableEntry | None:
     """The line of the rank table that this worker fills."""
     ranks = [table.rank_at[place] for place in places(candidate) if place in table.rank_at]
     return table.entries[min(ranks)] if ranks else None
 
 
-def device_index(candidate: m.Candidate) -> int:
+def device_index(candidate: messages.Candidate) -> int:
     """Index of the worker's device; of the worker on its host where it has not chosen one."""
     return candidate.device.index if candidate.device.index >= 0 else candidate.local_index
 
 
-def in_order(candidates: Iterable[m.Candidate], *, limit: int, table: RankTable | None) -> list[m.Candidate]:
+def in_order(
+    candidates: Iterable[messages.Candidate], *, limit: int, table: RankTable | None
+) -> list[messages.Candidate]:
     """The candidates in order of rank.
 
     Args:
@@ -544,24 +552,24 @@ def in_order(candidates: Iterable[m.Candidate], *, limit: int, table: RankTable 
     return sorted(pool, key=lambda candidate: _topology_key(candidate, places[candidate.host.id]))
 
 
-def assign(ordered: Sequence[m.Candidate]) -> tuple[r.Placed, ...]:
+def assign(ordered: Sequence[messages.Candidate]) -> tuple[records.Placed, ...]:
     """Members with dense ranks from 0; local ranks count within one host *id*, whatever the host's name."""
     sizes = Counter(candidate.host.id for candidate in ordered)
     seen: Counter[str] = Counter()
     members = []
     for rank, candidate in enumerate(ordered):
         host_id = candidate.host.id
-        members.append(r.Placed(rank, seen[host_id], sizes[host_id], candidate))
+        members.append(records.Placed(rank, seen[host_id], sizes[host_id], candidate))
         seen[host_id] += 1
     return tuple(members)
 
 
-def _table_rank(table: RankTable, candidate: m.Candidate) -> int:
+def _table_rank(table: RankTable, candidate: messages.Candidate) -> int:
     entry = table_entry(table, candidate)
     return entry.rank if entry is not None else len(table.entries)
 
 
-def _places(pool: Iterable[m.Candidate]) -> dict[str, Place]:
+def _places(pool: Iterable[messages.Candidate]) -> dict[str, Place]:
     """One place for each host id: its workers stay together, even if they report different labels or names.
 
     The smallest label counts, and no label only where no worker has one.
@@ -573,12 +581,12 @@ def _places(pool: Iterable[m.Candidate]) -> dict[str, Place]:
     return places
 
 
-def _reported_place(host: m.Host) -> Place:
+def _reported_place(host: messages.Host) -> Place:
     return not host.topology, natural_key(host.topology), natural_key(host.name)
 
 
 def _topology_key(
-    candidate: m.Candidate, place: Place
+    candidate: messages.Candidate, place: Place
 ) -> tuple[NaturalKey, NaturalKey, str, int, str, int, NaturalKey]:
     device = candidate.device
     _, label, name = place
@@ -599,7 +607,7 @@ LISTED_AT_MOST = 16
 STATELESS = "no member is known to hold the training state: without one it starts from a checkpoint or anew"
 
 
-def who(candidate: m.Candidate, rank: int = -1) -> str:
+def who(candidate: messages.Candidate, rank: int = -1) -> str:
     """A worker's name in sentences: rank if it has one, node id, host, device."""
     device = f", {candidate.device.kind}:{candidate.device.index}" if candidate.device.index >= 0 else ""
     place = f"node {candidate.node_id} on host {candidate.host.name}{device}"
@@ -611,7 +619,7 @@ def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def named_first(candidate: m.Candidate, rank: int = -1) -> str:
+def named_first(candidate: messages.Candidate, rank: int = -1) -> str:
     """A worker's name as the first words of a sentence."""
     return upper_first(who(candidate, rank))
 
@@ -623,7 +631,7 @@ def listing(items: Sequence[str]) -> str:
     return f"{', '.join(items[:LISTED_AT_MOST])} and {len(items) - LISTED_AT_MOST} more"
 
 
-def nodes(candidates: Iterable[m.Candidate]) -> str:
+def nodes(candidates: Iterable[messages.Candidate]) -> str:
     """Node ids in natural order."""
     return listing(sorted((candidate.node_id for candidate in candidates), key=natural_key))
 
@@ -643,7 +651,9 @@ def all_in(number: int) -> str:
     return "the only worker is in" if number == 1 else f"all {are_in(number)}"
 
 
-def missing(candidates: Sequence[m.Candidate], needed: int, table: RankTable | None) -> tuple[str, ...]:
+def missing(
+    candidates: Sequence[messages.Candidate], needed: int, table: RankTable | None
+) -> tuple[str, ...]:
     """Names the missing workers: lines of the rank table, integer node ids, or how many.
 
     Args:
@@ -667,7 +677,7 @@ def missing(candidates: Sequence[m.Candidate], needed: int, table: RankTable | N
     return (count(absent, "worker"),)
 
 
-def waiting(candidates: Sequence[m.Candidate], needed: int, table: RankTable | None) -> str:
+def waiting(candidates: Sequence[messages.Candidate], needed: int, table: RankTable | None) -> str:
     """``2 of 4 workers are in: ...; missing: ...``."""
     if not needed:
         return "no worker has come yet"

@@ -25,13 +25,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import hearing, joining, leaving, phases, probing, sentences, silence
-from muster.scheduler.core import records as r
+from muster.scheduler.core import (
+    events,
+    hearing,
+    joining,
+    leaving,
+    phases,
+    probing,
+    records,
+    sentences,
+    silence,
+)
 from muster.scheduler.core.job import Job, Outbox
 from muster.scheduler.core.ledger import Phase
 from muster.scheduler.core.views import JobView, job_view
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 class RecoveryError(ValueError):
@@ -52,7 +60,7 @@ class Machine:
         ValueError: ``worker_num`` and the rank table disagree.
     """
 
-    def __init__(self, job_id: str, settings: e.CoreSettings) -> None:
+    def __init__(self, job_id: str, settings: events.CoreSettings) -> None:
         table = settings.rank_table
         if table is not None and settings.worker_num not in (0, len(table.entries)):
             raise ValueError(
@@ -61,30 +69,30 @@ class Machine:
         self.job = Job(job_id, settings)
         self._started = False
         self._handlers: dict[type, Callable[[Job, Any, float], None]] = {
-            e.Joined: joining.joined,
-            e.Heard: hearing.heard,
-            e.UniqueIdsPublished: hearing.published,
-            e.BuiltReported: hearing.built_reported,
-            e.QuiescedReported: hearing.quiesced_reported,
-            e.PeerSuspected: hearing.peer_suspected,
-            e.PeerLate: hearing.peer_late,
-            e.ProbeAnswered: hearing.probed,
-            e.LeaveRequested: leaving.leave_requested,
-            e.LeftCleanly: leaving.left,
-            e.SessionLost: leaving.session_lost,
-            e.DrainRequested: leaving.drain_requested,
-            e.EndRequested: phases.end_requested,
-            e.Expel: leaving.expel,
-            e.ProcessEnded: leaving.process_ended,
-            e.Tick: silence.tick,
-            e.ProcessPaused: silence.process_paused,
-            e.HeldUp: silence.held_up,
-            e.ReceiveBacklog: silence.receive_backlog,
+            events.Joined: joining.joined,
+            events.Heard: hearing.heard,
+            events.UniqueIdsPublished: hearing.published,
+            events.BuiltReported: hearing.built_reported,
+            events.QuiescedReported: hearing.quiesced_reported,
+            events.PeerSuspected: hearing.peer_suspected,
+            events.PeerLate: hearing.peer_late,
+            events.ProbeAnswered: hearing.probed,
+            events.LeaveRequested: leaving.leave_requested,
+            events.LeftCleanly: leaving.left,
+            events.SessionLost: leaving.session_lost,
+            events.DrainRequested: leaving.drain_requested,
+            events.EndRequested: phases.end_requested,
+            events.Expel: leaving.expel,
+            events.ProcessEnded: leaving.process_ended,
+            events.Tick: silence.tick,
+            events.ProcessPaused: silence.process_paused,
+            events.HeldUp: silence.held_up,
+            events.ReceiveBacklog: silence.receive_backlog,
         }
 
     @classmethod
     def recover(
-        cls, job_id: str, settings: e.CoreSettings, records: Iterable[r.Record], now: float
+        cls, job_id: str, settings: events.CoreSettings, records: Iterable[records.Record], now: float
     ) -> Machine:
         """Makes the machine of a job from its records. Its workers have ``recovered_timeout_s`` to come back.
 
@@ -109,11 +117,11 @@ class Machine:
         return machine
 
     @property
-    def outcome(self) -> r.JobEnded | None:
+    def outcome(self) -> records.JobEnded | None:
         """How the job ended (``ok`` and why); None while it goes on."""
         return self.job.ledger.outcome
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> e.Decision:
+    def step(self, event: events.Event, now: float, *, more: bool = False) -> events.Decision:
         """Takes one event and says what follows from it.
 
         Args:
@@ -125,10 +133,10 @@ class Machine:
         if not self._started:
             self._start(now)
         job = self.job
-        job.now, job.outbox, job.needs_advance = now, Outbox(), type(event) is not e.Heard and not more
+        job.now, job.outbox, job.needs_advance = now, Outbox(), type(event) is not events.Heard and not more
         _revise(job)
         self._handlers[type(event)](job, event, now)
-        if type(event) is e.Tick:
+        if type(event) is events.Tick:
             _conclude(job, job.probing.take_in(), now)
             sentences.report(job, now)
             sentences.check_progress(job, now)
@@ -137,9 +145,9 @@ class Machine:
         if job.phase is Phase.ENDED:
             probing.dismiss_outside(job)
         for session, message in job.outbox.messages:
-            if isinstance(message, m.Refused | m.Ended):
+            if isinstance(message, messages.Refused | messages.Ended):
                 job.probing.forget(session)
-        if isinstance(event, e.SessionLost | e.LeftCleanly):
+        if isinstance(event, events.SessionLost | events.LeftCleanly):
             job.probing.forget(event.session)
         return job.outbox.decision()
 
@@ -168,7 +176,7 @@ class Machine:
             times.append(deadlines.holders_return)
         return min((time for time in times if time is not None), default=None)
 
-    def overdue(self, now: float) -> tuple[e.SessionId, ...]:
+    def overdue(self, now: float) -> tuple[events.SessionId, ...]:
         """The streams whose workers the next Tick would declare lost for their silence."""
         job = self.job
         if job.phase is Phase.ENDED:
@@ -188,7 +196,7 @@ class Machine:
         deadlines.report = now + self.job.settings.waiting_report_interval_s
 
 
-def _conclude(job: Job, joins: Iterable[e.Joined], now: float) -> None:
+def _conclude(job: Job, joins: Iterable[events.Joined], now: float) -> None:
     """Advances the job until nothing follows from its state any more; takes in Joins in between."""
     waiting = deque(joins)
     while True:

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.ledger import Ledger
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 @dataclass(slots=True)
@@ -28,12 +28,12 @@ class Contact:
         waits: it has not been heard since, and need not be as often as members.
     """
 
-    session: e.SessionId | None
+    session: events.SessionId | None
     last_heard: float
     step: int = 0
     started_step: int = 0
     samples_per_s: float = 0.0
-    recent: tuple[m.Collective, ...] = ()
+    recent: tuple[messages.Collective, ...] = ()
     loss: float | None = None
     pid: int = 0
     learning_rate: float | None = None
@@ -46,7 +46,7 @@ class Contact:
     placed: bool = False
     waits: bool = True
 
-    def hear(self, event: e.Heard, *, settled: bool) -> bool:
+    def hear(self, event: events.Heard, *, settled: bool) -> bool:
         """Takes a heartbeat in; ``settled``: it is of the newest generation, whose group stands.
 
         Returns:
@@ -109,7 +109,7 @@ class Members:
     """
 
     by_node: dict[str, Contact] = field(default_factory=dict)
-    nodes: dict[e.SessionId, str] = field(default_factory=dict)
+    nodes: dict[events.SessionId, str] = field(default_factory=dict)
     words: OrderedDict[str, Contact] = field(default_factory=OrderedDict)
     early: OrderedDict[str, Contact] = field(default_factory=OrderedDict)
     lacking: set[str] = field(default_factory=set)
@@ -127,7 +127,7 @@ class Members:
         (self.words if placed else self.early)[node_id] = contact
         return contact
 
-    def attach(self, node_id: str, session: e.SessionId, now: float) -> Contact:
+    def attach(self, node_id: str, session: events.SessionId, now: float) -> Contact:
         """Gives a worker this stream, in place of any older one."""
         contact = self.by_node.get(node_id) or self.expect(node_id, now)
         if contact.session is not None:
@@ -151,7 +151,7 @@ class Members:
         order[node_id] = contact
         order.move_to_end(node_id)
 
-    def hear(self, node_id: str, event: e.Heard, *, settled: bool) -> bool:
+    def hear(self, node_id: str, event: events.Heard, *, settled: bool) -> bool:
         """Takes a heartbeat in, as :meth:`Contact.hear`."""
         contact = self.by_node[node_id]
         progress = contact.hear(event, settled=settled)
@@ -173,7 +173,7 @@ class Members:
             self.by_node[node_id].quiesced = None
         self.quiesced = set()
 
-    def detach(self, session: e.SessionId) -> None:
+    def detach(self, session: events.SessionId) -> None:
         """Notes that the stream has ended; the worker is waited for."""
         self.by_node[self.nodes.pop(session)].session = None
         self.turns += 1
@@ -194,7 +194,7 @@ class Members:
         if contact is not None and contact.session is not None:
             self.nodes.pop(contact.session, None)
 
-    def session_of(self, node_id: str) -> e.SessionId | None:
+    def session_of(self, node_id: str) -> events.SessionId | None:
         """The worker's stream, if it has one."""
         contact = self.by_node.get(node_id)
         return contact.session if contact is not None else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     STATELESS,
@@ -20,7 +19,7 @@ from muster.scheduler.core.ledger import (
 )
 from muster.scheduler.core.reports import absent, awaited, progress_report
 from muster.scheduler.core.sentences import standing_sentence, waiting_message, waiting_sentence
-from muster.wire import messages as m
+from muster.wire import messages
 
 HAND_OVER_S = 15.0
 """How long a member that leaves waits for others to take the state: half of what Kubernetes gives it."""
@@ -128,8 +127,8 @@ def _advance_building(job: Job, now: float) -> bool:
         # part in it; the others are still to do it.
         return regroup(job, now, _departure(job), ledger.formed.switch_after_step)
     if len(job.current.built) == len(job.ledger.ranks):
-        job.commit(r.GroupEstablished(job.ledger.generation))
-        job.send_to_members(m.GroupBuilt(job.ledger.generation))
+        job.commit(records.GroupEstablished(job.ledger.generation))
+        job.send_to_members(messages.GroupBuilt(job.ledger.generation))
         job.say(standing_sentence(job))
         return True
     if _suspicion_due(job, now) or _switch_overdue(job, now):
@@ -299,7 +298,7 @@ def quiesce(job: Job, reason: str) -> bool:
     """Asks all members to stop at a step boundary."""
     job.current.plan, job.deadlines.hand_over = reason, None
     job.members.forget_quiesced()
-    job.send_to_members(m.Quiesce(job.ledger.generation, reason))
+    job.send_to_members(messages.Quiesce(job.ledger.generation, reason))
     job.say(f"A change of members is prepared: {reason}.")
     return True
 
@@ -334,7 +333,7 @@ def regroup(job: Job, now: float, reason: str, switch_after_step: int = -1) -> b
     return True
 
 
-def _remark_on_state(job: Job, chosen: Collection[m.Candidate], stateless: Collection[str]) -> str:
+def _remark_on_state(job: Job, chosen: Collection[messages.Candidate], stateless: Collection[str]) -> str:
     """Adds a remark where the next generation begins without the training state."""
     ledger = job.ledger
     givers = [c.node_id for c in chosen if ledger.claims[c.node_id].leaving is not None]
@@ -349,7 +348,7 @@ def _release_idle(job: Job, chosen: Collection[str]) -> None:
     for node_id, claim in list(job.ledger.claims.items()):
         if node_id not in chosen and claim.leaving is None:
             sentence = "The job is finishing and needs no more workers."
-            job.dismiss(claim, m.Ended(True, sentence), "is not needed any more")
+            job.dismiss(claim, messages.Ended(True, sentence), "is not needed any more")
 
 
 def _departing(job: Job) -> list[Claim]:
@@ -367,7 +366,7 @@ def _suspend(job: Job, reason: str) -> bool:
     if ledger.phase is Phase.SUSPENDED:
         return False
     assert ledger.opened is not None
-    job.commit(r.GenerationEnded(ledger.generation, reason))
+    job.commit(records.GenerationEnded(ledger.generation, reason))
     for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
         job.dismiss(claim, job.farewell(claim.leaving or ""), "left as planned")
     sentence = _suspension(job)
@@ -378,7 +377,7 @@ def _suspend(job: Job, reason: str) -> bool:
     holders = [node_id for node_id in heard if ledger.holds_state(node_id, stateless)]
     for node_id in heard:
         save = node_id in holders[:1]
-        job.send(node_id, m.Suspended(ledger.generation, f"{sentence}.", wait_s, job.first_loss, save))
+        job.send(node_id, messages.Suspended(ledger.generation, f"{sentence}.", wait_s, job.first_loss, save))
     job.say(f"{sentence}; waiting up to {wait_s:g} s for more.")
     return True
 
@@ -407,12 +406,14 @@ def explain_recovered(job: Job) -> None:
         job.reason = waiting_message(job).sentence
 
 
-def end(job: Job, ok: bool, reason: str, refusal: m.RefusalCode = m.RefusalCode.TOPO_TIMEOUT) -> bool:
+def end(
+    job: Job, ok: bool, reason: str, refusal: messages.RefusalCode = messages.RefusalCode.TOPO_TIMEOUT
+) -> bool:
     """Ends the job; ``refusal`` is the answer to workers whose group has never formed."""
     formed = job.ledger.formed is not None
-    job.commit(r.JobEnded(ok, reason))
-    ended = m.Ended(ok, reason, first_loss=job.first_loss)
-    message = ended if formed else m.Refused(refusal, reason)
+    job.commit(records.JobEnded(ok, reason))
+    ended = messages.Ended(ok, reason, first_loss=job.first_loss)
+    message = ended if formed else messages.Refused(refusal, reason)
     for node_id in job.ledger.claims:
         job.send(node_id, message)
     job.members.nodes.clear()
@@ -420,7 +421,7 @@ def end(job: Job, ok: bool, reason: str, refusal: m.RefusalCode = m.RefusalCode.
     return True
 
 
-def end_requested(job: Job, event: e.EndRequested, now: float) -> None:
+def end_requested(job: Job, event: events.EndRequested, now: float) -> None:
     """Ends the job for an operator; workers outside get the answer that follows every event."""
     if job.phase is not Phase.ENDED:
-        end(job, False, f"An operator has ended the job: {event.reason}", m.RefusalCode.JOB_ENDED)
+        end(job, False, f"An operator has ended the job: {event.reason}", messages.RefusalCode.JOB_ENDED)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Claim,
@@ -33,7 +33,7 @@ from muster.scheduler.core.probing_state import (
     ProbeParticipant,
     ProbeRound,
 )
-from muster.wire import messages as m
+from muster.wire import messages
 
 # ---------------------------------------------------------------- rounds
 
@@ -68,12 +68,12 @@ def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
     named = {each: (asked[each].candidate.node_id, job.probing.addresses[each]) for each in asked}
     for session, each in asked.items():
         targets = tuple(map(named.__getitem__, each.targets))
-        job.outbox.send(session, m.Probe(job.probing.number, targets))
+        job.outbox.send(session, messages.Probe(job.probing.number, targets))
 
 
-def _by_host(job: Job) -> dict[str, list[e.SessionId]]:
+def _by_host(job: Job) -> dict[str, list[events.SessionId]]:
     """The streams of those that have a claim and can be asked, by the id of their host."""
-    hosts: dict[str, list[e.SessionId]] = {}
+    hosts: dict[str, list[events.SessionId]] = {}
     for claim in seated_claims(job):
         session = job.members.session_of(claim.candidate.node_id)
         if session is not None and job.probing.addresses.get(session):
@@ -82,8 +82,8 @@ def _by_host(job: Job) -> dict[str, list[e.SessionId]]:
 
 
 def _participants(
-    job: Job, hosts: Mapping[str, Sequence[e.SessionId]], *, among_members: bool
-) -> Iterator[tuple[e.SessionId, ProbeParticipant]]:
+    job: Job, hosts: Mapping[str, Sequence[events.SessionId]], *, among_members: bool
+) -> Iterator[tuple[events.SessionId, ProbeParticipant]]:
     outside = dict(list(job.probing.outside.items())[:CANDIDATES_AT_ONCE])
     places = {session: place for here in hosts.values() for place, session in enumerate(here)}
     for claim in seated_claims(job):
@@ -109,7 +109,7 @@ def seated_claims(job: Job) -> list[Claim]:
     return members + [c for node_id, c in job.ledger.claims.items() if node_id not in known]
 
 
-def take_answer(job: Job, event: e.ProbeAnswered, now: float) -> None:
+def take_answer(job: Job, event: events.ProbeAnswered, now: float) -> None:
     """Takes a worker's answer; the last one ends the round."""
     current = job.probing.current
     if current is None or event.round != current.number or event.session not in current.asked:
@@ -124,7 +124,7 @@ def take_answer(job: Job, event: e.ProbeAnswered, now: float) -> None:
         _conclude_round(job, now)
 
 
-def _is_there(job: Job, session: e.SessionId, asked: ProbeParticipant) -> bool:
+def _is_there(job: Job, session: events.SessionId, asked: ProbeParticipant) -> bool:
     if not asked.seated:
         return session in job.probing.outside
     return job.members.nodes.get(session) == asked.candidate.node_id
@@ -195,11 +195,11 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
         for candidate, barred in out:
             job.probing.barred[barred] = sentence
             what = f"was expelled: {sentence}; all that stay reach each other"
-            job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
+            job.lose(candidate.node_id, what, messages.RefusalCode.SUPERSEDED)
     return True
 
 
-def _present(job: Job, asked: Iterable[m.Candidate]) -> list[m.Candidate]:
+def _present(job: Job, asked: Iterable[messages.Candidate]) -> list[messages.Candidate]:
     """The members that a host counts for: those that were asked, and those that have come since."""
     present = {one.node_id: one for one in asked}
     for claim in job.ledger.living_members():
@@ -210,11 +210,11 @@ def _present(job: Job, asked: Iterable[m.Candidate]) -> list[m.Candidate]:
 
 def _who_goes(
     job: Job,
-    members: Collection[m.Candidate],
+    members: Collection[messages.Candidate],
     between: Collection[Accusation],
     single: Collection[Accusation],
     rule: Rule,
-) -> tuple[list[tuple[m.Candidate, str]], frozenset[BrokenPair]]:
+) -> tuple[list[tuple[messages.Candidate, str]], frozenset[BrokenPair]]:
     """The workers that leave by a rule, each with what is barred then, and the pairs to remember."""
     gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
     if between:
@@ -233,7 +233,9 @@ def _who_goes(
     return out, pairs
 
 
-def _workers_beside(job: Job, members: Collection[m.Candidate], single: Collection[Accusation]) -> Split:
+def _workers_beside(
+    job: Job, members: Collection[messages.Candidate], single: Collection[Accusation]
+) -> Split:
     """The hosts of these workers as parts: each of them, and those beside them as a whole."""
     # A node id may be the id of a host as well.
     units = {node_id: f"worker {node_id}" for pair in single for node_id in pair}
@@ -279,7 +281,7 @@ def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
 
 
 def _parties(
-    job: Job, members: Iterable[m.Candidate], name_of: Callable[[m.Candidate], str]
+    job: Job, members: Iterable[messages.Candidate], name_of: Callable[[messages.Candidate], str]
 ) -> dict[str, Party]:
     """The members by host, or each by itself, as ``name_of`` says."""
     ledger, stateless = job.ledger, job.stateless()
@@ -295,7 +297,7 @@ def _parties(
     return parties
 
 
-def _broken_pairs(job: Job, current: ProbeRound, members: dict[e.SessionId, m.Candidate]) -> str:
+def _broken_pairs(job: Job, current: ProbeRound, members: dict[events.SessionId, messages.Candidate]) -> str:
     """Names the hosts that cannot reach each other, with the first reason that was given."""
     pairs: dict[tuple[str, str], str] = {}
     for session, target, why in failures(current, members):
@@ -305,7 +307,7 @@ def _broken_pairs(job: Job, current: ProbeRound, members: dict[e.SessionId, m.Ca
     return f"{hosts} cannot reach each other ({next(iter(pairs.values()))})"
 
 
-def may_expel(job: Job, out: Iterable[m.Candidate], sentence: str) -> bool:
+def may_expel(job: Job, out: Iterable[messages.Candidate], sentence: str) -> bool:
     """Whether enough members would be left after an expulsion; logs it if not."""
     why = _too_few_left(job, out)
     if why:
@@ -313,7 +315,7 @@ def may_expel(job: Job, out: Iterable[m.Candidate], sentence: str) -> bool:
     return not why
 
 
-def _too_few_left(job: Job, out: Iterable[m.Candidate]) -> str:
+def _too_few_left(job: Job, out: Iterable[messages.Candidate]) -> str:
     """Says why these cannot be expelled: too few members would be left; empty: they can be."""
     ledger = job.ledger
     assert ledger.opened is not None
@@ -394,7 +396,7 @@ def name_finished(job: Job, waiting: Iterable[str]) -> None:
     _say_once(job, sentence)
     number = len(job.ledger.ranks)
     for node_id in waiting:
-        job.send(node_id, m.Waiting(number - len(finished), number, sentence, finished))
+        job.send(node_id, messages.Waiting(number - len(finished), number, sentence, finished))
 
 
 def explain_failures(job: Job) -> None:
@@ -426,7 +428,7 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
     if not obstacle:
         for candidate in due:
             what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
-            job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", m.RefusalCode.SUPERSEDED)
+            job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", messages.RefusalCode.SUPERSEDED)
     for candidate in due:
         job.probing.hangs.pop(candidate.node_id)  # if it stays, its time begins again
 
@@ -434,7 +436,7 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
 # ---------------------------------------------------------------- who comes back
 
 
-def keep_outside(job: Job, event: e.Joined) -> bool:
+def keep_outside(job: Job, event: events.Joined) -> bool:
     """Keeps an expelled worker outside until probes succeed; returns whether it is kept."""
     candidate = event.candidate
     if not seated_claims(job):
@@ -444,12 +446,12 @@ def keep_outside(job: Job, event: e.Joined) -> bool:
         if other.candidate.node_id == candidate.node_id and session != event.session:
             same = other.candidate.incarnation == candidate.incarnation
             newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
-            job.outbox.send(session, m.Refused(m.RefusalCode.SUPERSEDED, newer))
+            job.outbox.send(session, messages.Refused(messages.RefusalCode.SUPERSEDED, newer))
     job.probing.outside[event.session] = event
     why = job.probing.barred.get(candidate.host.id) or job.probing.barred[candidate.node_id]
     sentence = f"{name} is taken in when it and the members reach each other: {why}."
     job.outbox.send(event.session, job.welcome())
-    job.outbox.send(event.session, m.Waiting(len(job.present()), job.needed, sentence))
+    job.outbox.send(event.session, messages.Waiting(len(job.present()), job.needed, sentence))
     job.outbox.mention(sentence)
     return True
 
@@ -474,7 +476,7 @@ def _take_in(job: Job, current: ProbeRound, now: float) -> None:
             job.probing.taken_in.append(event)
 
 
-def is_proven(job: Job, current: ProbeRound, session: e.SessionId) -> bool:
+def is_proven(job: Job, current: ProbeRound, session: events.SessionId) -> bool:
     """Whether this worker and all members have reached each other."""
     pairs = [
         pair for target in current.asked[session].targets for pair in ((session, target), (target, session))
@@ -487,7 +489,7 @@ def dismiss_outside(job: Job) -> None:
     outcome = job.ledger.outcome
     assert outcome is not None
     for session in job.probing.outside:
-        job.outbox.send(session, m.Ended(outcome.ok, outcome.reason))
+        job.outbox.send(session, messages.Ended(outcome.ok, outcome.reason))
     job.probing.outside.clear()
 
 
@@ -700,8 +702,8 @@ def _thinned_out(
 
 
 def failures(
-    current: ProbeRound, members: dict[e.SessionId, m.Candidate]
-) -> Iterator[tuple[e.SessionId, e.SessionId, str]]:
+    current: ProbeRound, members: dict[events.SessionId, messages.Candidate]
+) -> Iterator[tuple[events.SessionId, events.SessionId, str]]:
     """Pairs of workers that could not reach each other, and why; only where both have answered."""
     by_node = {candidate.node_id: session for session, candidate in members.items()}
     order = {host_id: number for number, host_id in enumerate(current.hosts)}
@@ -716,7 +718,7 @@ def failures(
 
 
 def accusations(
-    current: ProbeRound, members: dict[e.SessionId, m.Candidate]
+    current: ProbeRound, members: dict[events.SessionId, messages.Candidate]
 ) -> tuple[set[Accusation], set[Accusation]]:
     """Failed pairs by party: hosts where no worker got through, else single workers."""
     through: dict[Accusation, bool] = {}
@@ -743,6 +745,6 @@ def _got_through(current: ProbeRound, here: str, there: str) -> bool:
     return any(current.failed(*pair) == "" for pair in counts)
 
 
-def _tried(current: ProbeRound, here: str, there: str) -> list[tuple[e.SessionId, e.SessionId]]:
+def _tried(current: ProbeRound, here: str, there: str) -> list[tuple[events.SessionId, events.SessionId]]:
     """Which workers on the one host were to probe which on the other."""
     return [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from muster.scheduler.core import events as e
-from muster.wire import messages as m
+from muster.scheduler.core import events
+from muster.wire import messages
 
 ROUND_S = 15.0
 """How long a round of probes waits for answers, in seconds; a worker gives each probe up before that."""
@@ -36,8 +36,8 @@ class ProbeParticipant:
         place: its number among the seated workers of its host.
     """
 
-    candidate: m.Candidate
-    targets: tuple[e.SessionId, ...]
+    candidate: messages.Candidate
+    targets: tuple[events.SessionId, ...]
     seated: bool
     place: int = 0
 
@@ -56,21 +56,21 @@ class ProbeRound:
     number: int
     due: float
     among_members: bool
-    asked: dict[e.SessionId, ProbeParticipant]
-    awaited: list[e.SessionId]
+    asked: dict[events.SessionId, ProbeParticipant]
+    awaited: list[events.SessionId]
     generation: int = 0
-    hosts: dict[str, list[e.SessionId]] = field(default_factory=dict)
-    answers: dict[e.SessionId, e.ProbeAnswered] = field(default_factory=dict)
-    unreached: dict[e.SessionId, dict[str, str]] = field(default_factory=dict)
-    began: dict[e.SessionId, float] = field(default_factory=dict)
-    heard: dict[e.SessionId, float] = field(default_factory=dict)
+    hosts: dict[str, list[events.SessionId]] = field(default_factory=dict)
+    answers: dict[events.SessionId, events.ProbeAnswered] = field(default_factory=dict)
+    unreached: dict[events.SessionId, dict[str, str]] = field(default_factory=dict)
+    began: dict[events.SessionId, float] = field(default_factory=dict)
+    heard: dict[events.SessionId, float] = field(default_factory=dict)
 
-    def target(self, place: int, host_id: str) -> e.SessionId:
+    def target(self, place: int, host_id: str) -> events.SessionId:
         """Which worker one with this place on its host probes of another host."""
         there = self.hosts[host_id]
         return there[place % len(there)]
 
-    def failed(self, session: e.SessionId, target: e.SessionId) -> str | None:
+    def failed(self, session: events.SessionId, target: events.SessionId) -> str | None:
         """Why one worker could not reach another that it was to probe; "" if it could; None: not known.
 
         It is not where one of them may have stood still while the other probed it.
@@ -84,7 +84,7 @@ class ProbeRound:
         together = abs(self.began[session] - self.began[target]) <= TOGETHER_S
         return why if together or not why else None
 
-    def take(self, answer: e.ProbeAnswered, now: float) -> None:
+    def take(self, answer: events.ProbeAnswered, now: float) -> None:
         """Takes an answer in."""
         self.answers[answer.session] = answer
         self.unreached[answer.session] = dict(answer.unreached)
@@ -152,11 +152,11 @@ class Probing:
     said: str = ""
     broken: frozenset[BrokenPair] = frozenset()
     barred: dict[str, str] = field(default_factory=dict)
-    outside: dict[e.SessionId, e.Joined] = field(default_factory=dict)
-    taken_in: list[e.Joined] = field(default_factory=list)
-    addresses: dict[e.SessionId, str] = field(default_factory=dict)
+    outside: dict[events.SessionId, events.Joined] = field(default_factory=dict)
+    taken_in: list[events.Joined] = field(default_factory=list)
+    addresses: dict[events.SessionId, str] = field(default_factory=dict)
 
-    def bars(self, candidate: m.Candidate) -> bool:
+    def bars(self, candidate: messages.Candidate) -> bool:
         """Whether this worker, or its host, was expelled because it could not be reached."""
         return candidate.host.id in self.barred or candidate.node_id in self.barred
 
@@ -181,12 +181,12 @@ class Probing:
         """Training goes on: what is waited for next is something new."""
         self.awaited, self.said, self.backoff = {}, "", ProbeBackoff()
 
-    def take_in(self) -> list[e.Joined]:
+    def take_in(self) -> list[events.Joined]:
         """Takes and returns the Joins of workers that were just found to reach all members."""
         joins, self.taken_in = self.taken_in, []
         return joins
 
-    def forget(self, session: e.SessionId) -> None:
+    def forget(self, session: events.SessionId) -> None:
         """Takes a stream that ends out of all rounds."""
         self.addresses.pop(session, None)
         self.outside.pop(session, None)

@@ -16,7 +16,7 @@ from muster.scheduler.core.ledger import (
     who,
 )
 from muster.scheduler.core.members import Contact, Members
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 def awaited(job: Job) -> str:
@@ -113,7 +113,7 @@ class RankProgress:
     """One rank and how far it is."""
 
     rank: int
-    candidate: m.Candidate
+    candidate: messages.Candidate
     contact: Contact
 
 
@@ -174,7 +174,7 @@ def _disagreement(standings: Sequence[RankProgress]) -> str:
     return ""
 
 
-def _before(table: dict[tuple[str, int], m.Collective], key: tuple[str, int]) -> bool:
+def _before(table: dict[tuple[str, int], messages.Collective], key: tuple[str, int]) -> bool:
     """Whether a rank that takes part in the group has not come to this collective yet.
 
     A rank that has passed it has merely forgotten it: only the newest calls are kept. One that has called
@@ -186,11 +186,11 @@ def _before(table: dict[tuple[str, int], m.Collective], key: tuple[str, int]) ->
     return bool(sequences) and max(sequences) < key[1]
 
 
-def _call(collective: m.Collective) -> str:
+def _call(collective: messages.Collective) -> str:
     return f"{collective.name} of {collective.size_bytes} B {collective.dtype}"
 
 
-def _collective_in_words(collective: m.Collective) -> str:
+def _collective_in_words(collective: messages.Collective) -> str:
     state = "done" if collective.done else "not done"
     return f"{collective.sequence} of group {collective.group} ({_call(collective)}, {state})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import STATELESS, Phase, count, nodes, upper_first, waiting
 from muster.scheduler.core.reports import awaited, progress_report
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 def report(job: Job, now: float) -> None:
@@ -23,7 +23,7 @@ def report(job: Job, now: float) -> None:
         since = f"for {now - job.deadlines.formed_at:.0f} s"
         job.say(f"The group is being built {since}: {awaited(job)}.")
         # Each member's own log then says who it waits for.
-        job.send_to_members(m.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
+        job.send_to_members(messages.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
         return
     broadcast_waiting(job)
 
@@ -36,10 +36,10 @@ def broadcast_waiting(job: Job) -> None:
     job.say(message.sentence)
 
 
-def waiting_message(job: Job) -> m.Waiting:
+def waiting_message(job: Job) -> messages.Waiting:
     """The message to all workers while some are missing."""
     sentence = upper_first(waiting_sentence(job)) + "."
-    return m.Waiting(len(job.seated()), job.needed, sentence)
+    return messages.Waiting(len(job.seated()), job.needed, sentence)
 
 
 def waiting_sentence(job: Job) -> str:

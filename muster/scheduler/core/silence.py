@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import probing
+from muster.scheduler.core import events, probing
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Phase, count
 from muster.scheduler.core.probing_state import ROUND_PAUSE_S
-from muster.wire import messages as m
+from muster.wire import messages
 
 
-def tick(job: Job, event: e.Tick, now: float) -> None:
+def tick(job: Job, event: events.Tick, now: float) -> None:
     """Handles a Tick: everything that is due by now."""
     if job.phase is Phase.ENDED:
         return
     for node_id in job.members.silent(now, job.patience):
         what = f"is lost: not heard for {now - job.members.by_node[node_id].last_heard:.1f} s"
-        job.lose(node_id, what, m.RefusalCode.SUPERSEDED)
+        job.lose(node_id, what, messages.RefusalCode.SUPERSEDED)
     if job.probing.due(job.settings.hang_timeout_s) is not None:
         probing.tend_rounds(job, now)
 
 
-def process_paused(job: Job, event: e.ProcessPaused, now: float) -> None:
+def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
     """Handles a standstill of the scheduler: silence in it does not count, and lost streams may return.
 
     Workers end a stream that does not answer; that is seen only now, of streams begun in it as well.
@@ -49,7 +48,7 @@ def process_paused(job: Job, event: e.ProcessPaused, now: float) -> None:
         )
 
 
-def held_up(job: Job, event: e.HeldUp, now: float) -> None:
+def held_up(job: Job, event: events.HeldUp, now: float) -> None:
     """Handles a time without a journal: what was said in that time comes now. Who is gone is gone."""
     if job.phase is not Phase.ENDED:
         job.members.excuse(event.seconds, now)
@@ -58,7 +57,7 @@ def held_up(job: Job, event: e.HeldUp, now: float) -> None:
             job.probing.repeat()
 
 
-def receive_backlog(job: Job, event: e.ReceiveBacklog, now: float) -> None:
+def receive_backlog(job: Job, event: events.ReceiveBacklog, now: float) -> None:
     """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
     unread = [node_id for session in event.sessions if (node_id := job.members.nodes.get(session))]
     if unread and job.phase is not Phase.ENDED:

@@ -10,20 +10,20 @@ from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
 from muster.scheduler.core.members import Contact
 from muster.scheduler.core.sentences import state_reason
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 class WorkerView(NamedTuple):
     """One worker as ``status`` shows it; ``rank`` and ``local_rank`` are -1 while there is none."""
 
-    candidate: m.Candidate
+    candidate: messages.Candidate
     state: str
     rank: int
     local_rank: int
     silent_s: float
     step: int
     samples_per_s: float
-    last_collective: m.Collective | None = None
+    last_collective: messages.Collective | None = None
     loss: float | None = None
     pid: int = 0
     learning_rate: float | None = None

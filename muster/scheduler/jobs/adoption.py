@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.ledger import (
     Ledger,
@@ -22,7 +21,7 @@ from muster.scheduler.core.ledger import (
 )
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.core.views import JobView
-from muster.wire import messages as m
+from muster.wire import messages
 
 
 class AdoptingJob:
@@ -31,7 +30,7 @@ class AdoptingJob:
     Args:
         job_id: the job.
         settings: its settings.
-        records: what its journal says.
+        journaled: the records of its journal.
         now: seconds on the clock of all calls.
         adopt: whether an operator has said that members who agree are to be taken over.
 
@@ -43,10 +42,16 @@ class AdoptingJob:
     """
 
     def __init__(
-        self, job_id: str, settings: e.CoreSettings, records: Iterable[r.Record], now: float, *, adopt: bool
+        self,
+        job_id: str,
+        settings: events.CoreSettings,
+        journaled: Iterable[records.Record],
+        now: float,
+        *,
+        adopt: bool,
     ) -> None:
         self._job_id, self._settings, self._adopt = job_id, settings, adopt
-        self._records: list[r.Record] | None = list(records)
+        self._records: list[records.Record] | None = list(journaled)
         self.machine = (
             Job.recover(job_id, settings, self._records, now) if self._records else Job(job_id, settings)
         )
@@ -54,32 +59,32 @@ class AdoptingJob:
         self._keep(self._records)
         if not adopt and not self._ledger.generation:
             self._records = None  # there is no journal, which every message says as ever
-        self._held: dict[e.SessionId, e.Joined] = {}
+        self._held: dict[events.SessionId, events.Joined] = {}
         self._anybody_came = False  # with the journal's generation; who has finished since has shown it, too
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+    def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
         """As :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
         if self._records is None:
             return self.machine.step(event, now, more=more)
-        if isinstance(event, e.Joined) and (self._held or self._is_ahead(event)):
+        if isinstance(event, events.Joined) and (self._held or self._is_ahead(event)):
             self._held[event.session] = event
             return self._decide(now) or self._wait(event)
-        if self._held and isinstance(event, e.Tick):
+        if self._held and isinstance(event, events.Tick):
             return Decision()  # nobody is lost before it is clear which generation counts
-        if isinstance(event, e.ProcessEnded) and (self._held or not self._anybody_came):
+        if isinstance(event, events.ProcessEnded) and (self._held or not self._anybody_came):
             return Decision()  # likewise: it is said again
         session = getattr(event, "session", None)
         if session in self._held:
-            if isinstance(event, e.SessionLost | e.LeftCleanly):
+            if isinstance(event, events.SessionLost | events.LeftCleanly):
                 del self._held[event.session]
-            if isinstance(event, e.LeftCleanly):
-                return Decision((), ((event.session, m.Ended(True, "Goodbye.")),))
+            if isinstance(event, events.LeftCleanly):
+                return Decision((), ((event.session, messages.Ended(True, "Goodbye.")),))
             return Decision()
         decision = self.machine.step(event, now, more=more)
         self._anybody_came |= bool(self.machine.job.members.nodes)
         self._keep(decision.records)
         self._records += decision.records
-        if any(isinstance(record, r.GenerationFormed) for record in decision.records):
+        if any(isinstance(record, records.GenerationFormed) for record in decision.records):
             self._records = None  # the job has gone on by itself
         return decision
 
@@ -87,7 +92,7 @@ class AdoptingJob:
         """As :meth:`Job.deadline`; none that is due while workers are held back."""
         return math.inf if self._held else self.machine.deadline()
 
-    def overdue(self, now: float) -> Sequence[e.SessionId]:
+    def overdue(self, now: float) -> Sequence[events.SessionId]:
         """As :meth:`Job.overdue`; nobody while workers are held back."""
         return () if self._held else self.machine.overdue(now)
 
@@ -97,14 +102,14 @@ class AdoptingJob:
 
     # ------------------------------------------------------------ inside
 
-    def _keep(self, records: Iterable[r.Record]) -> None:
+    def _keep(self, records: Iterable[records.Record]) -> None:
         for record in records:
             self._ledger.apply(record)
 
-    def _is_ahead(self, event: e.Joined) -> bool:
+    def _is_ahead(self, event: events.Joined) -> bool:
         return event.held_generation > self._ledger.generation
 
-    def _is_current(self, event: e.Joined) -> bool:
+    def _is_current(self, event: events.Joined) -> bool:
         claim = self._ledger.claims.get(event.candidate.node_id)
         return (
             claim is not None
@@ -112,7 +117,7 @@ class AdoptingJob:
             and event.held_generation == self._ledger.generation
         )
 
-    def _wait(self, event: e.Joined) -> Decision:
+    def _wait(self, event: events.Joined) -> Decision:
         remedy = (
             "The newest generation is taken over when all its members are here and say the same."
             if self._adopt
@@ -130,58 +135,58 @@ class AdoptingJob:
             self._settings.node_timeout_s,
             self._settings.topo_timeout_s,
         )
-        waiting = m.Waiting(len(self._held), max(1, newest.held_world_size), sentence)
-        return Decision((), ((event.session, m.Welcome(*times)), (event.session, waiting)), sentence)
+        waiting = messages.Waiting(len(self._held), max(1, newest.held_world_size), sentence)
+        return Decision((), ((event.session, messages.Welcome(*times)), (event.session, waiting)), sentence)
 
     def _decide(self, now: float) -> Decision | None:
         """Lets all workers that are held back go on, once it is clear in which generation."""
         held = list(self._held.values())
-        records: tuple[r.Record, ...] = ()
+        takeover: tuple[records.Record, ...] = ()
         if self._adopt:
             members = agreeing_members(held)
             if not members:
                 return None
-            records = tuple(self._takeover(members))
+            takeover = tuple(self._takeover(members))
             assert self._records is not None
-            self.machine = Job.recover(self._job_id, self._settings, [*self._records, *records], now)
+            self.machine = Job.recover(self._job_id, self._settings, [*self._records, *takeover], now)
         elif sum(map(self._is_current, held)) <= sum(map(self._is_ahead, held)):
             return None
         self._records, self._held = None, {}
         steps = [self.machine.step(event, now) for event in held]
-        reasons = [record.reason for record in records if isinstance(record, r.GenerationFormed)]
+        reasons = [record.reason for record in takeover if isinstance(record, records.GenerationFormed)]
         return Decision(
-            records + tuple(record for step in steps for record in step.records),
+            takeover + tuple(record for step in steps for record in step.records),
             tuple(message for step in steps for message in step.messages),
             " ".join([*reasons, *(step.reason for step in steps if step.reason)]),
         )
 
-    def _takeover(self, held: Sequence[e.Joined]) -> Iterable[r.Record]:
+    def _takeover(self, held: Sequence[events.Joined]) -> Iterable[records.Record]:
         """The record of the generation that the workers hold, which the journal lacks."""
         incarnations = {event.candidate.node_id: event.candidate.incarnation for event in held}
         if self._ledger.opened is None:
-            yield r.JobOpened(self._job_id, *sizes(self._settings, held[0].candidate))
+            yield records.JobOpened(self._job_id, *sizes(self._settings, held[0].candidate))
         for claim in self._ledger.claims.values():
             node_id, incarnation = claim.candidate.node_id, claim.candidate.incarnation
             if incarnations.get(node_id) == incarnation:
                 del incarnations[node_id]
             else:
-                yield r.Removed(node_id, incarnation, "not in the generation that was adopted")
+                yield records.Removed(node_id, incarnation, "not in the generation that was adopted")
         for event in held:
             if event.candidate.node_id in incarnations:
-                yield r.Admitted(event.candidate)
+                yield records.Admitted(event.candidate)
         hosts = [event.candidate.host.id for event in held]
         members = tuple(
-            r.Placed(rank, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), event.candidate)
+            records.Placed(rank, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), event.candidate)
             for rank, event in enumerate(held)
         )
         generation = held[0].held_generation
         reason = f"Generation {generation} of {count(len(held), 'member')} is adopted, as --adopt says."
-        yield r.GenerationFormed(generation, members, -1, (), reason)
+        yield records.GenerationFormed(generation, members, -1, (), reason)
         if all(event.built for event in held):
-            yield r.GroupEstablished(generation)
+            yield records.GroupEstablished(generation)
 
 
-def agreeing_members(held: Sequence[e.Joined]) -> list[e.Joined]:
+def agreeing_members(held: Sequence[events.Joined]) -> list[events.Joined]:
     """The members of the newest generation by rank, if all are there and agree; else none."""
     generation = max(event.held_generation for event in held)
     members = sorted(

@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.views import JobView
 from muster.scheduler.errors import RequestError, SchedulerError, StoppingError
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.jobs.unread import unread_peers
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import AssignmentEncoder
 
 MAX_BATCH = 1024
@@ -45,13 +44,13 @@ PUT_OFF_S = 1.0
 class JobMachine(Protocol):
     """What the driver needs of :class:`muster.scheduler.core.machine.Machine`."""
 
-    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+    def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
         """Takes one event and says what follows; ``more``: together with the next one."""
 
     def deadline(self) -> float | None:
         """The time at which the machine wants a Tick, on the clock of ``now``."""
 
-    def overdue(self, now: float) -> Sequence[e.SessionId]:
+    def overdue(self, now: float) -> Sequence[events.SessionId]:
         """The streams whose workers the next Tick would declare lost for their silence."""
 
     def view(self, now: float) -> JobView:
@@ -106,7 +105,7 @@ class Counters:
 
 @dataclass
 class _Item:
-    event: e.Event
+    event: events.Event
     done: asyncio.Future[str] | None = None
 
 
@@ -135,12 +134,12 @@ class JobDriver:
     job_id: str
     job: JobMachine
     clock: Clock
-    make_durable: Callable[[Sequence[r.Record]], Awaitable[None]]
+    make_durable: Callable[[Sequence[records.Record]], Awaitable[None]]
     note: Callable[[Note], None]
-    sessions: dict[e.SessionId, OutgoingStream] = field(default_factory=dict)
+    sessions: dict[events.SessionId, OutgoingStream] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
-    ended: r.JobEnded | None = None
-    formed: r.GenerationFormed | None = None
+    ended: records.JobEnded | None = None
+    formed: records.GenerationFormed | None = None
     formed_here: bool = False
     generation_over: str = ""
     on_ended: Callable[[JobDriver], None] = lambda driver: None
@@ -157,11 +156,11 @@ class JobDriver:
     _held_up_s: float = 0.0
     _put_off: str = ""
     _put_off_at: float = 0.0
-    _doubted: set[e.SessionId] = field(default_factory=set)
+    _doubted: set[events.SessionId] = field(default_factory=set)
     _doubt_until: float = 0.0
-    _watchers: list[Callable[[r.Record], None]] = field(default_factory=list)
+    _watchers: list[Callable[[records.Record], None]] = field(default_factory=list)
 
-    def watch_records(self, watcher: Callable[[r.Record], None]) -> None:
+    def watch_records(self, watcher: Callable[[records.Record], None]) -> None:
         """Calls ``watcher`` with every record from now on, once it is durable."""
         self._watchers.append(watcher)
 
@@ -175,15 +174,15 @@ class JobDriver:
             raise StoppingError("The scheduler is stopping.")
         self.sessions[session.id] = session
 
-    def carries(self, session: e.SessionId) -> bool:
+    def carries(self, session: events.SessionId) -> bool:
         """Whether messages to this stream leave by one that was admitted and has not had its last word."""
         return session in self.sessions
 
-    def post(self, event: e.Event) -> None:
+    def post(self, event: events.Event) -> None:
         """Enqueues an event without waiting for it."""
         self._queue.put_nowait(_Item(event))
 
-    async def submit(self, event: e.Event) -> str:
+    async def submit(self, event: events.Event) -> str:
         """Enqueues an event, waits until it is carried out and returns the decision's reason.
 
         A stream that waits for each of its events before it reads the next can never flood the job.
@@ -226,7 +225,7 @@ class JobDriver:
         """Waits while losses keep coming, so that those of one cause make one generation."""
         seen = 0
         for _ in range(LOSS_SETTLE_TIMES):
-            losses = sum(isinstance(item.event, e.SessionLost | e.ProcessEnded) for item in batch)
+            losses = sum(isinstance(item.event, events.SessionLost | events.ProcessEnded) for item in batch)
             if losses == seen:
                 return
             seen = losses
@@ -245,21 +244,21 @@ class JobDriver:
         stood_s, held_up_s = self._stood_s + self._late(now), self._held_up_s
         self._stood_s = self._held_up_s = 0.0
         if stood_s:  # goes first: what waits here may be the consequence
-            batch.insert(0, _Item(e.ProcessPaused(stood_s)))
+            batch.insert(0, _Item(events.ProcessPaused(stood_s)))
         if held_up_s:
-            batch.insert(0, _Item(e.HeldUp(held_up_s)))
+            batch.insert(0, _Item(events.HeldUp(held_up_s)))
         stepped: list[Stepped] = []
-        over: set[e.SessionId] = set()
-        ended = {item.event.session for item in batch if isinstance(item.event, e.SessionLost)}
+        over: set[events.SessionId] = set()
+        ended = {item.event.session for item in batch if isinstance(item.event, events.SessionLost)}
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
-            if isinstance(item.event, e.Joined) and (
+            if isinstance(item.event, events.Joined) and (
                 item.event.session in over
                 or item.event.session not in self.sessions
                 or (item.event.session in ended and item.event.held_generation <= 0)
             ):  # its stream has had the last word by now: nothing could answer it
                 stepped.append((item, Decision()))
                 continue
-            if isinstance(item.event, e.Tick):
+            if isinstance(item.event, events.Tick):
                 behind, doubtful = self.look(now)
                 if behind is not None:
                     stepped.append((_Item(behind), self.job.step(behind, now)))
@@ -268,7 +267,11 @@ class JobDriver:
                     continue
             decision = self.job.step(item.event, now, more=more)
             stepped.append((item, decision))
-            over |= {to for to, message in decision.messages if isinstance(message, m.Refused | m.Ended)}
+            over |= {
+                to
+                for to, message in decision.messages
+                if isinstance(message, messages.Refused | messages.Ended)
+            }
             self._count(item.event, now)
         return stepped
 
@@ -276,7 +279,7 @@ class JobDriver:
         """Makes the records durable; nothing may leave before that, or if it fails."""
         records = [record for _, decision in stepped for record in decision.records]
         last_words = any(
-            isinstance(message, m.Refused | m.Ended)
+            isinstance(message, messages.Refused | messages.Ended)
             for _, decision in stepped
             for _, message in decision.messages
         )
@@ -310,7 +313,7 @@ class JobDriver:
 
     def _tell(self, sentence: str, *, undecided: bool) -> None:
         here = len(self.sessions)
-        message = m.Waiting(here, here, sentence, undecided=undecided)
+        message = messages.Waiting(here, here, sentence, undecided=undecided)
         for session in self.sessions.values():
             session.send(*self.encoder.encode_parts(message, 0))
 
@@ -330,13 +333,13 @@ class JobDriver:
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
 
-    def look(self, now: float) -> tuple[e.ReceiveBacklog | None, bool]:
+    def look(self, now: float) -> tuple[events.ReceiveBacklog | None, bool]:
         """Checks, before a Tick declares workers lost, whether this process itself is behind with reading.
 
         Returns:
             That we are behind, if so; and whether the Tick has to wait until that is clear.
         """
-        overdue: dict[str, list[e.SessionId]] = {}  # workers of one host may share a stream
+        overdue: dict[str, list[events.SessionId]] = {}  # workers of one host may share a stream
         for session_id in self.job.overdue(now):
             if (session := self.sessions.get(session_id)) is not None:
                 overdue.setdefault(session.caller.address, []).append(session_id)
@@ -347,7 +350,7 @@ class JobDriver:
             return None, True
         unread = self.unread(overdue)
         if unread:
-            return e.ReceiveBacklog(tuple(each for peer in unread for each in overdue[peer])), False
+            return events.ReceiveBacklog(tuple(each for peer in unread for each in overdue[peer])), False
         known, self._doubted = self._doubted, {each for some in overdue.values() for each in some}
         if self._doubted <= known:
             return None, False
@@ -356,10 +359,10 @@ class JobDriver:
         self._doubt_until = looked_at + max(DOUBT_S, 2 * (looked_at - now))
         return None, True
 
-    def _carry_out(self, event: e.Event, decision: Decision, now: float) -> None:
-        if isinstance(event, e.SessionLost):
+    def _carry_out(self, event: events.Event, decision: Decision, now: float) -> None:
+        if isinstance(event, events.SessionLost):
             self._lost(event, decision)
-        held = event.held_generation if isinstance(event, e.Joined) else 0
+        held = event.held_generation if isinstance(event, events.Joined) else 0
         for record in decision.records:
             self.observe(record, now, held)
         for session_id, message in decision.messages:
@@ -367,29 +370,31 @@ class JobDriver:
             if session is not None:
                 self._deliver(session, message, event)
         # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
-        if decision.reason and (decision.reason != self._reason or isinstance(event, e.Tick)):
+        if decision.reason and (decision.reason != self._reason or isinstance(event, events.Tick)):
             self.note(Note("decided", self.job_id, decision.reason))
         self._reason = decision.reason or self._reason
         if self.ended is not None:
             self.on_ended(self)
 
-    def _deliver(self, session: OutgoingStream, message: m.SchedulerMessage, cause: e.Event) -> None:
-        if isinstance(message, m.Welcome):
+    def _deliver(
+        self, session: OutgoingStream, message: messages.SchedulerMessage, cause: events.Event
+    ) -> None:
+        if isinstance(message, messages.Welcome):
             self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
-        elif isinstance(message, m.Assignment):
+        elif isinstance(message, messages.Assignment):
             session.generation, session.rank = message.generation, message.rank
         session.send(
             *self.encoder.encode_parts(message, session.held if session.takes_deltas else 0),
-            of_generation=isinstance(message, m.Assignment | m.UniqueIds | m.GroupBuilt),
-            assigns=message.generation if isinstance(message, m.Assignment) else 0,
+            of_generation=isinstance(message, messages.Assignment | messages.UniqueIds | messages.GroupBuilt),
+            assigns=message.generation if isinstance(message, messages.Assignment) else 0,
         )
-        if isinstance(message, m.Refused):
-            kind = "expelled" if message.code is m.RefusalCode.EXPELLED else "refused"
+        if isinstance(message, messages.Refused):
+            kind = "expelled" if message.code is messages.RefusalCode.EXPELLED else "refused"
             self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))
             self._close(session, RefusedByRulesError(message.sentence))
-        elif isinstance(message, m.Ended):
+        elif isinstance(message, messages.Ended):
             text = message.reason
-            if isinstance(cause, e.LeftCleanly) and cause.session == session.id:
+            if isinstance(cause, events.LeftCleanly) and cause.session == session.id:
                 text = "finished" if cause.finished else cause.reason
             self.note(Note("left", self.job_id, text, session))
             self._close(session, None)
@@ -398,35 +403,35 @@ class JobDriver:
         session.close(error)
         self.sessions.pop(session.id, None)
 
-    def _lost(self, event: e.SessionLost, decision: Decision) -> None:
+    def _lost(self, event: events.SessionLost, decision: Decision) -> None:
         session = self.sessions.pop(event.session, None)
         if session is not None:
-            is_gone = any(isinstance(record, r.Removed) for record in decision.records)
+            is_gone = any(isinstance(record, records.Removed) for record in decision.records)
             text = event.detail if is_gone else f"{event.detail}; its place is kept, if it has one"
             self.note(Note("lost", self.job_id, text, session))
 
-    def _count(self, event: e.Event, now: float) -> None:
+    def _count(self, event: events.Event, now: float) -> None:
         self.counters.events += 1
-        if isinstance(event, e.Heard):
+        if isinstance(event, events.Heard):
             self.counters.heartbeats += 1
-        elif isinstance(event, e.Joined) and self.counters.first_join_s is None:
+        elif isinstance(event, events.Joined) and self.counters.first_join_s is None:
             self.counters.first_join_s = now
 
-    def observe(self, record: r.Record, now: float, held_generation: int = 0) -> None:
+    def observe(self, record: records.Record, now: float, held_generation: int = 0) -> None:
         """Updates counters and sessions for a record."""
         counters = self.counters
-        if isinstance(record, r.GenerationFormed):
+        if isinstance(record, records.GenerationFormed):
             counters.formed_s = now
             self.formed, self.generation_over = record, ""
             self.formed_here = record.generation > held_generation  # else it was adopted from its members
-        elif isinstance(record, r.GenerationEnded):
+        elif isinstance(record, records.GenerationEnded):
             self.generation_over = record.reason
-        elif isinstance(record, r.GroupEstablished):
+        elif isinstance(record, records.GroupEstablished):
             if counters.formed_s is not None:
                 counters.build_s = now - counters.formed_s
             if counters.formation_s is None and counters.first_join_s is not None:
                 counters.formation_s = now - counters.first_join_s
-        elif isinstance(record, r.JobEnded):
+        elif isinstance(record, records.JobEnded):
             self.ended = record
             self.generation_over = record.reason
         for watcher in self._watchers:
@@ -443,7 +448,7 @@ class JobDriver:
 
     def _tick(self) -> None:
         self._timer = None
-        self.post(e.Tick())
+        self.post(events.Tick())
 
     def _stop(self, batch: list[_Item]) -> None:
         self._over = True
@@ -464,8 +469,8 @@ def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):
-        lost = isinstance(item.event, e.SessionLost | e.LeftCleanly | e.ProcessEnded)
+        lost = isinstance(item.event, events.SessionLost | events.LeftCleanly | events.ProcessEnded)
         marks.append(lost and follows)
-        if not isinstance(item.event, e.Heard):
+        if not isinstance(item.event, events.Heard):
             follows = lost
     return marks[::-1]

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from muster.scheduler.config import SchedulerSettings
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import (
     DeposedError,
@@ -53,8 +52,8 @@ class Jobs:
         clock: Clock,
         note: Callable[[Note], None],
         *,
-        new_machine: Callable[[str, e.CoreSettings], JobMachine],
-        recover_machine: Callable[[str, e.CoreSettings, Sequence[r.Record], float], JobMachine],
+        new_machine: Callable[[str, events.CoreSettings], JobMachine],
+        recover_machine: Callable[[str, events.CoreSettings, Sequence[records.Record], float], JobMachine],
         storage: Storage | None = None,
         stood_by: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -69,7 +68,7 @@ class Jobs:
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._followers: list[Callable[[JobDriver], None]] = []
-        self.own_job_over: asyncio.Future[r.JobEnded] = asyncio.get_running_loop().create_future()
+        self.own_job_over: asyncio.Future[records.JobEnded] = asyncio.get_running_loop().create_future()
         self.journal_lost: asyncio.Future[SchedulerError] = asyncio.get_running_loop().create_future()
 
     @property
@@ -185,15 +184,17 @@ class Jobs:
             raise
         except Exception as error:  # whatever a storage may raise: without it nothing may be promised
             raise JournalUnavailableError(str(error)) from error
-        for job_id, records in jobs.items():
-            await self._recover(storage, job_id, records)
+        for job_id, journaled in jobs.items():
+            await self._recover(storage, job_id, journaled)
 
-    async def _recover(self, storage: WaitingStorage, job_id: str, records: Sequence[r.Record]) -> None:
+    async def _recover(
+        self, storage: WaitingStorage, job_id: str, journaled: Sequence[records.Record]
+    ) -> None:
         own = job_id == self._settings.job_id
         if not own and not self._settings.serve:
             LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
             return
-        ended = next((record for record in records if isinstance(record, r.JobEnded)), None)
+        ended = next((record for record in journaled if isinstance(record, records.JobEnded)), None)
         if ended is not None and own and not self._settings.serve and self._stood_by():
             self.own_job_over.set_result(ended)
             return
@@ -202,7 +203,7 @@ class Jobs:
             return
         settings = self._settings.core(own_job=own)
         try:
-            machine = self._recover_machine(job_id, settings, records, self._clock.time())
+            machine = self._recover_machine(job_id, settings, journaled, self._clock.time())
         except ValueError as error:
             raise JournalUnavailableError(
                 f"The journal does not fit: {error}.",
@@ -210,13 +211,13 @@ class Jobs:
             ) from error
         driver = self._start(job_id, machine)
         ledger = Ledger()
-        for record in records:
+        for record in journaled:
             ledger.apply(record)
         driver.formed, driver.generation_over = ledger.formed, ledger.suspended or ""
         generation = driver.view().generation
-        self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
+        self._note(Note("recovered", job_id, f"{len(journaled)} records, generation {generation}"))
 
-    async def _make_durable(self, job_id: str, records: Sequence[r.Record]) -> None:
+    async def _make_durable(self, job_id: str, records: Sequence[records.Record]) -> None:
         if self._storage is not None:
             await self._written(job_id, self._storage.append(job_id, records))
 

@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.errors import SchedulerError, TooSlowError
-from muster.wire import messages as m
+from muster.wire import messages
 
 if TYPE_CHECKING:
     from muster.scheduler.access import Caller
@@ -21,13 +21,13 @@ MAX_WAITING_BYTES = 16 * 1024 * 1024
 class EventSink(Protocol):
     """What takes the events of a stream: the driver of its job."""
 
-    def carries(self, session: e.SessionId) -> bool:
+    def carries(self, session: events.SessionId) -> bool:
         """Whether messages to this stream still leave by it."""
 
-    def post(self, event: e.Event) -> None:
+    def post(self, event: events.Event) -> None:
         """Takes an event."""
 
-    async def submit(self, event: e.Event) -> str:
+    async def submit(self, event: events.Event) -> str:
         """Takes an event; returns once it is carried out."""
 
 
@@ -60,10 +60,10 @@ class OutgoingStream:
         wake: set when there is something to send, or the end has come. Those on one connection share both.
     """
 
-    id: e.SessionId
+    id: events.SessionId
     caller: Caller
     job_id: str = ""
-    candidate: m.Candidate | None = None
+    candidate: messages.Candidate | None = None
     driver: EventSink | None = field(default=None, repr=False)
     generation: int = 0
     rank: int = -1

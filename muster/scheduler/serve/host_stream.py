@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from muster.scheduler.access import Caller
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
@@ -43,7 +43,7 @@ HOST_STREAM_ENDED = "its host's stream ended"
 _DROPS = (TooSlowError, UnauthenticatedError)
 """Errors that end the whole stream, and not only one worker's session."""
 
-_ForJob = tuple[EventSink, e.Event]
+_ForJob = tuple[EventSink, events.Event]
 
 
 class HostStreams:

@@ -28,7 +28,7 @@ from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
 from muster.scheduler.audit.native_stderr import HandshakeWatch
 from muster.scheduler.audit.refusals import ThinnedRecorder
 from muster.scheduler.config import SchedulerSettings
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
@@ -298,7 +298,7 @@ async def _until_over(
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not settings.serve and jobs.own_job_over.done():
         _keep_exit_code()
-        ended: r.JobEnded = jobs.own_job_over.result()
+        ended: records.JobEnded = jobs.own_job_over.result()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(sessions.idle.wait(), FAREWELL_S)
         if not ended.ok:

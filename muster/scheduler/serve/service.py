@@ -15,7 +15,7 @@ import grpc.aio
 
 from muster.scheduler import __version__
 from muster.scheduler.access import Caller
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.errors import (
     NotFoundError,
     NotPermittedError,
@@ -96,7 +96,7 @@ class Service:
             driver = self._jobs.get(job_id)
             if all(w.candidate.node_id != node_id for w in driver.view().workers):
                 raise NotFoundError(f"There is no node {node_id!r} in job {job_id!r}.")
-            done = await driver.submit(e.DrainRequested(node_id, reason))
+            done = await driver.submit(events.DrainRequested(node_id, reason))
             self._recorder.drained(job_id, node_id, caller, reason)
             return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
 
@@ -110,7 +110,7 @@ class Service:
             job_id = named or self._own_job
             self._access.allow(caller, roles=("worker",), job=job_id, node=node_id)
             driver = self._jobs.get(job_id)
-            done = await driver.submit(e.ProcessEnded(node_id, incarnation, detail))
+            done = await driver.submit(events.ProcessEnded(node_id, incarnation, detail))
             who = (node_id, incarnation)
             places = ((w.candidate.node_id, w.candidate.incarnation) for w in driver.view().workers)
             gone = who not in places

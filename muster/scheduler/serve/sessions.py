@@ -17,7 +17,7 @@ import grpc.aio
 
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
@@ -30,8 +30,7 @@ from muster.scheduler.errors import (
 from muster.scheduler.jobs.driver import Note
 from muster.scheduler.jobs.jobs import Jobs, UnknownJobError
 from muster.scheduler.jobs.stream import EventSink, OutgoingStream
-from muster.wire import codec
-from muster.wire import messages as m
+from muster.wire import codec, messages
 
 LARGE_MESSAGE_BYTES = 16 * 1024
 LARGE_WRITES_AT_ONCE = 64  # bounds the memory in which gRPC copies a large world's assignments
@@ -110,12 +109,12 @@ class Sessions:
     @staticmethod
     def loss(
         session: OutgoingStream, detail: str, *, may_return: bool = False
-    ) -> tuple[EventSink, e.Event] | None:
+    ) -> tuple[EventSink, events.Event] | None:
         """The event by which a job learns of a session's end, once; None: it knows already."""
         driver, session.driver = session.driver, None
         if driver is None or not driver.carries(session.id):
             return None
-        return driver, e.SessionLost(session.id, detail, may_return)
+        return driver, events.SessionLost(session.id, detail, may_return)
 
     def report_loss(self, session: OutgoingStream, detail: str, *, may_return: bool = False) -> None:
         """Reports a session's end to its job, once."""
@@ -134,13 +133,13 @@ class Sessions:
             self.recorder.denied("Session", session.caller, session.caller.address, error.refusal, text)
         refusal = _REFUSALS.get(type(error))
         if refusal is not None:
-            session.send(codec.encode(m.Refused(refusal, text)))
+            session.send(codec.encode(messages.Refused(refusal, text)))
         session.close(error)
         return text
 
     # ------------------------------------------------------------ what workers send
 
-    async def join(self, session: OutgoingStream, data: bytes) -> e.Event:
+    async def join(self, session: OutgoingStream, data: bytes) -> events.Event:
         """Takes a worker's first message; returns the event that is still to be submitted to its job.
 
         Raises:
@@ -149,7 +148,7 @@ class Sessions:
             SchedulerError: the job cannot be opened, or is carried on no longer.
         """
         join = decoded(codec.decode_worker_message, data)
-        if not isinstance(join, m.Join):
+        if not isinstance(join, messages.Join):
             raise MalformedError("The first message of a session must be Join.")
         job_id, node_id = join.profile.job_id, join.profile.node_id
         self.access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
@@ -160,14 +159,14 @@ class Sessions:
         return event_of(session.id, join)
 
     @staticmethod
-    def event(session: OutgoingStream, data: bytes) -> e.Event:
+    def event(session: OutgoingStream, data: bytes) -> events.Event:
         """Takes any later message; returns the event for its job.
 
         Raises:
             MalformedError: it breaks the protocol.
         """
         message = decoded(codec.decode_worker_message, data)
-        if isinstance(message, m.Join):
+        if isinstance(message, messages.Join):
             raise MalformedError("A session takes one Join only.")
         return event_of(session.id, message)
 
@@ -182,7 +181,7 @@ class Sessions:
                 continue
             if session.driver is not None and session.candidate is not None:
                 with contextlib.suppress(StoppingError):
-                    await session.driver.submit(e.Expel(session.candidate.node_id, reason.rstrip(".")))
+                    await session.driver.submit(events.Expel(session.candidate.node_id, reason.rstrip(".")))
             if not session.over:  # it had no place to lose yet
                 session.drop(UnauthenticatedError(reason))
 
@@ -207,11 +206,11 @@ def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
         raise MalformedError(error.message, remedy=error.remedy) from error
 
 
-def event_of(session: e.SessionId, message: m.WorkerMessage) -> e.Event:
+def event_of(session: events.SessionId, message: messages.WorkerMessage) -> events.Event:
     """The event for a message that a worker has sent."""
-    if isinstance(message, m.Join):
+    if isinstance(message, messages.Join):
         who = message.profile
-        return e.Joined(
+        return events.Joined(
             session,
             who.candidate(),
             held_generation=message.held_generation,
@@ -225,16 +224,16 @@ def event_of(session: e.SessionId, message: m.WorkerMessage) -> e.Event:
     return EVENTS[type(message)](session=session, **vars(message))
 
 
-EVENTS: dict[type[m.WorkerMessage], Callable[..., e.Event]] = {
-    m.Heartbeat: e.Heard,
-    m.PublishUniqueIds: e.UniqueIdsPublished,
-    m.Built: e.BuiltReported,
-    m.Quiesced: e.QuiescedReported,
-    m.SuspectPeer: e.PeerSuspected,
-    m.Late: e.PeerLate,
-    m.Probed: e.ProbeAnswered,
-    m.RequestLeave: e.LeaveRequested,
-    m.Leave: e.LeftCleanly,
+EVENTS: dict[type[messages.WorkerMessage], Callable[..., events.Event]] = {
+    messages.Heartbeat: events.Heard,
+    messages.PublishUniqueIds: events.UniqueIdsPublished,
+    messages.Built: events.BuiltReported,
+    messages.Quiesced: events.QuiescedReported,
+    messages.SuspectPeer: events.PeerSuspected,
+    messages.Late: events.PeerLate,
+    messages.Probed: events.ProbeAnswered,
+    messages.RequestLeave: events.LeaveRequested,
+    messages.Leave: events.LeftCleanly,
 }
 """The events that are a worker's message and the number of its stream, by the message's class."""
 
@@ -243,8 +242,8 @@ def _host_of(caller: Caller) -> str:
     return caller.address.rsplit(":", 1)[0]
 
 
-_REFUSALS: dict[type[SchedulerError], m.RefusalCode] = {
-    MalformedError: m.RefusalCode.MALFORMED,
-    NotPermittedError: m.RefusalCode.NOT_PERMITTED,
-    UnknownJobError: m.RefusalCode.SETTINGS_DIFFER,
+_REFUSALS: dict[type[SchedulerError], messages.RefusalCode] = {
+    MalformedError: messages.RefusalCode.MALFORMED,
+    NotPermittedError: messages.RefusalCode.NOT_PERMITTED,
+    UnknownJobError: messages.RefusalCode.SETTINGS_DIFFER,
 }

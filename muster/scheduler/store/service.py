@@ -19,7 +19,7 @@ import grpc.aio
 
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import Recorder
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
@@ -378,16 +378,16 @@ class StoreService:
         store = KeyValueStore(answer, members=awaited, quotas=self._limits.quotas, budget=self._budget)
         return _Served(store, links)
 
-    def _observe(self, job_id: str, driver: JobDriver, record: r.Record) -> None:
+    def _observe(self, job_id: str, driver: JobDriver, record: records.Record) -> None:
         """A record of the job's machine: a generation may be over, a member have finished."""
         of_job = self._of_jobs.get(job_id)
         if of_job is None or of_job.driver is not driver:
             return
-        if isinstance(record, r.Removed):
+        if isinstance(record, records.Removed):
             self._excuse(of_job)
-        if not isinstance(record, r.GenerationFormed | r.GenerationEnded | r.JobEnded):
+        if not isinstance(record, records.GenerationFormed | records.GenerationEnded | records.JobEnded):
             return
-        ended = isinstance(record, r.JobEnded)
+        ended = isinstance(record, records.JobEnded)
         for generation, served in list(of_job.served.items()):
             if ended or generation:
                 reason = f"Generation {generation} is over: {record.reason.rstrip('.')}."

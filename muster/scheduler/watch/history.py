@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.wire.log_lines import one_line
 from muster.wire.v1 import watch_pb2 as pb
 
@@ -54,17 +54,17 @@ class EventHistory:
             )
         )
 
-    def record(self, job_id: str, record: r.Record) -> None:
+    def record(self, job_id: str, record: records.Record) -> None:
         """Keeps the events of a job's generations."""
         happening = pb.Happening(job_id=job_id, rank=-1)
-        if isinstance(record, r.GenerationFormed):
+        if isinstance(record, records.GenerationFormed):
             happening.kind, happening.generation, happening.text = "formed", record.generation, record.reason
             happening.count = len(record.members)
-        elif isinstance(record, r.GroupEstablished):
+        elif isinstance(record, records.GroupEstablished):
             happening.kind, happening.generation = "stands", record.generation
-        elif isinstance(record, r.GenerationEnded):
+        elif isinstance(record, records.GenerationEnded):
             happening.kind, happening.generation, happening.text = "over", record.generation, record.reason
-        elif isinstance(record, r.JobEnded):
+        elif isinstance(record, records.JobEnded):
             happening.kind, happening.text = "ended", record.reason
             happening.code = "ok" if record.ok else "failed"
         else:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.stream import OutgoingStream
@@ -87,7 +87,7 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _roster(number: int, view: JobView, sessions: Mapping[e.SessionId, OutgoingStream]) -> pb.Roster:
+def _roster(number: int, view: JobView, sessions: Mapping[events.SessionId, OutgoingStream]) -> pb.Roster:
     certificates = {
         session.candidate.node_id: session.caller.certificate
         for session in sessions.values()

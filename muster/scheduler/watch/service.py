@@ -20,7 +20,7 @@ import grpc.aio
 from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
@@ -187,7 +187,7 @@ class WatchService:
             if driver.ended is not None:
                 raise HasEndedError(f"Job {job_id!r} has ended already: {driver.ended.reason}")
             self._recorder.job_ended(job_id, caller, reason)
-            done = await driver.submit(e.EndRequested(reason))
+            done = await driver.submit(events.EndRequested(reason))
             return pb.EndJobReply(sentence=done or f"Job {job_id} has ended.").SerializeToString()
         except Exception as error:
             await self._recorder.turn_away("EndJob", context, caller, error)

@@ -20,10 +20,10 @@ from muster.errors import (
     NotInitializedError,
     WorkerError,
 )
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import encode
 from muster.worker import ending
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.failures import failure_of
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.live_communicators import LiveCommunicators
@@ -36,7 +36,7 @@ from muster.worker.session.watcher import ProbeAll, Watcher
 
 log = logging.getLogger("muster.worker")
 
-_QUIET = (e.StepGranted, e.StepHeld)
+_QUIET = (events.StepGranted, events.StepHeld)
 
 
 class Minting(Protocol):
@@ -49,7 +49,7 @@ class Minting(Protocol):
 class Line(Protocol):
     """What the client uses of a :class:`~muster.worker.session.connection.SchedulerConnection`."""
 
-    post: Callable[[e.Event], object]
+    post: Callable[[events.Event], object]
 
     def open(self, number: int) -> None:
         """Begins to open a stream under this number."""
@@ -120,24 +120,24 @@ class Client:
     def _handled(self) -> dict[type, Callable[[Any], Callable[[], None] | None]]:
         """What follows each of the machine's notices; what is returned is called without the lock."""
         return {
-            e.Connect: lambda notice: self._connection.open(notice.stream),
-            e.Disconnect: lambda notice: lambda: self._connection.close(notice.stream),
-            e.LogLine: self._on_log_line,
-            e.MintUniqueIds: lambda notice: lambda: self._run_mint(notice),
-            e.ProbeWanted: self._watcher.ask,
-            e.LossKnown: self._on_loss,
-            e.Build: lambda notice: setattr(self._news, "build", notice),
-            e.Running: self._on_running,
-            e.Over: self._on_over,
-            e.Dismissed: lambda notice: self._news.note_dismissed(notice),
-            e.ChangePending: lambda notice: setattr(self._news, "pending", notice),
-            e.ChangePutOff: lambda _: setattr(self._news, "pending", None),
-            e.NoVerdict: lambda notice: self._news.note_no_verdict(notice),
-            e.Failed: lambda notice: self._fail(failure_of(notice)),
-            e.Left: lambda _: setattr(self._news, "left", True),
-            e.StepGranted: lambda _: None,
-            e.StepHeld: lambda _: None,
-            e.GateChanged: lambda _: None,
+            events.Connect: lambda notice: self._connection.open(notice.stream),
+            events.Disconnect: lambda notice: lambda: self._connection.close(notice.stream),
+            events.LogLine: self._on_log_line,
+            events.MintUniqueIds: lambda notice: lambda: self._run_mint(notice),
+            events.ProbeWanted: self._watcher.ask,
+            events.LossKnown: self._on_loss,
+            events.Build: lambda notice: setattr(self._news, "build", notice),
+            events.Running: self._on_running,
+            events.Over: self._on_over,
+            events.Dismissed: lambda notice: self._news.note_dismissed(notice),
+            events.ChangePending: lambda notice: setattr(self._news, "pending", notice),
+            events.ChangePutOff: lambda _: setattr(self._news, "pending", None),
+            events.NoVerdict: lambda notice: self._news.note_no_verdict(notice),
+            events.Failed: lambda notice: self._fail(failure_of(notice)),
+            events.Left: lambda _: setattr(self._news, "left", True),
+            events.StepGranted: lambda _: None,
+            events.StepHeld: lambda _: None,
+            events.GateChanged: lambda _: None,
         }
 
     # ------------------------------------------------------------ life
@@ -146,13 +146,13 @@ class Client:
         """Starts the threads and begins to look for the scheduler."""
         self._timer = self._threads.loop("muster-timer", self._make_turn)
         self._watcher.start()
-        self.post(e.Started())
+        self.post(events.Started())
 
     def renew(self, incarnation: int, data_address: str) -> None:
         """Asks for a place anew after this process has lost its own."""
         with self._lock:
             self._news = News()
-        self.post(e.Renewed(incarnation, data_address))
+        self.post(events.Renewed(incarnation, data_address))
         with self._lock:
             self._leave_reported = False  # the machine has begun anew, and the leave has not
             self._wake_timer()
@@ -175,7 +175,7 @@ class Client:
 
     def leave(self, *, finished: bool, reason: str, consequence: bool = False, exit_code: int = 0) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
-        self.post(e.Goodbye(finished, reason, consequence, exit_code))
+        self.post(events.Goodbye(finished, reason, consequence, exit_code))
         with self._lock:
             while not self._news.left and not self._closed:
                 self._wait()
@@ -197,12 +197,12 @@ class Client:
 
     # ------------------------------------------------------------ the monitor
 
-    def post(self, event: e.Event) -> e.Effects:
+    def post(self, event: events.Event) -> events.Effects:
         """Feeds the machine with an event and carries out its decision. Callable from any thread."""
         later: list[Callable[[], None]] = []
         with self._lock:
             if self._closed:
-                return e.Effects()
+                return events.Effects()
             decision = self._core.step(event, self._clock())
             if decision.reason:
                 log.debug("%s", decision.reason)
@@ -211,7 +211,7 @@ class Client:
                 if action is not None:  # it may block: not under the lock
                     later.append(action)
             for message in decision.messages:
-                if isinstance(message, m.Heartbeat):
+                if isinstance(message, messages.Heartbeat):
                     message = self._with_collectives(message)
                 self._connection.send(encode(message))
             if any(type(notice) not in _QUIET for notice in decision.notices):
@@ -228,7 +228,7 @@ class Client:
         self._wakings += 1
         self._changed.notify_all()
 
-    def _with_collectives(self, beat: m.Heartbeat) -> m.Heartbeat:
+    def _with_collectives(self, beat: messages.Heartbeat) -> messages.Heartbeat:
         """Adds the last collective to a heartbeat, or all kept ones if nothing has moved since the last."""
         place = (beat.generation, beat.started_step, beat.step)
         moved, self._place_reported = place != self._place_reported, place
@@ -248,14 +248,14 @@ class Client:
             wait_s = None if self._deadline is None else self._deadline - self._clock()
         if wanted is not None and not self._leave_reported:
             self._leave_reported = True
-            self.post(e.LeaveWanted(wanted[1]))
+            self.post(events.LeaveWanted(wanted[1]))
             return 0.0
         if wait_s is None or wait_s > 0:
             looks = wanted is not None or self._core.is_away
             return min(wait_s or LOOK_S, LOOK_S) if looks else wait_s
         if self._core.is_away:
-            self.post(e.CollectivesStuck(self.training.is_hanging))
-        self.post(e.DeadlineReached())
+            self.post(events.CollectivesStuck(self.training.is_hanging))
+        self.post(events.DeadlineReached())
         return 0.0
 
     def _leave_alone_if_due(self) -> None:
@@ -279,31 +279,31 @@ class Client:
 
     # ------------------------------------------------------------ news of the membership, under the lock
 
-    def _on_log_line(self, notice: e.LogLine) -> None:
+    def _on_log_line(self, notice: events.LogLine) -> None:
         log.info("%s", notice.sentence)
         said = notice.sentence
         ending.note(
             waits=said if notice.waits else "", goes_on="" if notice.waits else said, phase=self._core.phase
         )
 
-    def _on_loss(self, notice: e.LossKnown) -> None:
+    def _on_loss(self, notice: events.LossKnown) -> None:
         self._loss_noted = True
         _note_loss(notice.loss)
 
-    def _on_running(self, notice: e.Running) -> None:
+    def _on_running(self, notice: events.Running) -> None:
         self._news.running = notice.generation
         if self._loss_noted:
             self._loss_noted = False
             ending.note(first=None)
 
-    def _on_over(self, notice: e.Over) -> None:
+    def _on_over(self, notice: events.Over) -> None:
         error = self._news.note_over(notice)
         if not notice.planned:
             self.communicators.abort(error)
 
-    def _run_mint(self, notice: e.MintUniqueIds) -> None:
+    def _run_mint(self, notice: events.MintUniqueIds) -> None:
         try:
-            self.post(e.UniqueIdsMinted(notice.generation, self._backend.mint_unique_ids(notice.count)))
+            self.post(events.UniqueIdsMinted(notice.generation, self._backend.mint_unique_ids(notice.count)))
         except Exception as error:
             failure = error if isinstance(error, WorkerError) else WorkerError(f"No unique ids: {error!r}.")
             with self._lock:
@@ -317,7 +317,7 @@ class Client:
         return self._news.failure
 
     @property
-    def pending(self) -> e.ChangePending | None:
+    def pending(self) -> events.ChangePending | None:
         """The planned change that is to come; None: there is none."""
         return self._news.pending
 
@@ -352,13 +352,13 @@ class Client:
         """Whether this worker leaves as asked."""
         return self._news.leave_granted
 
-    def next_build(self) -> e.Build:
+    def next_build(self) -> events.Build:
         """Waits for the newest generation that can be built, and takes it.
 
         Raises:
             WorkerError: there will be none.
         """
-        self.post(e.EntryRequested())
+        self.post(events.EntryRequested())
         with self._lock:
             self.training.note_entering()
             while (news := self._news).build is None:
@@ -376,7 +376,7 @@ class Client:
         Raises:
             WorkerError: the membership is over for good.
         """
-        self.post(e.CommunicatorBuilt(generation))
+        self.post(events.CommunicatorBuilt(generation))
         with self._lock:
             while True:
                 error = self.over(generation)
@@ -404,7 +404,7 @@ class Client:
         if self.over(generation) is None:
             detail = getattr(error, "message", str(error)).rstrip(".")
             timed_out = isinstance(error, CollectiveTimeoutError)
-            self.post(e.CommunicatorFailed(generation, rank, detail, timed_out))
+            self.post(events.CommunicatorFailed(generation, rank, detail, timed_out))
         with self._lock:
             while not self._closed and self._news.no_verdict != generation:
                 change = self.over(generation)
@@ -420,13 +420,13 @@ class Client:
             MembershipChanged: the next step belongs to the next generation.
             WorkerError: the membership is over for good.
         """
-        event = e.StepStarting(step)
+        event = events.StepStarting(step)
         self._pace.note_step(step, self._clock())
         while True:
             self.check(generation)
             seen = self._wakings
             notices = self.post(event).notices
-            if notices and type(notices[-1]) is e.StepGranted:
+            if notices and type(notices[-1]) is events.StepGranted:
                 return
             with self._lock:
                 self.training.is_held = True
@@ -454,6 +454,6 @@ class Client:
             raise NotInitializedError("The session was released.")
 
 
-def _note_loss(loss: m.FirstLoss) -> None:
+def _note_loss(loss: messages.FirstLoss) -> None:
     first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
     ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})

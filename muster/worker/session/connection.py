@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from muster.errors import SecurityError, SettingsError
 from muster.forking import not_for_children_to
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.codec import WireError, decode_scheduler_message
 from muster.wire.grpc_stderr import NativeStderr, Sayings, record_of, write_all
 from muster.wire.patience import TRY_S
 from muster.wire.threads import start_thread
 from muster.worker.config import Settings
-from muster.worker.session import events as e
+from muster.worker.session import events
 
 if TYPE_CHECKING:
     from muster.certs.pki.peer import PeerCertificate
@@ -367,7 +367,7 @@ class SchedulerConnection:
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self.post: Callable[[e.Event], object] = lambda _: None
+        self.post: Callable[[events.Event], object] = lambda _: None
         self._lock = threading.Lock()
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._closers: dict[int, Callable[[], None]] = {}
@@ -408,27 +408,27 @@ class SchedulerConnection:
 
     def _run(self, number: int, outbox: SimpleQueue[bytes | None]) -> None:
         try:
-            messages, end = self._dial(outbox)
+            outgoing, end = self._dial(outbox)
             with self._lock:
                 self._closers[number] = end
                 closed = self._closed
-            self.post(e.StreamOpened(number))
+            self.post(events.StreamOpened(number))
             if closed:
                 end()
-            held: m.Assignment | None = None
-            for data in messages:
+            held: messages.Assignment | None = None
+            for data in outgoing:
                 message = decode_scheduler_message(data, held)
-                held = message if isinstance(message, m.Assignment) else held
-                self.post(e.Received(number, message))
-            self.post(e.StreamLost(number, "it closed the stream"))
+                held = message if isinstance(message, messages.Assignment) else held
+                self.post(events.Received(number, message))
+            self.post(events.StreamLost(number, "it closed the stream"))
         except DeniedError as error:
-            self.post(e.StreamDenied(number, str(error), error.by_scheduler))
+            self.post(events.StreamDenied(number, str(error), error.by_scheduler))
         except MessageRejectedError as error:
-            self.post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
+            self.post(events.Received(number, messages.Refused(messages.RefusalCode.MALFORMED, str(error))))
         except (OSError, WireError) as error:
-            self.post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))
+            self.post(events.StreamLost(number, str(getattr(error, "strerror", None) or error)))
         except Exception as error:  # a fault of ours must not leave the worker waiting for nobody
             log.exception("fault on the scheduler's stream; connecting again")
-            self.post(e.StreamLost(number, f"{type(error).__name__}: {error}"))
+            self.post(events.StreamLost(number, f"{type(error).__name__}: {error}"))
         finally:
             self.close(number)

@@ -15,24 +15,24 @@ from muster.errors import (
     SecurityError,
     WorkerError,
 )
-from muster.worker.session import events as e
+from muster.worker.session import events
 
 
-def failure_of(notice: e.Failed) -> WorkerError:
+def failure_of(notice: events.Failed) -> WorkerError:
     """The error with which a script learns why its membership is over."""
     text = sentence(notice.sentence)
-    if notice.kind is e.FailureKind.SECURITY:
+    if notice.kind is events.FailureKind.SECURITY:
         return SecurityError(text)
-    if notice.kind is e.FailureKind.UNREACHABLE:
+    if notice.kind is events.FailureKind.UNREACHABLE:
         return SchedulerUnreachableError(
             text,
             remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
         )
-    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
+    if notice.kind is events.FailureKind.FORMATION_TIMEOUT:
         return FormationTimeoutError(text)
-    if notice.kind is e.FailureKind.LEAVE:
+    if notice.kind is events.FailureKind.LEAVE:
         return LeaveGranted(text, alone=True)
-    if notice.kind is e.FailureKind.JOB_ENDED:
+    if notice.kind is events.FailureKind.JOB_ENDED:
         return JobEndedError(text, ok=notice.ok)
     return RefusedError(text, code=notice.code.name)
 

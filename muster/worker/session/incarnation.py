@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muster.wire import messages as m
-from muster.worker.session import events as e
+from muster.wire import messages
+from muster.worker.session import events
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Incarnation:
     """
 
     ended: bool = False
-    welcome: m.Welcome | None = None
+    welcome: messages.Welcome | None = None
     renewed: bool = False
     heartbeat_at: float | None = None
     waiting_sentence: str = ""
@@ -53,10 +53,10 @@ class Incarnation:
     absent: bool = False
     seen: int = 0
     over: int = 0
-    current: m.Assignment | None = None
-    next: m.Assignment | None = None
-    ids: m.UniqueIds | None = None
-    minted: e.UniqueIdsMinted | None = None
+    current: messages.Assignment | None = None
+    next: messages.Assignment | None = None
+    ids: messages.UniqueIds | None = None
+    minted: events.UniqueIdsMinted | None = None
     wants_entry: bool = False
     built: bool = False
     running: bool = False
@@ -65,10 +65,10 @@ class Incarnation:
     uses_steps: bool = False
     stepped_in: int = 0
     leave_reason: str | None = None
-    goodbye: e.Goodbye | None = None
+    goodbye: events.Goodbye | None = None
     leave_at: float | None = None
     suspicion_since: float | None = None
-    suspicion: m.SuspectPeer | None = None
+    suspicion: messages.SuspectPeer | None = None
     timed_out_step: int = -1
     late_reported_at: float | None = None
     stuck: bool = False
@@ -80,12 +80,12 @@ class Incarnation:
         return self.current.generation if self.current is not None else 0
 
     @property
-    def newest(self) -> m.Assignment | None:
+    def newest(self) -> messages.Assignment | None:
         """The newest generation with a place for this worker."""
         return self.next if self.next is not None else self.current
 
     @property
-    def standing(self) -> m.Assignment | None:
+    def standing(self) -> messages.Assignment | None:
         """The generation that the training thread is in, unless it is over."""
         current = self.current
         return None if current is None or self.ended or current.generation <= self.over else current
@@ -107,11 +107,11 @@ class Incarnation:
         """Whether ``generation`` has ended, or a newer one is known."""
         return self.ended or generation <= self.over or generation < self.seen
 
-    def is_by_steps(self, new: m.Assignment, step: int) -> bool:
+    def is_by_steps(self, new: messages.Assignment, step: int) -> bool:
         """Whether the change comes at a boundary of steps, and after ``step`` steps it is still to come."""
         return new.switch_after_step >= 0 and (self.uses_steps or new.switch_after_step > step)
 
-    def take_up(self, new: m.Assignment) -> None:
+    def take_up(self, new: messages.Assignment) -> None:
         """Notes a newer generation, which the training thread is to enter."""
         self.seen = new.generation
         self.next, self.ids, self.minted = new, None, None
@@ -123,7 +123,7 @@ class Incarnation:
         self.next = self.ids = self.minted = None
         self.suspended = True
 
-    def enter(self, new: m.Assignment) -> None:
+    def enter(self, new: messages.Assignment) -> None:
         """The training thread goes over to ``new``, which was the next generation."""
         self.current, self.next, self.wants_entry = new, None, False
         self.built = self.running = False

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from muster.version import __version__
-from muster.wire import messages as m
-from muster.worker.session import events as e
+from muster.wire import messages
+from muster.worker.session import events
 from muster.worker.session.incarnation import Incarnation
 from muster.worker.session.link import Link
 
@@ -38,7 +38,7 @@ class MembershipMachine:
     """
 
     def __init__(
-        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
+        self, profile: messages.Profile, timing: events.Timing, jitter: Callable[[], float], address: str = ""
     ) -> None:
         self.profile = profile
         self._scheduler = f"the scheduler at {address}" if address else "the scheduler"
@@ -51,38 +51,38 @@ class MembershipMachine:
         self._learning_rate: float | None = None
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            e.Started: self._on_started,
-            e.StreamOpened: self._on_stream_opened,
-            e.StreamLost: self._on_stream_lost,
-            e.StreamDenied: self._on_stream_denied,
-            e.Received: self._on_received,
-            e.UniqueIdsMinted: self._on_minted,
-            e.EntryRequested: self._on_entry_requested,
-            e.CommunicatorBuilt: self._on_built,
-            e.CommunicatorFailed: self._on_failed,
-            e.CollectivesStuck: self._on_stuck,
-            e.PeersLate: self._on_peers_late,
-            e.ProbesDone: self._on_probes_done,
-            e.StepStarting: self._on_step_starting,
-            e.ProgressReported: self._on_progress,
-            e.LeaveWanted: self._on_leave_requested,
-            e.Goodbye: self._on_goodbye,
-            e.Renewed: self._on_renewed,
-            e.DeadlineReached: self._on_tick,
-            m.Welcome: self._on_welcome,
-            m.Waiting: self._on_waiting,
-            m.Assignment: self._on_assignment,
-            m.UniqueIds: self._on_unique_ids,
-            m.GroupBuilt: self._on_group_built,
-            m.Suspended: self._on_suspended,
-            m.Quiesce: self._on_quiesce,
-            m.Probe: self._on_probe,
-            m.Refused: self._on_refused,
-            m.Ended: self._on_ended,
+            events.Started: self._on_started,
+            events.StreamOpened: self._on_stream_opened,
+            events.StreamLost: self._on_stream_lost,
+            events.StreamDenied: self._on_stream_denied,
+            events.Received: self._on_received,
+            events.UniqueIdsMinted: self._on_minted,
+            events.EntryRequested: self._on_entry_requested,
+            events.CommunicatorBuilt: self._on_built,
+            events.CommunicatorFailed: self._on_failed,
+            events.CollectivesStuck: self._on_stuck,
+            events.PeersLate: self._on_peers_late,
+            events.ProbesDone: self._on_probes_done,
+            events.StepStarting: self._on_step_starting,
+            events.ProgressReported: self._on_progress,
+            events.LeaveWanted: self._on_leave_requested,
+            events.Goodbye: self._on_goodbye,
+            events.Renewed: self._on_renewed,
+            events.DeadlineReached: self._on_tick,
+            messages.Welcome: self._on_welcome,
+            messages.Waiting: self._on_waiting,
+            messages.Assignment: self._on_assignment,
+            messages.UniqueIds: self._on_unique_ids,
+            messages.GroupBuilt: self._on_group_built,
+            messages.Suspended: self._on_suspended,
+            messages.Quiesce: self._on_quiesce,
+            messages.Probe: self._on_probe,
+            messages.Refused: self._on_refused,
+            messages.Ended: self._on_ended,
         }
         self._state = Incarnation()
-        self._messages: list[m.WorkerMessage] = []
-        self._notices: list[e.Notice] = []
+        self._messages: list[messages.WorkerMessage] = []
+        self._notices: list[events.Notice] = []
         self._reason = ""
 
     def deadline(self) -> float | None:
@@ -137,14 +137,14 @@ class MembershipMachine:
         """Whether ``generation`` has ended, or a newer one is known."""
         return self._state.is_over(generation)
 
-    def _send(self, message: m.WorkerMessage) -> None:
+    def _send(self, message: messages.WorkerMessage) -> None:
         """Sends if the stream stands; what matters is sent again after a reconnect."""
         if self._link.open:
             self._messages.append(message)
 
     # ------------------------------------------------------------ time
 
-    def _on_tick(self, _: e.DeadlineReached) -> None:
+    def _on_tick(self, _: events.DeadlineReached) -> None:
         state = self._state
         if state.ended:
             return
@@ -157,9 +157,9 @@ class MembershipMachine:
             if self._is_due(link.report_at):
                 link.reported(now)
                 state.absent = True
-                self._notices.append(e.LogLine(self._absence()))
+                self._notices.append(events.LogLine(self._absence()))
             if self._is_due(link.retry_at):
-                self._notices.append(e.Connect(link.start(now)))
+                self._notices.append(events.Connect(link.start(now)))
             if self._is_due(self._verdict_at()):
                 self._end_suspicion()
             if link.settled and self._is_due(state.heartbeat_at):
@@ -167,12 +167,12 @@ class MembershipMachine:
 
     def _end_suspicion(self, finished_rank: int = -1, sentence: str = "") -> None:
         self._state.suspicion_since = None
-        self._notices.append(e.NoVerdict(self.generation, finished_rank, sentence))
+        self._notices.append(events.NoVerdict(self.generation, finished_rank, sentence))
 
     def _is_due(self, at: float | None) -> bool:
         return at is not None and at <= self._now
 
-    def _interval_s(self, welcome: m.Welcome) -> float:
+    def _interval_s(self, welcome: messages.Welcome) -> float:
         """How often the scheduler wants to hear of this worker: less often before it has a place."""
         waits = self._state.seen == 0 and welcome.waiting_interval_s
         return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
@@ -182,7 +182,7 @@ class MembershipMachine:
         assert state.welcome is not None
         state.heartbeat_at = self._now + self._interval_s(state.welcome)
         self._send(
-            m.Heartbeat(
+            messages.Heartbeat(
                 state.seen,
                 self._step,
                 self._started,
@@ -244,7 +244,7 @@ class MembershipMachine:
             )
         else:
             sentence = f"{self._scheduler} could not be reached within {since:.0f} s{detail}"
-        self._fail(e.FailureKind.UNREACHABLE, sentence)
+        self._fail(events.FailureKind.UNREACHABLE, sentence)
 
     # ------------------------------------------------------------ endings
 
@@ -258,13 +258,13 @@ class MembershipMachine:
             return
         state.over = current.generation
         state.suspicion_since = None
-        self._notices.append(e.Over(current.generation, reason, lost, planned=planned, save=save))
+        self._notices.append(events.Over(current.generation, reason, lost, planned=planned, save=save))
 
     def _fail(
         self,
-        kind: e.FailureKind,
+        kind: events.FailureKind,
         sentence: str,
-        code: m.RefusalCode = m.RefusalCode.UNSPECIFIED,
+        code: messages.RefusalCode = messages.RefusalCode.UNSPECIFIED,
         *,
         ok: bool = False,
     ) -> None:
@@ -273,20 +273,20 @@ class MembershipMachine:
             return
         self._end()
         self._reason = sentence
-        self._notices.append(e.Failed(kind, sentence, code, ok))
+        self._notices.append(events.Failed(kind, sentence, code, ok))
 
     def _finish_leaving(self, *, heard: bool) -> None:
         self._end()
-        self._notices.append(e.Left(heard))
+        self._notices.append(events.Left(heard))
 
     def _end(self) -> None:
         self._state.end()
-        self._notices.append(e.Disconnect(self._link.stream))
+        self._notices.append(events.Disconnect(self._link.stream))
         self._link.close()
 
     # ------------------------------------------------------------ interface
 
-    def step(self, event: e.Event, now: float) -> e.Effects:
+    def step(self, event: events.Event, now: float) -> events.Effects:
         """Takes one event at time ``now``; never raises on what a scheduler or network may do."""
         self._now = now
         self._messages, self._notices, self._reason = [], [], ""
@@ -296,22 +296,22 @@ class MembershipMachine:
             state.need_since = None
         elif state.need_since is None:
             state.need_since = now
-        return e.Effects(tuple(self._messages), tuple(self._notices), self._reason)
+        return events.Effects(tuple(self._messages), tuple(self._notices), self._reason)
 
     # ------------------------------------------------------------ the stream
 
-    def _on_started(self, _: e.Started) -> None:
-        self._notices.append(e.Connect(self._link.start(self._now)))
+    def _on_started(self, _: events.Started) -> None:
+        self._notices.append(events.Connect(self._link.start(self._now)))
 
-    def _on_stream_opened(self, event: e.StreamOpened) -> None:
+    def _on_stream_opened(self, event: events.StreamOpened) -> None:
         state = self._state
         if state.ended or not self._link.opened(event.stream):
-            self._notices.append(e.Disconnect(event.stream))
+            self._notices.append(events.Disconnect(event.stream))
             return
         newest = state.newest
         held = newest is not None and newest.generation > state.over
         self._messages.append(
-            m.Join(
+            messages.Join(
                 self.profile,
                 held_generation=state.seen,
                 held_rank=newest.rank if held and newest is not None else -1,
@@ -324,7 +324,7 @@ class MembershipMachine:
         if state.goodbye is not None:
             self._send_leave()
 
-    def _on_stream_lost(self, event: e.StreamLost) -> None:
+    def _on_stream_lost(self, event: events.StreamLost) -> None:
         state = self._state
         if state.ended or not self._link.lost(event.stream, event.detail, self._now):
             return
@@ -332,52 +332,54 @@ class MembershipMachine:
         if state.goodbye is not None and not state.goodbye.finished:
             self._finish_leaving(heard=False)
 
-    def _on_stream_denied(self, event: e.StreamDenied) -> None:
+    def _on_stream_denied(self, event: events.StreamDenied) -> None:
         state = self._state
         if state.ended or event.stream != self._link.stream:
             return
         if state.goodbye is not None:
             self._finish_leaving(heard=False)
         elif event.by_scheduler or state.seen == 0:
-            self._fail(e.FailureKind.SECURITY, event.sentence)
+            self._fail(events.FailureKind.SECURITY, event.sentence)
         else:  # a member keeps its place while the scheduler's certificate, say, is being put right
-            self._on_stream_lost(e.StreamLost(event.stream, event.sentence))
+            self._on_stream_lost(events.StreamLost(event.stream, event.sentence))
 
-    def _on_received(self, event: e.Received) -> None:
+    def _on_received(self, event: events.Received) -> None:
         if not self._state.ended and event.stream == self._link.stream and self._link.open:
             self._handlers[type(event.message)](event.message)
 
     # ------------------------------------------------------------ messages
 
-    def _on_welcome(self, message: m.Welcome) -> None:
+    def _on_welcome(self, message: messages.Welcome) -> None:
         state = self._state
-        why = m.version_obstacle(scheduler=message.version, worker=__version__)
+        why = messages.version_obstacle(scheduler=message.version, worker=__version__)
         if why:
-            self._fail(e.FailureKind.REFUSED, why, m.RefusalCode.SETTINGS_DIFFER)
+            self._fail(events.FailureKind.REFUSED, why, messages.RefusalCode.SETTINGS_DIFFER)
             return
         state.welcome = message
         state.renewed = False
         if state.absent:
             state.absent = False
-            self._notices.append(e.LogLine(f"{self._scheduler} answers again.", waits=False))
+            self._notices.append(events.LogLine(f"{self._scheduler} answers again.", waits=False))
         self._link.welcomed()
         state.stuck = False
         if message.spare and not state.seen:
-            self._notices.append(e.LogLine("this worker waits as a spare: it takes a place that comes free."))
+            self._notices.append(
+                events.LogLine("this worker waits as a spare: it takes a place that comes free.")
+            )
         state.heartbeat_at = self._now + self._interval_s(message)
         if state.suspicion_since is not None:  # a restarted scheduler has not heard of it
             state.suspicion_since = self._now
             if state.suspicion is not None:
                 self._send(state.suspicion)
         if state.leave_reason is not None and state.seen:
-            self._send(m.RequestLeave(state.seen, state.leave_reason))
+            self._send(messages.RequestLeave(state.seen, state.leave_reason))
 
-    def _on_waiting(self, message: m.Waiting) -> None:
+    def _on_waiting(self, message: messages.Waiting) -> None:
         state = self._state
         if message.sentence != state.waiting_sentence:
             state.waiting_sentence = message.sentence
             over = state.running and message.present >= message.needed
-            self._notices.append(e.LogLine(message.sentence, waits=not over))
+            self._notices.append(events.LogLine(message.sentence, waits=not over))
         if message.undecided:  # what it has not said yet means nothing
             state.times_put_off += 1
             self._link.put_off(self._now)
@@ -386,7 +388,7 @@ class MembershipMachine:
         if message.finished_ranks and state.suspicion_since is not None and state.suspicion is None:
             self._end_suspicion(message.finished_ranks[0], message.sentence)
 
-    def _on_assignment(self, new: m.Assignment) -> None:
+    def _on_assignment(self, new: messages.Assignment) -> None:
         state = self._state
         if new.generation <= state.over or new.generation < state.seen or not self._is_mine(new):
             self._reason = f"dropped an assignment of generation {new.generation}"
@@ -395,21 +397,21 @@ class MembershipMachine:
             self._take_up(new)
         elif state.held == new.generation:  # sent again: the planned change is put off, or forgotten
             state.held = 0
-            self._notices += [e.ChangePutOff(), e.GateChanged()]
+            self._notices += [events.ChangePutOff(), events.GateChanged()]
         if new.rank == 0 and (state.next is not None or not state.running):
             self._mint_or_publish(new)
 
-    def _note_loss(self, loss: m.FirstLoss | None) -> None:
+    def _note_loss(self, loss: messages.FirstLoss | None) -> None:
         if loss is not None:
-            self._notices.append(e.LossKnown(loss))
+            self._notices.append(events.LossKnown(loss))
 
-    def _is_mine(self, assignment: m.Assignment) -> bool:
+    def _is_mine(self, assignment: messages.Assignment) -> bool:
         if assignment.rank < 0:  # leaving as asked
             return True
         me = assignment.members[assignment.rank]
         return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
 
-    def _take_up(self, new: m.Assignment) -> None:
+    def _take_up(self, new: messages.Assignment) -> None:
         state = self._state
         first = state.seen == 0
         state.take_up(new)
@@ -418,7 +420,7 @@ class MembershipMachine:
             state.heartbeat_at = min(state.heartbeat_at, self._now + share * self._interval_s(state.welcome))
         self._note_loss(new.first_loss)
         if first and state.leave_reason is not None:  # asked for before there was a place to leave
-            self._send(m.RequestLeave(new.generation, state.leave_reason))
+            self._send(messages.RequestLeave(new.generation, state.leave_reason))
         self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
         current = state.standing
         if current is None:
@@ -426,24 +428,24 @@ class MembershipMachine:
             return
         if state.built and state.is_by_steps(new, self._step) and not state.suspicion_since:
             self._become_running(current)
-            self._notices.append(e.ChangePending(new.generation, new.reason, new.switch_after_step))
-            self._notices.append(e.GateChanged())
+            self._notices.append(events.ChangePending(new.generation, new.reason, new.switch_after_step))
+            self._notices.append(events.GateChanged())
         else:
             self._dismiss_if_leaving(new)
             self._end_generation(new.reason, new.lost)
 
-    def _dismiss_if_leaving(self, new: m.Assignment) -> None:
+    def _dismiss_if_leaving(self, new: messages.Assignment) -> None:
         if new.rank < 0:
-            self._notices.append(e.Dismissed(new.reason, alone=new.state_source_rank < 0))
+            self._notices.append(events.Dismissed(new.reason, alone=new.state_source_rank < 0))
 
-    def _mint_or_publish(self, assignment: m.Assignment) -> None:
+    def _mint_or_publish(self, assignment: messages.Assignment) -> None:
         minted = self._state.minted
         if minted is not None:
-            self._send(m.PublishUniqueIds(minted.generation, minted.unique_ids))
+            self._send(messages.PublishUniqueIds(minted.generation, minted.unique_ids))
         elif self._state.next is not None:
-            self._notices.append(e.MintUniqueIds(assignment.generation, assignment.unique_id_count))
+            self._notices.append(events.MintUniqueIds(assignment.generation, assignment.unique_id_count))
 
-    def _on_unique_ids(self, message: m.UniqueIds) -> None:
+    def _on_unique_ids(self, message: messages.UniqueIds) -> None:
         state = self._state
         new = state.next
         if new is None or message.generation != new.generation or state.ids is not None:
@@ -454,18 +456,18 @@ class MembershipMachine:
         state.ids = message
         self._try_entry()
 
-    def _on_group_built(self, message: m.GroupBuilt) -> None:
+    def _on_group_built(self, message: messages.GroupBuilt) -> None:
         current = self._state.current
         if current is not None and current.generation == message.generation and self._state.built:
             self._become_running(current)
 
-    def _become_running(self, current: m.Assignment) -> None:
+    def _become_running(self, current: messages.Assignment) -> None:
         state = self._state
         if not state.running and current.generation > state.over:
             state.running = True
-            self._notices.append(e.Running(current.generation))
+            self._notices.append(events.Running(current.generation))
 
-    def _on_suspended(self, message: m.Suspended) -> None:
+    def _on_suspended(self, message: messages.Suspended) -> None:
         state = self._state
         if message.generation < state.seen or (message.generation == state.over and state.suspended):
             return
@@ -473,52 +475,52 @@ class MembershipMachine:
         self._end_generation(message.reason, (message.reason,), save=message.save)
         state.suspend(message.generation)
         reason = message.reason.rstrip(".")
-        self._notices.append(e.LogLine(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
+        self._notices.append(events.LogLine(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
 
-    def _on_quiesce(self, message: m.Quiesce) -> None:
+    def _on_quiesce(self, message: messages.Quiesce) -> None:
         state = self._state
         if message.generation != state.seen or message.generation <= state.over:
             return
         state.held = message.generation
-        self._notices.append(e.ChangePending(message.generation, message.reason, -1))
-        self._send(m.Quiesced(message.generation, self._started))
+        self._notices.append(events.ChangePending(message.generation, message.reason, -1))
+        self._send(messages.Quiesced(message.generation, self._started))
 
-    def _on_probe(self, message: m.Probe) -> None:
-        self._notices.append(e.ProbeWanted(message.round, message.targets))
+    def _on_probe(self, message: messages.Probe) -> None:
+        self._notices.append(events.ProbeWanted(message.round, message.targets))
 
-    def _on_refused(self, message: m.Refused) -> None:
+    def _on_refused(self, message: messages.Refused) -> None:
         if self._state.goodbye is not None:
             self._finish_leaving(heard=True)
-        elif message.code is m.RefusalCode.TOPO_TIMEOUT:
-            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
-        elif message.code is m.RefusalCode.JOB_ENDED and self._state.seen:
-            self._fail(e.FailureKind.JOB_ENDED, message.sentence, message.code)
-        elif message.code is m.RefusalCode.NOT_PERMITTED:  # by what the certificate says
-            self._fail(e.FailureKind.SECURITY, message.sentence, message.code)
+        elif message.code is messages.RefusalCode.TOPO_TIMEOUT:
+            self._fail(events.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
+        elif message.code is messages.RefusalCode.JOB_ENDED and self._state.seen:
+            self._fail(events.FailureKind.JOB_ENDED, message.sentence, message.code)
+        elif message.code is messages.RefusalCode.NOT_PERMITTED:  # by what the certificate says
+            self._fail(events.FailureKind.SECURITY, message.sentence, message.code)
         else:
-            self._fail(e.FailureKind.REFUSED, message.sentence, message.code)
+            self._fail(events.FailureKind.REFUSED, message.sentence, message.code)
 
-    def _on_ended(self, message: m.Ended) -> None:
+    def _on_ended(self, message: messages.Ended) -> None:
         self._note_loss(message.first_loss)
         if self._state.goodbye is not None:
             self._finish_leaving(heard=True)
         elif message.leave:
-            self._fail(e.FailureKind.LEAVE, message.reason)
+            self._fail(events.FailureKind.LEAVE, message.reason)
         elif self._state.seen or message.ok:
-            self._fail(e.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
+            self._fail(events.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
         else:
-            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.reason)
+            self._fail(events.FailureKind.FORMATION_TIMEOUT, message.reason)
 
     # ------------------------------------------------------------ the training thread
 
-    def _on_minted(self, event: e.UniqueIdsMinted) -> None:
+    def _on_minted(self, event: events.UniqueIdsMinted) -> None:
         state = self._state
         new = state.next
         if new is not None and new.generation == event.generation and state.minted is None:
             state.minted = event
-            self._send(m.PublishUniqueIds(event.generation, event.unique_ids))
+            self._send(messages.PublishUniqueIds(event.generation, event.unique_ids))
 
-    def _on_entry_requested(self, _: e.EntryRequested) -> None:
+    def _on_entry_requested(self, _: events.EntryRequested) -> None:
         state = self._state
         state.wants_entry = True
         if state.next is not None:
@@ -533,22 +535,22 @@ class MembershipMachine:
             return
         state.enter(new)
         self._started = self._step  # a step that was broken off is not begun in the new generation
-        self._notices.append(e.Build(new, ids.unique_ids))
+        self._notices.append(events.Build(new, ids.unique_ids))
 
-    def _on_built(self, event: e.CommunicatorBuilt) -> None:
+    def _on_built(self, event: events.CommunicatorBuilt) -> None:
         current = self._state.standing
         if current is None or current.generation != event.generation:
             return
         self._state.built = True
-        self._send(m.Built(event.generation))
+        self._send(messages.Built(event.generation))
 
-    def _on_failed(self, event: e.CommunicatorFailed) -> None:
+    def _on_failed(self, event: events.CommunicatorFailed) -> None:
         state = self._state
         current = state.standing
         if current is None or current.generation != event.generation:
             return
         suspect = event.rank if event.rank >= 0 else current.rank  # itself: it knows of nobody
-        hint = m.SuspectPeer(event.generation, suspect, event.detail)
+        hint = messages.SuspectPeer(event.generation, suspect, event.detail)
         if state.next is not None:  # peers have switched already, or will: so does this worker
             self._send(hint)  # those that still hang in the last step learn of it
             self._dismiss_if_leaving(state.next)
@@ -562,10 +564,10 @@ class MembershipMachine:
         state.suspicion = hint if event.rank >= 0 or late else None
         self._send(state.suspicion or hint.replaced(rank=-1))
 
-    def _on_stuck(self, event: e.CollectivesStuck) -> None:
+    def _on_stuck(self, event: events.CollectivesStuck) -> None:
         self._state.stuck = event.stuck
 
-    def _on_peers_late(self, event: e.PeersLate) -> None:
+    def _on_peers_late(self, event: events.PeersLate) -> None:
         state = self._state
         reported_at = state.late_reported_at
         current = state.standing
@@ -574,58 +576,60 @@ class MembershipMachine:
         if reported_at is None or self._now >= reported_at + self._timing.late_again_s:
             state.late_reported_at = self._now
             self._send_heartbeat()
-            self._send(m.Late(current.generation, event.seconds))
+            self._send(messages.Late(current.generation, event.seconds))
 
-    def _on_probes_done(self, event: e.ProbesDone) -> None:
+    def _on_probes_done(self, event: events.ProbesDone) -> None:
         if self._link.settled and not self._state.ended:
             self._send_heartbeat()  # first: how far this worker is
-            reply = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
+            reply = messages.Probed(
+                event.round, event.unreached, event.late, event.waits, event.busy, event.seconds
+            )
             self._send(reply)
 
-    def _on_step_starting(self, event: e.StepStarting) -> None:
+    def _on_step_starting(self, event: events.StepStarting) -> None:
         state = self._state
         state.uses_steps = True
         self._step = event.step
         current, new = state.standing, state.next
         if current is None:
-            self._notices.append(e.StepHeld())
+            self._notices.append(events.StepHeld())
         elif new is not None and event.step >= new.switch_after_step:
             self._dismiss_if_leaving(new)
             self._end_generation(new.reason, new.lost, planned=True)
         elif new is None and state.held == current.generation:
-            self._notices.append(e.StepHeld())
+            self._notices.append(events.StepHeld())
         else:
             self._started = event.step + 1
-            self._notices.append(e.StepGranted())
+            self._notices.append(events.StepGranted())
             self._report_first_step(current)
 
-    def _report_first_step(self, current: m.Assignment) -> None:
+    def _report_first_step(self, current: messages.Assignment) -> None:
         """Reports at once that a newcomer begins a step and so holds the state: its giver may go or die."""
         if self._state.stepped_in < current.generation:
             self._state.stepped_in = current.generation
             if current.rank in current.newcomer_ranks and self._link.settled:
                 self._send_heartbeat()
 
-    def _on_progress(self, event: e.ProgressReported) -> None:
+    def _on_progress(self, event: events.ProgressReported) -> None:
         self._step = event.step
         self._samples_per_s = event.samples_per_s
         self._loss, self._learning_rate = event.loss, event.learning_rate
 
-    def _on_leave_requested(self, event: e.LeaveWanted) -> None:
+    def _on_leave_requested(self, event: events.LeaveWanted) -> None:
         state = self._state
         if state.leave_reason is None and not state.ended:
             state.leave_reason = event.reason
             if state.seen:
-                self._send(m.RequestLeave(state.seen, event.reason))
+                self._send(messages.RequestLeave(state.seen, event.reason))
 
-    def _on_goodbye(self, event: e.Goodbye) -> None:
+    def _on_goodbye(self, event: events.Goodbye) -> None:
         state = self._state
         if state.goodbye is not None:
             return
         state.goodbye = event
         state.leave_at = self._now + self._timing.goodbye_timeout_s
         if state.ended:
-            self._notices.append(e.Left(heard=False))
+            self._notices.append(events.Left(heard=False))
         elif self._link.open:
             self._send_leave()
         elif state.seen == 0 or not event.finished:
@@ -634,9 +638,11 @@ class MembershipMachine:
     def _send_leave(self) -> None:
         said = self._state.goodbye
         assert said is not None
-        self._send(m.Leave(self._state.seen, said.finished, said.reason, said.consequence, said.exit_code))
+        self._send(
+            messages.Leave(self._state.seen, said.finished, said.reason, said.consequence, said.exit_code)
+        )
 
-    def _on_renewed(self, event: e.Renewed) -> None:
+    def _on_renewed(self, event: events.Renewed) -> None:
         self._state = Incarnation(renewed=True)
         self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
-        self._notices.append(e.Connect(self._link.start(self._now)))
+        self._notices.append(events.Connect(self._link.start(self._now)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muster.errors import LeaveGranted, MembershipChanged, PeerFinishedError, WorkerError
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.failures import sentence
 
 
@@ -26,10 +26,10 @@ class News:
     """
 
     failure: WorkerError | None = None
-    pending: e.ChangePending | None = None
+    pending: events.ChangePending | None = None
     dismissal: LeaveGranted | None = None
     change: MembershipChanged | None = None
-    build: e.Build | None = None
+    build: events.Build | None = None
     running: int = 0
     no_verdict: int = 0
     finished: PeerFinishedError | None = None
@@ -48,18 +48,18 @@ class News:
         """Whether this worker leaves as asked."""
         return self.dismissal is not None or isinstance(self.failure, LeaveGranted)
 
-    def note_no_verdict(self, notice: e.NoVerdict) -> None:
+    def note_no_verdict(self, notice: events.NoVerdict) -> None:
         """The scheduler knows of no change, or which rank has finished."""
         self.no_verdict, self.finished = notice.generation, None
         if notice.finished_rank >= 0:
             self.finished = PeerFinishedError(notice.sentence.rstrip("."), rank=notice.finished_rank)
 
-    def note_dismissed(self, notice: e.Dismissed) -> None:
+    def note_dismissed(self, notice: events.Dismissed) -> None:
         """The worker leaves as asked."""
         why = sentence(f"This worker leaves the job: {notice.reason}")
         self.dismissal = LeaveGranted(why, alone=notice.alone)
 
-    def note_over(self, notice: e.Over) -> WorkerError:
+    def note_over(self, notice: events.Over) -> WorkerError:
         """The generation has ended; returns the error that its communicators are aborted with."""
         self.pending = None
         over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself

@@ -25,11 +25,11 @@ from muster.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.ending import on_sigterm
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line
 from muster.worker.session.failures import exit_code_of, is_consequence, is_good_exit, reason_of
@@ -72,21 +72,21 @@ class Session:
         self,
         settings: Settings,
         *,
-        profile: m.Profile,
+        profile: messages.Profile,
         device: DeviceChoice,
         backend: Backend,
         connection: Line,
         prober: ProbeAll = _unreached_none,
         answering: Endpoint | None = None,
         prepare: Callable[[], None] | None = None,
-        timing: e.Timing | None = None,
+        timing: events.Timing | None = None,
         threads: Threads | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
         self.backend = backend
         self._profile = profile
-        self._assignment: m.Assignment | None = None
+        self._assignment: messages.Assignment | None = None
         self._first_ordinal: int | None = None
         self._released = False
         self.interrupted = False
@@ -99,7 +99,7 @@ class Session:
         self._error: BaseException | None = None
         self._release_lock = threading.Lock()
         self._rejoin_lock = threading.Lock()
-        timing = (timing or e.Timing()).replaced(
+        timing = (timing or events.Timing()).replaced(
             topo_timeout_s=settings.topo_timeout_s,
             reconnect_timeout_s=settings.reconnect_timeout_s,
             waits_without_limit=settings.waits_without_limit,
@@ -165,12 +165,12 @@ class Session:
         return self._place.generation
 
     @property
-    def members(self) -> tuple[m.Member, ...]:
+    def members(self) -> tuple[messages.Member, ...]:
         """All members, in order of rank."""
         return self._place.members
 
     @property
-    def me(self) -> m.Member:
+    def me(self) -> messages.Member:
         """This worker as a member."""
         place = self._place
         return place.members[place.rank]
@@ -219,12 +219,12 @@ class Session:
         return self._place.reason
 
     @property
-    def _place(self) -> m.Assignment:
+    def _place(self) -> messages.Assignment:
         if self._assignment is None or self._released:
             raise NotInitializedError("There is no session.", remedy="Call muster.init() first.")
         return self._assignment
 
-    def _note_group(self, place: m.Assignment) -> None:
+    def _note_group(self, place: messages.Assignment) -> None:
         group = {
             "generation": place.generation,
             "workers": len(place.members),
@@ -264,7 +264,7 @@ class Session:
     # ------------------------------------------------------------ training
 
     @property
-    def membership_event(self) -> e.ChangePending | None:
+    def membership_event(self) -> events.ChangePending | None:
         """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
         return self._client.pending
 
@@ -318,7 +318,7 @@ class Session:
             step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
-            self._client.post(e.ProgressReported(progress.step, *figures))
+            self._client.post(events.ProgressReported(progress.step, *figures))
             ending.note_progress(
                 step=progress.step,
                 steps=progress.steps,
@@ -356,7 +356,7 @@ class Session:
             why: the reason, for everybody's logs.
         """
         # No rank is at fault: this one is that of nobody.
-        self._client.post(e.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
+        self._client.post(events.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
 
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
@@ -367,7 +367,7 @@ class Session:
         within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
         """
         self.expect_leave(reason)
-        self._client.post(e.LeaveWanted(reason))
+        self._client.post(events.LeaveWanted(reason))
 
     def expect_leave(self, reason: str) -> None:
         """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
@@ -470,7 +470,7 @@ class Session:
             self._note_group(place)
             return
 
-    def _connect(self, build: e.Build, ordinal: int) -> Communicator:
+    def _connect(self, build: events.Build, ordinal: int) -> Communicator:
         """Connects this worker with the other members of a generation.
 
         Args:
@@ -495,7 +495,7 @@ class Session:
             closed=self._client.communicators.forget,
         )
 
-    def _connect_backend(self, build: e.Build, ordinal: int) -> Communicator:
+    def _connect_backend(self, build: events.Build, ordinal: int) -> Communicator:
         place = build.assignment
         membership = Membership(
             job_id=self.settings.job_id,
@@ -523,7 +523,7 @@ class Session:
                 raise
             raise explained from error
 
-    def _check_rank_id(self, place: m.Assignment) -> None:
+    def _check_rank_id(self, place: messages.Assignment) -> None:
         """Refuses a RANK_ID that is not this worker's rank; with members missing, ranks may move up."""
         wanted = self.settings.rank_id
         if wanted not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
@@ -636,7 +636,7 @@ def _close(communicator: Communicator) -> None:
         log.debug("closing a communicator: %s", error)
 
 
-def _peer(member: m.Member, ordinal: int | None) -> Peer:
+def _peer(member: messages.Member, ordinal: int | None) -> Peer:
     return Peer(
         rank=member.rank,
         node_id=member.node_id,
@@ -649,7 +649,7 @@ def _peer(member: m.Member, ordinal: int | None) -> Peer:
     )
 
 
-def describe_devices(devices: Sequence[tuple[str, m.Device]]) -> str:
+def describe_devices(devices: Sequence[tuple[str, messages.Device]]) -> str:
     """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.worker.session.leave import LoneLeave
 
 HANG_S = 5.0
@@ -24,7 +24,7 @@ class Collectives(Protocol):
     def waits(self) -> bool:
         """Whether the training thread is blocked until others have come to one."""
 
-    def recent(self, *, last_only: bool = False) -> tuple[m.Collective, ...]:
+    def recent(self, *, last_only: bool = False) -> tuple[messages.Collective, ...]:
         """The last ones, for heartbeats; or only the very last."""
 
 

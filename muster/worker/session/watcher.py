@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import LOOK_S, Loop, Threads
 
@@ -53,7 +53,7 @@ class Informed(Protocol):
         nothing: how long a wait was in which that happened says nothing of the steps.
         """
 
-    def post(self, event: e.Event) -> object:
+    def post(self, event: events.Event) -> object:
         """Feeds the membership machine."""
 
 
@@ -91,7 +91,7 @@ class Watcher:
         self._look_at = self._threads.now() + LOOK_S
         self._loop = self._threads.loop("muster-watcher", self._look_again, self._answer)
 
-    def ask(self, wanted: e.ProbeWanted) -> None:
+    def ask(self, wanted: events.ProbeWanted) -> None:
         """Has some workers probed; callable from any thread, returns at once."""
         if self._loop is not None:
             self._loop.put(wanted)
@@ -114,13 +114,13 @@ class Watcher:
         late_s = self._training.late_s()
         if late_s > self._pace.limit_s:
             self._late_s, self._late_in = late_s, news
-            self._client.post(e.PeersLate(late_s))
+            self._client.post(events.PeersLate(late_s))
         elif self._late_s:
             if self._late_in == self._client.news_of_members:
                 self._pace.note_wait(self._late_s)
             self._late_s = 0.0
 
-    def _answer(self, wanted: e.ProbeWanted) -> None:
+    def _answer(self, wanted: events.ProbeWanted) -> None:
         targets = dict(wanted.targets)
         for _ in range(TRIES):
             unreached, seconds, stood_still = self._probe(targets)
@@ -130,7 +130,7 @@ class Watcher:
                 training = self._training
                 late = training.late_s() > self._pace.limit_s
                 failed = tuple(unreached.items())
-                done = e.ProbesDone(wanted.round, failed, late, training.waits(), training.busy, seconds)
+                done = events.ProbesDone(wanted.round, failed, late, training.waits(), training.busy, seconds)
                 self._client.post(done)
                 return
             # ``seconds`` would say nothing of when it failed.

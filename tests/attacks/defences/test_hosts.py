@@ -24,9 +24,7 @@ from muster.launch import process as launch_process
 from muster.launch import rank_table
 from muster.scheduler.audit import logs, refusals
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter
-from muster.scheduler.core import events as e
-from muster.scheduler.core import joining
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, joining, records
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.errors import LimitError, SchedulerSettingsError
 from muster.scheduler.jobs import adoption, jobs, journal
@@ -35,8 +33,7 @@ from muster.scheduler.serve import metrics
 from muster.training import checkpoint
 from muster.training.sampler import ShardedSampler
 from muster.training.state import TrainingState
-from muster.wire import codec, files, grpc_stderr, launches
-from muster.wire import messages as m
+from muster.wire import codec, files, grpc_stderr, launches, messages
 from muster.wire.grpc_stderr import record_of
 from muster.wire.launches import RunRecord
 from muster.wire.settings import Environment
@@ -118,7 +115,7 @@ def flip_a_record(folder: Path) -> bool:
     """Changes a letter of a journal."""
     path = folder / "j"
     with Journal(path) as kept:
-        kept.append("job", [r.JobEnded(False, "nobody came")])
+        kept.append("job", [records.JobEnded(False, "nobody came")])
     path.write_bytes(path.read_bytes().replace(b"nobody came", b"anybody can"))
     try:
         with Journal(path):
@@ -131,7 +128,7 @@ def take_a_record_away(folder: Path) -> bool:
     """Removes the record that says that a worker may never come back."""
     path = folder / "j"
     with Journal(path) as kept:
-        kept.append("job", [*journal_of(A, B, C), r.Removed("a", 1, "lost")])
+        kept.append("job", [*journal_of(A, B, C), records.Removed("a", 1, "lost")])
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("DELETE FROM records WHERE record LIKE '%Removed%'")
     try:
@@ -228,7 +225,7 @@ def read_a_password_in_a_log(_: Path) -> bool:
 
 def read_a_unique_id_in_an_error(_: Path) -> bool:
     """Reads a message of the protocol in a traceback."""
-    return b"s3cret".decode() in repr(m.UniqueIds(3, (b"s3cret",)))
+    return b"s3cret".decode() in repr(messages.UniqueIds(3, (b"s3cret",)))
 
 
 # ---------------------------------------------------------------- the scheduler's doors
@@ -280,18 +277,22 @@ def endless_request(_: Path) -> bool:
 
 def come_back_from_the_dead(_: Path) -> bool:
     """A worker that was declared lost, and whose place another has, takes its place again."""
-    job = Job.recover("job", SETTINGS, [*journal_of(A, B, C), r.Removed("a", 1, "not heard for 5 s")], 0.0)
-    said = job.step(e.Joined(e.SessionId(7), A, 1, 0, built=True), 1.0).messages
-    return not any(isinstance(message, m.Refused) for _, message in said)
+    job = Job.recover(
+        "job", SETTINGS, [*journal_of(A, B, C), records.Removed("a", 1, "not heard for 5 s")], 0.0
+    )
+    said = job.step(events.Joined(events.SessionId(7), A, 1, 0, built=True), 1.0).messages
+    return not any(isinstance(message, messages.Refused) for _, message in said)
 
 
 def take_a_full_jobs_place(_: Path) -> bool:
     """One more worker than the job has places for joins as a member."""
     job = Job.recover("job", SETTINGS, journal_of(A, B, C), 0.0)
     for rank, who in enumerate((A, B, C)):
-        job.step(e.Joined(e.SessionId(rank), who, 1, rank, built=True), 0.5)
-    said = job.step(e.Joined(e.SessionId(7), D), 1.0).messages
-    return any(isinstance(message, m.Welcome) for session, message in said if session == e.SessionId(7))
+        job.step(events.Joined(events.SessionId(rank), who, 1, rank, built=True), 0.5)
+    said = job.step(events.Joined(events.SessionId(7), D), 1.0).messages
+    return any(
+        isinstance(message, messages.Welcome) for session, message in said if session == events.SessionId(7)
+    )
 
 
 def speak_for_a_generation_that_is_not(_: Path) -> bool:
@@ -463,7 +464,7 @@ ATTACKS = (
         "the unique id",
         "reads logs",
         read_a_unique_id_in_an_error,
-        lambda patch: patch.setattr(m.UniqueIds, "secret_fields", ()),
+        lambda patch: patch.setattr(messages.UniqueIds, "secret_fields", ()),
     ),
     Attack(
         "half requests for metrics",

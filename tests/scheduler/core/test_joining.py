@@ -10,10 +10,10 @@ from types import FrameType
 import pytest
 
 import muster.scheduler.core
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.machine import Machine
 from muster.version import __version__
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.messages import series_of
 from muster.wire.rank_table import RankTable, RankTableEntry
 from tests.scheduler.core.scenes import SETTINGS, history, join
@@ -22,8 +22,10 @@ from tests.scheduler.core.scenes import SETTINGS, history, join
 def test_who_has_no_device_is_told_so_where_a_rank_table_asks_for_one() -> None:
     table = RankTable((RankTableEntry(0, "host-a", 0), RankTableEntry(1, "host-a", 1)))
     job = Machine("red", replace(SETTINGS, rank_table=table))
-    [refused] = [told for _, told in job.step(join(1, "a"), 0.0).messages if isinstance(told, m.Refused)]
-    assert refused.code is m.RefusalCode.NOT_IN_RANK_TABLE
+    [refused] = [
+        told for _, told in job.step(join(1, "a"), 0.0).messages if isinstance(told, messages.Refused)
+    ]
+    assert refused.code is messages.RefusalCode.NOT_IN_RANK_TABLE
     assert "no device: DEVICE_ID is not set" in refused.sentence
 
 
@@ -35,12 +37,12 @@ def test_a_thousand_joins_cost_few_messages() -> None:
     assert sent[-1] == number + 1
 
 
-def reasons(*events: e.Joined) -> str:
+def reasons(*events: events.Joined) -> str:
     job = Machine("red", replace(SETTINGS, worker_num=3))
     return " ".join(job.step(event, 0.0).reason for event in events)
 
 
-def with_facts(event: e.Joined, model: str = "", **facts: str) -> e.Joined:
+def with_facts(event: events.Joined, model: str = "", **facts: str) -> events.Joined:
     device = event.candidate.device.replaced(model=model)
     pairs = tuple(sorted((key.replace("soft_", "~"), value) for key, value in facts.items()))
     return event.replaced(candidate=event.candidate.replaced(device=device, facts=pairs))
@@ -92,13 +94,15 @@ def test_patch_releases_train_together_with_a_warning_and_minor_versions_do_not(
 
 def test_two_machines_with_one_name_are_warned_of() -> None:
     twin = join(2, "b", 3)
-    twin = twin.replaced(candidate=twin.candidate.replaced(host=m.Host("id-other", "host-a", "10.0.0.2")))
+    twin = twin.replaced(
+        candidate=twin.candidate.replaced(host=messages.Host("id-other", "host-a", "10.0.0.2"))
+    )
     assert "Warning: several machines are named host-a" in reasons(join(1, "a", 3), twin)
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
 
 
-def with_label(event: e.Joined, label: str) -> e.Joined:
-    host = m.Host("id-h", "h", "10.0.0.1", label)
+def with_label(event: events.Joined, label: str) -> events.Joined:
+    host = messages.Host("id-h", "h", "10.0.0.1", label)
     return event.replaced(candidate=event.candidate.replaced(host=host))
 
 
@@ -119,13 +123,13 @@ def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
     job = Machine("red", settings)
     labels = ("b", "a", "b")
     joins = [with_label(join(n, f"w{n}", 3), label) for n, label in enumerate(labels)]
-    records = history(job, *joins, *(e.BuiltReported(n, 1) for n in range(3)))
+    records = history(job, *joins, *(events.BuiltReported(n, 1) for n in range(3)))
     again = Machine.recover("red", settings, records, 0.0)
     for number, event in enumerate(joins):  # under new streams
         rank = job.job.ledger.rank_of(event.candidate.node_id)
         again.step(event.replaced(session=number + 3, held_generation=1, held_rank=rank, built=True), 0.0)
     for each, gone in ((job, 0), (again, 3)):
-        each.step(e.SessionLost(gone, "killed"), 1.0)
+        each.step(events.SessionLost(gone, "killed"), 1.0)
     after = [[(w.candidate.node_id, w.rank) for w in each.view(1.0).workers] for each in (job, again)]
     assert after[0] == after[1] == [("w1", 0), ("w2", 1)]
 
@@ -134,25 +138,25 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     settings = replace(SETTINGS, worker_num=1)
     records = history(Machine("red", settings), join(1, "a", 1))
     job = Machine.recover("red", settings, records, 0.0)
-    asks: list[e.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
-    asks.append(e.SessionLost(4, "reset"))
+    asks: list[events.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
+    asks.append(events.SessionLost(4, "reset"))
     answers = [told for i, ask in enumerate(asks) for told in job.step(ask, 1.0 + i).messages]
-    assert [type(message) for session, message in answers if session == 3] == [m.Refused]
+    assert [type(message) for session, message in answers if session == 3] == [messages.Refused]
 
 
 def test_a_launch_is_named_by_its_first_admission_whoever_comes_later_and_after_a_restart() -> None:
     """So that replacements know which checkpoints are of their own launch."""
 
     def launches(job: Machine, session: int, node_id: str, incarnation: int) -> set[int]:
-        messages = job.step(join(session, node_id, incarnation=incarnation), 1.0).messages
-        return {message.launch for _, message in messages if isinstance(message, m.Assignment)}
+        sent = job.step(join(session, node_id, incarnation=incarnation), 1.0).messages
+        return {message.launch for _, message in sent if isinstance(message, messages.Assignment)}
 
     job = Machine("red", SETTINGS)
     records = history(job, join(1, "a", incarnation=71))
     decision = job.step(join(2, "b", incarnation=72), 0.0)
-    assert {x.launch for _, x in decision.messages if isinstance(x, m.Assignment)} == {71}
+    assert {x.launch for _, x in decision.messages if isinstance(x, messages.Assignment)} == {71}
     records += decision.records
-    lost = [job.step(e.SessionLost(session, "reset"), 0.5) for session in (1, 2)]
+    lost = [job.step(events.SessionLost(session, "reset"), 0.5) for session in (1, 2)]
     records += [record for each in lost for record in each.records]
     recovered = Machine.recover("red", SETTINGS, records, 0.7)
     for each in (job, recovered):
@@ -175,7 +179,7 @@ def matter(frame: FrameType | None) -> str:
 
 def test_a_join_is_handled_with_few_returns_between_the_files_of_the_core() -> None:
     """Each call from one file into another, from when the Join's handler is called until it is done."""
-    machine = Machine("red", e.CoreSettings(4, 0, 0, 30.0, 5.0, 1.0))
+    machine = Machine("red", events.CoreSettings(4, 0, 0, 30.0, 5.0, 1.0))
     machine.step(join(1, "a", 4), 0.0)
     ways: list[str] = []
     depth = 0

@@ -15,25 +15,25 @@ from typing import Any
 
 import pytest
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.rank_table import RankTable, RankTableEntry
 
 FEW, MANY = 50, 500
 AT_MOST = 12.0
 
-SETTINGS = e.CoreSettings(0, 1, 0, 300.0, 30.0, 1.0, stall_timeout_s=600.0)
+SETTINGS = events.CoreSettings(0, 1, 0, 300.0, 30.0, 1.0, stall_timeout_s=600.0)
 
 
-def candidate(number: int, size: int, incarnation: int = 1) -> m.Candidate:
+def candidate(number: int, size: int, incarnation: int = 1) -> messages.Candidate:
     host = number // 8
-    return m.Candidate(
+    return messages.Candidate(
         node_id=f"node{host}-{number % 8}",
         incarnation=incarnation,
-        host=m.Host(f"id-{host}", f"node{host}", f"10.0.{host // 256}.{host % 256}"),
-        device=m.Device("cuda", number % 8),
+        host=messages.Host(f"id-{host}", f"node{host}", f"10.0.{host // 256}.{host % 256}"),
+        device=messages.Device("cuda", number % 8),
         worker_num=size,
         worker_min=0,
         backend="tcp",
@@ -50,7 +50,7 @@ class Crowd:
         self.now = 1.0
         self.records: list[Any] = []
 
-    def feed(self, event: e.Event, *, more: bool = False) -> Decision:
+    def feed(self, event: events.Event, *, more: bool = False) -> Decision:
         decision = self.machine.step(event, self.now, more=more)
         self.records += decision.records
         return decision
@@ -69,21 +69,21 @@ class Crowd:
 
     def join(self, numbers: Iterable[int], incarnation: int = 1, stream: int = 0, **fields: Any) -> None:
         for number in numbers:
-            self.feed(e.Joined(stream + number, candidate(number - 1, self.size, incarnation), **fields))
+            self.feed(events.Joined(stream + number, candidate(number - 1, self.size, incarnation), **fields))
 
     def built(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self.feed(e.BuiltReported(number, self.generation))
+            self.feed(events.BuiltReported(number, self.generation))
 
     def heard(self, numbers: Iterable[int], step: int = 0) -> None:
         for number in numbers:
-            self.feed(e.Heard(number, self.generation, step, step, 1.0, (), self.generation))
+            self.feed(events.Heard(number, self.generation, step, step, 1.0, (), self.generation))
 
     def lose(self, numbers: Iterable[int]) -> None:
         """All at once, as of hosts whose switch has died."""
         gone = list(numbers)
         for number in gone:
-            self.feed(e.SessionLost(number, "reset"), more=number != gone[-1])
+            self.feed(events.SessionLost(number, "reset"), more=number != gone[-1])
 
     def stand(self) -> Crowd:
         """All are in and have built the group."""
@@ -95,7 +95,7 @@ class Crowd:
     def tick(self, times: int) -> None:
         for _ in range(times):
             self.now += 0.001
-            self.feed(e.Tick())
+            self.feed(events.Tick())
 
 
 def work(action: Callable[[], object]) -> int:
@@ -192,8 +192,8 @@ def built(size: int) -> Callable[[], object]:
 
 def built_by_some_that_leave(size: int) -> Callable[[], object]:
     crowd = Crowd(size).stand()
-    crowd.feed(e.SessionLost(1, "reset"))
-    crowd.feed(e.LeaveRequested(2, crowd.generation, "drain"))
+    crowd.feed(events.SessionLost(1, "reset"))
+    crowd.feed(events.LeaveRequested(2, crowd.generation, "drain"))
     crowd.now += 0.001
     return lambda: crowd.built(range(2, size + 1))
 
@@ -201,13 +201,13 @@ def built_by_some_that_leave(size: int) -> Callable[[], object]:
 def built_late(size: int, *, leaves: bool = False) -> Callable[[], object]:
     """That the group does not get on has been said."""
     crowd = Crowd(size, stall_timeout_s=10.0).stand()
-    crowd.feed(e.SessionLost(1, "reset"))
+    crowd.feed(events.SessionLost(1, "reset"))
     crowd.heard(range(2, size + 1))
     if leaves:
-        crowd.feed(e.LeaveRequested(2, crowd.generation, "drain"))
+        crowd.feed(events.LeaveRequested(2, crowd.generation, "drain"))
     crowd.now += 11.0
     crowd.heard(range(2, size + 1))
-    crowd.feed(e.Tick())
+    crowd.feed(events.Tick())
     assert crowd.machine.job.deadlines.stalled
     return lambda: crowd.built(range(2, size + 1))
 
@@ -228,7 +228,7 @@ def heartbeats_of_newcomers(size: int) -> Callable[[], object]:
     crowd.lose(range(2, size + 1))
     crowd.join(range(2, size + 1), incarnation=2, stream=size)
     crowd.built(range(1, 2))
-    crowd.feed(e.QuiescedReported(1, crowd.generation, 1))
+    crowd.feed(events.QuiescedReported(1, crowd.generation, 1))
     crowd.built([1, *range(size + 2, 2 * size + 1)])
     assert crowd.phase == "running" and crowd.machine.job.needed == size
     return lambda: crowd.heard(range(size + 2, 2 * size + 1), 3)
@@ -243,14 +243,14 @@ def heartbeats_while_others_join(size: int) -> Callable[[], object]:
 def leaves_at_the_end(size: int) -> Callable[[], object]:
     crowd = Crowd(size).stand()
     crowd.heard(crowd.everybody, 1)
-    return lambda: [crowd.feed(e.LeftCleanly(n, 1, True, "")) for n in crowd.everybody]
+    return lambda: [crowd.feed(events.LeftCleanly(n, 1, True, "")) for n in crowd.everybody]
 
 
 def leaves_of_all_that_fail(size: int) -> Callable[[], object]:
     crowd = Crowd(size).stand()
     last = crowd.size
     return lambda: [
-        crowd.feed(e.LeftCleanly(n, 1, False, "ValueError"), more=n != last) for n in crowd.everybody
+        crowd.feed(events.LeftCleanly(n, 1, False, "ValueError"), more=n != last) for n in crowd.everybody
     ]
 
 
@@ -261,9 +261,9 @@ def requested_leaves(size: int) -> Callable[[], object]:
 
     def leave() -> None:
         for number in crowd.everybody:
-            crowd.feed(e.LeaveRequested(number, 1, "SIGTERM"))
+            crowd.feed(events.LeaveRequested(number, 1, "SIGTERM"))
         for number in crowd.everybody:
-            crowd.feed(e.QuiescedReported(number, 1, 1))
+            crowd.feed(events.QuiescedReported(number, 1, 1))
 
     return leave
 
@@ -276,7 +276,7 @@ def losses(size: int) -> Callable[[], object]:
 def losses_while_others_join(size: int) -> Callable[[], object]:
     crowd = Crowd(size)
     crowd.join(range(1, size))
-    return lambda: [crowd.feed(e.SessionLost(number, "reset")) for number in range(1, size)]
+    return lambda: [crowd.feed(events.SessionLost(number, "reset")) for number in range(1, size)]
 
 
 def answers_to_probes(size: int) -> Callable[[], object]:
@@ -284,12 +284,12 @@ def answers_to_probes(size: int) -> Callable[[], object]:
     crowd = Crowd(size)
     for number in crowd.everybody:
         one = candidate(number - 1, size)
-        two = one.replaced(host=m.Host(f"id-{number % 2}", f"node{number % 2}", ""))
-        crowd.feed(e.Joined(number, two, probe_address=f"10.0.0.1:{number}"))
+        two = one.replaced(host=messages.Host(f"id-{number % 2}", f"node{number % 2}", ""))
+        crowd.feed(events.Joined(number, two, probe_address=f"10.0.0.1:{number}"))
     crowd.built(crowd.everybody)
-    crowd.feed(e.PeerLate(1, 1, 10.0))
+    crowd.feed(events.PeerLate(1, 1, 10.0))
     asked = crowd.machine.job.probing.number
-    answers = [e.ProbeAnswered(number, asked, seconds=0.1) for number in crowd.everybody]
+    answers = [events.ProbeAnswered(number, asked, seconds=0.1) for number in crowd.everybody]
     assert crowd.machine.job.probing.current is not None
     return lambda: [crowd.feed(answer) for answer in answers]
 
@@ -299,14 +299,14 @@ def answers_of_many_hosts(size: int, broken: str = "") -> Callable[[], object]:
     crowd = Crowd(size)
     crowd.join(crowd.everybody, probe_address="10.0.0.1:1")
     crowd.built(crowd.everybody)
-    crowd.feed(e.PeerLate(1, 1, 10.0))
+    crowd.feed(events.PeerLate(1, 1, 10.0))
     current = crowd.machine.job.probing.current
     assert current is not None and len(current.asked) == size
     answers = []
     for number, asked in current.asked.items():
         targets = [current.asked[target].candidate for target in asked.targets]
         unreached = tuple((one.node_id, "timeout") for one in targets if one.host.name == broken)
-        answers.append(e.ProbeAnswered(number, current.number, unreached, seconds=0.1))
+        answers.append(events.ProbeAnswered(number, current.number, unreached, seconds=0.1))
     return lambda: [crowd.feed(answer) for answer in answers]
 
 
@@ -384,7 +384,7 @@ def below_full_size(size: int) -> Crowd:
 
 def quiescing(size: int) -> Crowd:
     crowd = Crowd(size).stand()
-    crowd.feed(e.LeaveRequested(1, 1, "drain"))
+    crowd.feed(events.LeaveRequested(1, 1, "drain"))
     return crowd
 
 

@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import probing
+from muster.scheduler.core import events, probing
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.probing import Accusation, Party, leaving
 from muster.scheduler.core.probing_state import ROUND_PAUSE_S, ROUND_S
-from muster.wire import messages as m
+from muster.wire import messages
 
-SETTINGS = e.CoreSettings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
+SETTINGS = events.CoreSettings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
 
 
 class Hosts:
@@ -36,22 +35,24 @@ class Hosts:
             self.join(spare, spare=True)
         self.stand()
 
-    def feed(self, event: e.Event) -> Decision:
+    def feed(self, event: events.Event) -> Decision:
         self.last = self.job.step(event, self.now)
         self.said.append(self.last.reason)
         return self.last
 
     def join(self, name: str, *, spare: bool = False, held_rank: int = -1) -> Decision:
         session = self.sessions[name] = len(self.said) + 1
-        host = m.Host(name[0], f"host-{name[0]}", "")
+        host = messages.Host(name[0], f"host-{name[0]}", "")
         size = self.job.job.settings.worker_num
-        candidate = m.Candidate(name, self.incarnation, host, m.Device(), size, 0, "tcp", spare=spare)
+        candidate = messages.Candidate(
+            name, self.incarnation, host, messages.Device(), size, 0, "tcp", spare=spare
+        )
         held = (self.generation if held_rank >= 0 else 0, held_rank, held_rank >= 0)
-        return self.feed(e.Joined(session, candidate, *held, probe_address=f"{name}:1"))
+        return self.feed(events.Joined(session, candidate, *held, probe_address=f"{name}:1"))
 
     def stand(self) -> None:
         for name in self.ranks():
-            self.feed(e.BuiltReported(self.sessions[name], self.generation))
+            self.feed(events.BuiltReported(self.sessions[name], self.generation))
         assert self.job.view(self.now).state == "running"
 
     @property
@@ -65,7 +66,7 @@ class Hosts:
     def late(self, name: str) -> dict[str, list[str]]:
         """A worker says that its collective is late; returns who is to probe whom."""
         self.now += ROUND_PAUSE_S
-        self.feed(e.PeerLate(self.sessions[name], self.generation, 12.0))
+        self.feed(events.PeerLate(self.sessions[name], self.generation, 12.0))
         return self.asked()
 
     def asked(self) -> dict[str, list[str]]:
@@ -73,11 +74,11 @@ class Hosts:
         return {
             names[session]: [node_id for node_id, _ in message.targets]
             for session, message in self.last.messages
-            if isinstance(message, m.Probe)
+            if isinstance(message, messages.Probe)
         }
 
     def number(self) -> int:
-        return next(message.round for _, message in self.last.messages if isinstance(message, m.Probe))
+        return next(message.round for _, message in self.last.messages if isinstance(message, messages.Probe))
 
     def answer(
         self, cut: str = "", *, silent: str = "", idle: str = "", busy: str = "", late: bool = True
@@ -89,22 +90,24 @@ class Hosts:
             unreached = tuple((t, "timed out") for t in asked[name] if (name, t) in failing)
             waits = name not in (*idle.split(), *busy.split())
             does = "evaluation" if name in busy.split() else ""
-            self.feed(e.ProbeAnswered(self.sessions[name], number, unreached, late and waits, waits, does))
+            self.feed(
+                events.ProbeAnswered(self.sessions[name], number, unreached, late and waits, waits, does)
+            )
 
     def tick(self, seconds: float) -> Decision:
         self.now += seconds
-        return self.feed(e.Tick())
+        return self.feed(events.Tick())
 
-    def refused(self) -> dict[str, m.Refused]:
+    def refused(self) -> dict[str, messages.Refused]:
         names = {session: name for name, session in self.sessions.items()}
-        return {names[s]: told for s, told in self.last.messages if isinstance(told, m.Refused)}
+        return {names[s]: told for s, told in self.last.messages if isinstance(told, messages.Refused)}
 
 
 def test_nobody_is_asked_while_nobody_is_late() -> None:
     hosts = Hosts("a0", "b0")
     for _ in range(100):
         for session in hosts.sessions.values():
-            assert not hosts.feed(e.Heard(session, 1, 5, 6, 1.0)).messages
+            assert not hosts.feed(events.Heard(session, 1, 5, 6, 1.0)).messages
         hosts.tick(1.0)
         assert not hosts.asked()
 
@@ -119,7 +122,7 @@ def test_each_worker_probes_one_of_each_other_host_and_all_addresses_are_tried()
 def test_many_late_ones_make_one_round() -> None:
     hosts = Hosts("a0", "b0", "c0")
     assert hosts.late("a0")
-    hosts.feed(e.PeerLate(hosts.sessions["b0"], 1, 12.0))
+    hosts.feed(events.PeerLate(hosts.sessions["b0"], 1, 12.0))
     assert not hosts.asked()
 
 
@@ -127,14 +130,14 @@ def test_members_of_a_new_generation_do_not_wait_for_the_round_of_the_last() -> 
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("a0")
     hosts.answer(silent="b0")
-    hosts.feed(e.LeftCleanly(hosts.sessions["b0"], 1, False, "gone"))
+    hosts.feed(events.LeftCleanly(hosts.sessions["b0"], 1, False, "gone"))
     assert hosts.ranks() == ["a0", "c0"]
     assert hosts.late("a0") == {"a0": ["c0"], "c0": ["a0"]}
 
 
 def test_a_suspicion_begins_a_round_at_once() -> None:
     hosts = Hosts("a0", "b0")
-    hosts.feed(e.PeerSuspected(hosts.sessions["a0"], 1, 1, "connection reset"))
+    hosts.feed(events.PeerSuspected(hosts.sessions["a0"], 1, 1, "connection reset"))
     assert hosts.asked() == {"a0": ["b0"], "b0": ["a0"]}
 
 
@@ -144,7 +147,7 @@ def test_a_cut_between_hosts_costs_the_smaller_one_its_place() -> None:
     hosts.answer("a0>b0 a1>b0 b0>a0")
     assert hosts.ranks() == ["a0", "a1", "c0"]
     told = hosts.refused()["b0"]
-    assert told.code is m.RefusalCode.SUPERSEDED
+    assert told.code is messages.RefusalCode.SUPERSEDED
     assert "was expelled: hosts host-a and host-b cannot reach each other (timed out)" in told.sentence
 
 
@@ -152,13 +155,13 @@ def test_a_round_in_which_the_scheduler_could_not_decide_for_long_is_asked_again
     hosts = Hosts("a0", "a1", "b0", "c0")
     asked, number = hosts.late("a0"), hosts.number()
     hosts.now += ROUND_PAUSE_S
-    hosts.feed(e.HeldUp(ROUND_PAUSE_S))
+    hosts.feed(events.HeldUp(ROUND_PAUSE_S))
     for name in asked:  # what was true then, and came too late to be written down
         unreached = (("b0", "timed out"),) if name[0] == "a" else ()
-        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, unreached, True, True))
+        hosts.feed(events.ProbeAnswered(hosts.sessions[name], number, unreached, True, True))
     assert hosts.ranks() == ["a0", "a1", "b0", "c0"]
     hosts.now += ROUND_PAUSE_S
-    hosts.feed(e.Tick())
+    hosts.feed(events.Tick())
     assert hosts.asked() == asked
 
 
@@ -189,7 +192,7 @@ def probed(hosts: Hosts, number: int, name: str, at: float, seconds: float, unre
     """One worker has probed from ``at`` for so long; both count from the round's beginning at 100 s."""
     hosts.now = 100.0 + at + seconds
     why = tuple((other, "no answer") for other in unreached.split())
-    hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, why, True, True, seconds=seconds))
+    hosts.feed(events.ProbeAnswered(hosts.sessions[name], number, why, True, True, seconds=seconds))
 
 
 def test_who_stood_still_while_others_probed_it_is_not_taken_for_cut_off() -> None:
@@ -337,7 +340,7 @@ def test_who_lied_goes_at_once_when_it_does_so_again() -> None:
     hosts.tick(ROUND_PAUSE_S)
     hosts.answer(late=False)
     for name in ("c0", "d0"):
-        hosts.feed(e.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
+        hosts.feed(events.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
     hosts.stand()
     assert hosts.ranks() == ["a0", "c0", "d0"]
     assert lies(hosts, "d0>a0") == ["a0"]
@@ -373,7 +376,7 @@ def test_who_was_at_fault_towards_several_at_once_goes_with_its_next_pair() -> N
     hosts.tick(ROUND_PAUSE_S)
     hosts.answer(late=False)
     for name in ("b0", "c0", "d0", "e0"):
-        hosts.feed(e.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
+        hosts.feed(events.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
     hosts.stand()
     assert hosts.ranks() == ["a0", "b0", "c0", "d0", "e0"]
     assert lies(hosts, "e0>a0") == ["a0"]
@@ -430,7 +433,7 @@ def test_who_lied_goes_also_when_others_are_cut_off() -> None:
 def test_a_member_that_comes_back_during_the_round_counts_for_its_host() -> None:
     """After the scheduler was restarted a round may begin before all have opened their streams again."""
     hosts = Hosts("a0", "b0", "b1")
-    hosts.feed(e.SessionLost(hosts.sessions["b1"], "its host's stream ended", may_return=True))
+    hosts.feed(events.SessionLost(hosts.sessions["b1"], "its host's stream ended", may_return=True))
     assert hosts.late("a0") == {"a0": ["b0"], "b0": ["a0"]}
     asked = hosts.last
     hosts.join("b1", held_rank=2)
@@ -458,7 +461,7 @@ def expelled() -> Hosts:
 def test_who_was_expelled_waits_outside_until_probes_succeed_both_ways() -> None:
     hosts = expelled()
     welcome, waiting = (message for _, message in hosts.join("b0").messages)
-    assert isinstance(welcome, m.Welcome) and isinstance(waiting, m.Waiting)
+    assert isinstance(welcome, messages.Welcome) and isinstance(waiting, messages.Waiting)
     assert "b0 on host host-b is taken in when it and the members reach each other" in waiting.sentence
     for cut in ("b0>a0", "a0>b0", "c0>b0", "b0>c0"):
         hosts.tick(ROUND_PAUSE_S)
@@ -468,7 +471,7 @@ def test_who_was_expelled_waits_outside_until_probes_succeed_both_ways() -> None
     hosts.tick(ROUND_PAUSE_S)
     hosts.answer(late=False)
     assert "b0 on host host-b has joined" in hosts.last.reason
-    assert any(isinstance(message, m.Quiesce) for _, message in hosts.last.messages)
+    assert any(isinstance(message, messages.Quiesce) for _, message in hosts.last.messages)
     hosts.tick(10 * ROUND_PAUSE_S)
     assert not hosts.asked(), "nothing is probed once nobody is outside"
 
@@ -477,7 +480,7 @@ def test_a_host_that_comes_back_during_the_round_is_asked_before_another_is_take
     hosts = Hosts("a0", "b0", "c0", "d0")
     hosts.late("a0")
     hosts.answer("a0>b0 b0>a0 b0>c0 b0>d0")
-    hosts.feed(e.SessionLost(hosts.sessions["d0"], "killed"))
+    hosts.feed(events.SessionLost(hosts.sessions["d0"], "killed"))
     hosts.stand()
     hosts.incarnation = 2
     hosts.join("b0")
@@ -486,7 +489,7 @@ def test_a_host_that_comes_back_during_the_round_is_asked_before_another_is_take
     assert asked["b0"] == ["a0", "c0"]
     hosts.join("d0")
     for name in asked:
-        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, (), False, False))
+        hosts.feed(events.ProbeAnswered(hosts.sessions[name], number, (), False, False))
     assert "b0" not in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
     hosts.tick(ROUND_PAUSE_S)
     assert hosts.asked()["b0"] == ["a0", "c0", "d0"]
@@ -514,14 +517,14 @@ def test_who_waits_outside_is_told_the_end_of_the_job() -> None:
     hosts.join("b0")
     outside = hosts.sessions["b0"]
     for name in ("a0", "c0"):
-        hosts.feed(e.LeftCleanly(hosts.sessions[name], 2, True, ""))
-    assert (outside, m.Ended(True, "All members have completed the training.")) in hosts.last.messages
+        hosts.feed(events.LeftCleanly(hosts.sessions[name], 2, True, ""))
+    assert (outside, messages.Ended(True, "All members have completed the training.")) in hosts.last.messages
 
 
 def test_who_waits_outside_and_goes_is_forgotten() -> None:
     hosts = expelled()
     hosts.join("b0")
-    hosts.feed(e.SessionLost(hosts.sessions["b0"], "gone"))
+    hosts.feed(events.SessionLost(hosts.sessions["b0"], "gone"))
     hosts.tick(ROUND_PAUSE_S)
     assert not hosts.asked()
 
@@ -532,7 +535,7 @@ def test_a_newer_process_of_a_node_takes_its_place_outside() -> None:
     first = hosts.sessions["b0"]
     hosts.incarnation = 3
     told = [message for session, message in hosts.join("b0").messages if session == first]
-    assert [type(message) for message in told] == [m.Refused]
+    assert [type(message) for message in told] == [messages.Refused]
     hosts.tick(ROUND_PAUSE_S)
     assert hosts.asked() == {"a0": ["b0"], "c0": ["b0"], "b0": ["a0", "c0"]}
 
@@ -540,7 +543,7 @@ def test_a_newer_process_of_a_node_takes_its_place_outside() -> None:
 def test_who_waits_for_one_that_has_finished_is_told_so() -> None:
     """With NCCL nothing breaks: the rest waits in its collective."""
     hosts = Hosts("a0", "b0", "c0")
-    hosts.feed(e.LeftCleanly(hosts.sessions["b0"], 1, True, ""))
+    hosts.feed(events.LeftCleanly(hosts.sessions["b0"], 1, True, ""))
     hosts.late("a0")
     hosts.answer(idle="c0")
     assert "finished" not in hosts.last.reason, "rank 2 may still come, and be the last"
@@ -549,7 +552,7 @@ def test_who_waits_for_one_that_has_finished_is_told_so() -> None:
     hosts.answer()
     said = "Rank 1 (node b0 on host host-b) has finished, while others still wait: it had fewer batches"
     assert said in hosts.last.reason
-    told = {s for s, message in hosts.last.messages if isinstance(message, m.Waiting)}
+    told = {s for s, message in hosts.last.messages if isinstance(message, messages.Waiting)}
     assert told == {hosts.sessions["a0"], hosts.sessions["c0"]}
 
 
@@ -588,7 +591,7 @@ def test_who_is_slow_or_busy_is_not_expelled(how: str) -> None:
     hosts.late("a0")
     hosts.answer(idle="b0")
     if how == "moved":
-        hosts.feed(e.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0))
+        hosts.feed(events.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0))
     hosts.tick(60.0)
     hosts.answer(
         busy="b0" if how == "busy" else "", idle="b0" if how == "moved" else "", late=how != "nobody is late"
@@ -601,12 +604,12 @@ def test_who_is_slow_or_busy_is_not_expelled(how: str) -> None:
 def test_who_has_issued_as_much_as_those_that_wait_may_wait_for_its_device_and_is_not_named() -> None:
     hosts = Hosts("a0", "b0", "c0")
     for name, sequence in (("a0", 7), ("b0", 7), ("c0", 6)):
-        last = m.Collective(sequence, "all_reduce", "world", "float32", 4, False)
-        hosts.feed(e.Heard(hosts.sessions[name], 1, 5, 6, 1.0, (last,), 1))
+        last = messages.Collective(sequence, "all_reduce", "world", "float32", 4, False)
+        hosts.feed(events.Heard(hosts.sessions[name], 1, 5, 6, 1.0, (last,), 1))
     hosts.late("a0")
     number = hosts.number()
     for name, waits in (("a0", True), ("b0", False), ("c0", False)):
-        hosts.feed(e.ProbeAnswered(hosts.sessions[name], number, (), late=True, waits=waits))
+        hosts.feed(events.ProbeAnswered(hosts.sessions[name], number, (), late=True, waits=waits))
     assert "Rank 2 (node c0 on host host-c) can be reached" in hosts.last.reason
 
 
@@ -637,27 +640,27 @@ def test_members_hear_for_whom_they_wait_and_that_it_is_over() -> None:
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("a0")
     hosts.answer(idle="b0")
-    waiting = {s: message for s, message in hosts.last.messages if isinstance(message, m.Waiting)}
+    waiting = {s: message for s, message in hosts.last.messages if isinstance(message, messages.Waiting)}
     assert set(waiting) == set(hosts.sessions.values())  # a launcher asks any of its workers
     sentence = waiting[hosts.sessions["a0"]].sentence
     assert sentence.startswith("Rank 1 (node b0 on host host-b) can be reached and does not come to the step")
     assert "expelled after 60 s (MS_HANG_TIMEOUT), unless it says session.busy()" in sentence
-    assert not hosts.feed(e.Heard(hosts.sessions["a0"], 1, 5, 6, 1.0)).messages  # it is not the one
-    moved = hosts.feed(e.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0)).messages
-    told = {(one.sentence, one.present, one.needed) for _, one in moved if isinstance(one, m.Waiting)}
+    assert not hosts.feed(events.Heard(hosts.sessions["a0"], 1, 5, 6, 1.0)).messages  # it is not the one
+    moved = hosts.feed(events.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0)).messages
+    told = {(one.sentence, one.present, one.needed) for _, one in moved if isinstance(one, messages.Waiting)}
     assert told == {("Training goes on at step 7.", 3, 3)}
 
 
 def test_a_standstill_is_said_again_ever_more_rarely() -> None:
     hosts = Hosts("a0", "b0")
     for session in hosts.sessions.values():
-        hosts.feed(e.Heard(session, 1, 5, 6, 1.0))
+        hosts.feed(events.Heard(session, 1, 5, 6, 1.0))
     began, told = hosts.now, {}
     while hosts.now < began + 10_000:
         for session in hosts.sessions.values():
-            hosts.feed(e.Heard(session, 1, 5, 6, 1.0))
+            hosts.feed(events.Heard(session, 1, 5, 6, 1.0))
         if "No progress for" in hosts.tick(100.0).reason:
-            receivers = [s for s, message in hosts.last.messages if isinstance(message, m.Waiting)]
+            receivers = [s for s, message in hosts.last.messages if isinstance(message, messages.Waiting)]
             told[hosts.now - began] = len(receivers)
     assert told == {1000: 2, 2000: 2, 4000: 2, 8000: 2}
 
@@ -665,14 +668,14 @@ def test_a_standstill_is_said_again_ever_more_rarely() -> None:
 @pytest.mark.parametrize(("rank", "peer"), [(0, "its peers"), (1, "rank 1 (node b0 on host host-b)")])
 def test_nobody_is_said_to_wait_for_himself(rank: int, peer: str) -> None:
     hosts = Hosts("a0", "b0")
-    said = hosts.feed(e.PeerSuspected(hosts.sessions["a0"], 1, rank, "nothing came")).reason
+    said = hosts.feed(events.PeerSuspected(hosts.sessions["a0"], 1, rank, "nothing came")).reason
     assert f"Rank 0 (node a0 on host host-a) could not go on with {peer}: nothing came." in said
 
 
 def test_one_that_holds_the_state_is_told_to_save_when_the_job_cannot_go_on() -> None:
     hosts = Hosts("a0", "b0", "c0", worker_min=3)
-    hosts.feed(e.SessionLost(hosts.sessions["a0"], "gone"))
-    told = {s: message.save for s, message in hosts.last.messages if isinstance(message, m.Suspended)}
+    hosts.feed(events.SessionLost(hosts.sessions["a0"], "gone"))
+    told = {s: message.save for s, message in hosts.last.messages if isinstance(message, messages.Suspended)}
     assert told == {hosts.sessions["b0"]: True, hosts.sessions["c0"]: False}
 
 

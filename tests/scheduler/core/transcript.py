@@ -10,24 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.rank_table import parse_rank_table
 
 Arguments = dict[str, str]
 
 
-def candidate(node_id: str, options: Arguments, worker_num: int) -> m.Candidate:
+def candidate(node_id: str, options: Arguments, worker_num: int) -> messages.Candidate:
     host = options.get("host", f"host-{node_id}")
     facts = [pair.split(":") for pair in options.get("facts", "").split(",") if pair]
-    return m.Candidate(
+    return messages.Candidate(
         node_id=node_id,
         incarnation=int(options.get("inc", "1")),
-        host=m.Host(options.get("hostid", f"id-{host}"), host, options.get("address", "10.0.0.1"), ""),
-        device=m.Device(index=int(options.get("device", "-1"))),
+        host=messages.Host(options.get("hostid", f"id-{host}"), host, options.get("address", "10.0.0.1"), ""),
+        device=messages.Device(index=int(options.get("device", "-1"))),
         worker_num=int(options.get("num", worker_num)),
         worker_min=int(options.get("min", "0")),
         backend=options.get("backend", "tcp"),
@@ -36,20 +35,22 @@ def candidate(node_id: str, options: Arguments, worker_num: int) -> m.Candidate:
     )
 
 
-def words(message: m.SchedulerMessage) -> str:
+def words(message: messages.SchedulerMessage) -> str:
     """What a message says in words."""
-    if isinstance(message, m.Waiting | m.Refused):
+    if isinstance(message, messages.Waiting | messages.Refused):
         return message.sentence
-    return message.reason if isinstance(message, m.Suspended | m.Quiesce | m.Ended) else ""
+    return (
+        message.reason if isinstance(message, messages.Suspended | messages.Quiesce | messages.Ended) else ""
+    )
 
 
-def show_message(message: m.SchedulerMessage) -> str:
+def show_message(message: messages.SchedulerMessage) -> str:
     """What a message says in facts."""
-    if isinstance(message, m.Welcome):
+    if isinstance(message, messages.Welcome):
         return "Welcome as spare" if message.spare else "Welcome"
-    if isinstance(message, m.Waiting):
+    if isinstance(message, messages.Waiting):
         return f"Waiting {message.present}/{message.needed}"
-    if isinstance(message, m.Assignment):
+    if isinstance(message, messages.Assignment):
         members = " ".join(member.node_id for member in message.members)
         parts = [f"Assignment g{message.generation} rank {message.rank} of [{members}]"]
         if message.state_source_rank >= 0:
@@ -59,50 +60,50 @@ def show_message(message: m.SchedulerMessage) -> str:
         if message.lost:
             parts.append(f"{len(message.lost)} lost")
         return ", ".join(parts)
-    if isinstance(message, m.UniqueIds):
+    if isinstance(message, messages.UniqueIds):
         return f"UniqueIds g{message.generation} x{len(message.unique_ids)}"
-    if isinstance(message, m.GroupBuilt):
+    if isinstance(message, messages.GroupBuilt):
         return f"GroupBuilt g{message.generation}"
-    if isinstance(message, m.Suspended):
+    if isinstance(message, messages.Suspended):
         return f"Suspended g{message.generation} for {message.wait_s:g} s"
-    if isinstance(message, m.Quiesce):
+    if isinstance(message, messages.Quiesce):
         return f"Quiesce g{message.generation}"
-    if isinstance(message, m.Probe):
+    if isinstance(message, messages.Probe):
         return f"Probe {message.round} of {' '.join(node_id for node_id, _ in message.targets)}"
-    if isinstance(message, m.Refused):
+    if isinstance(message, messages.Refused):
         return f"Refused {message.code.name}"
     return f"Ended {'leave' if message.leave else 'well' if message.ok else 'badly'}"
 
 
-def show_record(record: r.Record) -> str:
+def show_record(record: records.Record) -> str:
     name = type(record).__name__
-    if isinstance(record, r.JobOpened):
+    if isinstance(record, records.JobOpened):
         return f"{name} {record.worker_num}/{record.worker_min}"
-    if isinstance(record, r.Admitted):
+    if isinstance(record, records.Admitted):
         return f"{name} {record.candidate.node_id}#{record.candidate.incarnation}"
-    if isinstance(record, r.LeavePlanned):
+    if isinstance(record, records.LeavePlanned):
         return f"{name} {record.node_id}#{record.incarnation}"
-    if isinstance(record, r.Removed):
+    if isinstance(record, records.Removed):
         return f"{name} {record.node_id}#{record.incarnation}{' finished' if record.finished else ''}"
-    if isinstance(record, r.GenerationFormed):
+    if isinstance(record, records.GenerationFormed):
         members = " ".join(
             f"{each.candidate.node_id}({each.local_rank}/{each.local_world_size})" for each in record.members
         )
         return f"{name} g{record.generation} [{members}]"
-    if isinstance(record, r.GroupEstablished | r.GenerationEnded):
+    if isinstance(record, records.GroupEstablished | records.GenerationEnded):
         return f"{name} g{record.generation}"
-    return f"{name} {'well' if record.ok else 'badly'}" if isinstance(record, r.JobEnded) else name
+    return f"{name} {'well' if record.ok else 'badly'}" if isinstance(record, records.JobEnded) else name
 
 
 class Player:
     """Plays one transcript."""
 
     def __init__(self) -> None:
-        self.settings = e.CoreSettings(2, 0, 0, 30.0, 5.0, 1.0)
+        self.settings = events.CoreSettings(2, 0, 0, 30.0, 5.0, 1.0)
         self.job = Machine("job", self.settings)
-        self.records: list[r.Record] = []
-        self.sent: set[e.SessionId] = set()
-        self.over: set[e.SessionId] = set()
+        self.records: list[records.Record] = []
+        self.sent: set[events.SessionId] = set()
+        self.over: set[events.SessionId] = set()
         self.said: list[str] = []
 
     def play(self, lines: list[str]) -> Iterator[str]:
@@ -141,7 +142,7 @@ class Player:
                 servers.setdefault(host, []).append({"device_id": device, "rank_id": str(rank)})
             document = {"server_list": [{"server_id": h, "device": d} for h, d in servers.items()]}
             table = parse_rank_table(document)
-        self.settings = e.CoreSettings(
+        self.settings = events.CoreSettings(
             worker_num=int(values.get("num", "2")),
             worker_min=int(values.get("min", "0")),
             spares=int(values.get("spares", "0")),
@@ -174,7 +175,7 @@ class Player:
         for session, message in decision.messages:
             assert session not in self.over, f"message to session {session} after its last one"
             self.sent.add(session)
-            if isinstance(message, m.Refused | m.Ended):
+            if isinstance(message, messages.Refused | messages.Ended):
                 self.over.add(session)
             yield f"  -> {session} {show_message(message)}"
             self.said.append(words(message))
@@ -183,9 +184,9 @@ class Player:
         yield f"  next {'never' if deadline is None else f'{deadline:g}'}"
 
 
-def joined(words: list[str], options: Arguments, settings: e.CoreSettings) -> e.Event:
+def joined(words: list[str], options: Arguments, settings: events.CoreSettings) -> events.Event:
     generation, _, rank = options.get("held", "0/-1").partition("/")
-    return e.Joined(
+    return events.Joined(
         int(words[0]),
         candidate(words[1], options, settings.worker_num or 2),
         int(generation),
@@ -196,29 +197,33 @@ def joined(words: list[str], options: Arguments, settings: e.CoreSettings) -> e.
     )
 
 
-def heard(words: list[str], options: Arguments, settings: e.CoreSettings) -> e.Event:
+def heard(words: list[str], options: Arguments, settings: events.CoreSettings) -> events.Event:
     session, generation, step = (int(word) for word in words[:3])
     recent = []
     for item in options.get("recent", "").split(","):
         if item:
             sequence, name, size, done = item.split(":")
-            recent.append(m.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
+            recent.append(
+                messages.Collective(int(sequence), name, "world", "float32", int(size), done == "done")
+            )
     started, entered = int(options.get("started", step)), int(options.get("in", generation))
-    return e.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
+    return events.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
 
 
-EVENTS: dict[str, Callable[[list[str], Arguments, e.CoreSettings], e.Event]] = {
+EVENTS: dict[str, Callable[[list[str], Arguments, events.CoreSettings], events.Event]] = {
     "join": joined,
     "heard": heard,
-    "ids": lambda w, o, s: e.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),
-    "built": lambda w, o, s: e.BuiltReported(int(w[0]), int(w[1])),
-    "quiesced": lambda w, o, s: e.QuiescedReported(int(w[0]), int(w[1]), int(w[2])),
-    "suspect": lambda w, o, s: e.PeerSuspected(int(w[0]), int(w[1]), int(w[2]), "connection reset"),
-    "request-leave": lambda w, o, s: e.LeaveRequested(int(w[0]), int(w[1]), "SIGTERM"),
-    "leave": lambda w, o, s: e.LeftCleanly(int(w[0]), int(w[1]), "finished" in o, ""),
-    "lost": lambda w, o, s: e.SessionLost(int(w[0]), "reset"),
-    "drain": lambda w, o, s: e.DrainRequested(w[0], "maintenance"),
-    "expel": lambda w, o, s: e.Expel(w[0], "certificate revoked"),
-    "tick": lambda w, o, s: e.Tick(),
-    "still": lambda w, o, s: e.ProcessPaused(float(w[0])),
+    "ids": lambda w, o, s: events.UniqueIdsPublished(
+        int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))
+    ),
+    "built": lambda w, o, s: events.BuiltReported(int(w[0]), int(w[1])),
+    "quiesced": lambda w, o, s: events.QuiescedReported(int(w[0]), int(w[1]), int(w[2])),
+    "suspect": lambda w, o, s: events.PeerSuspected(int(w[0]), int(w[1]), int(w[2]), "connection reset"),
+    "request-leave": lambda w, o, s: events.LeaveRequested(int(w[0]), int(w[1]), "SIGTERM"),
+    "leave": lambda w, o, s: events.LeftCleanly(int(w[0]), int(w[1]), "finished" in o, ""),
+    "lost": lambda w, o, s: events.SessionLost(int(w[0]), "reset"),
+    "drain": lambda w, o, s: events.DrainRequested(w[0], "maintenance"),
+    "expel": lambda w, o, s: events.Expel(w[0], "certificate revoked"),
+    "tick": lambda w, o, s: events.Tick(),
+    "still": lambda w, o, s: events.ProcessPaused(float(w[0])),
 }

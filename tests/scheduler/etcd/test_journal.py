@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import DeposedError
 from muster.scheduler.etcd import journal as module
@@ -41,7 +41,7 @@ async def leader(rig: Rig, name: str = "one") -> tuple[EtcdJournal, Direct]:
     return journal, api
 
 
-async def what_stands(rig: Rig) -> Sequence[r.Record]:
+async def what_stands(rig: Rig) -> Sequence[records.Record]:
     """What the next leader reads."""
     rig.clock.now += 10
     claim, _ = rig.process("reader")
@@ -49,7 +49,7 @@ async def what_stands(rig: Rig) -> Sequence[r.Record]:
     return (await EtcdJournal(claim).load()).get(JOB, ())
 
 
-BATCHES = ((r.JobOpened(JOB, 1, 1), r.Admitted(candidate())), (r.GenerationEnded(1, "x"),))
+BATCHES = ((records.JobOpened(JOB, 1, 1), records.Admitted(candidate())), (records.GenerationEnded(1, "x"),))
 
 
 def test_each_batch_is_one_value_and_the_next_leader_reads_them_all_in_order() -> None:
@@ -118,7 +118,7 @@ def test_what_finds_no_space_is_written_once_when_there_is_some(how: str, length
     async def test() -> None:
         rig = Rig()
         journal, api = await leader(rig)
-        records = history(length + 1) if length > 3 else [record for batch in BATCHES for record in batch]
+        written = history(length + 1) if length > 3 else [record for batch in BATCHES for record in batch]
         transact = api.transact
 
         async def carried_out_unheard(request: Any) -> Any:
@@ -129,7 +129,7 @@ def test_what_finds_no_space_is_written_once_when_there_is_some(how: str, length
             finally:
                 rig.store.is_full = lambda: True
 
-        for record in records:
+        for record in written:
             if how:
                 api.transact = carried_out_unheard  # type: ignore[method-assign]
             else:
@@ -139,7 +139,7 @@ def test_what_finds_no_space_is_written_once_when_there_is_some(how: str, length
             rig.store.is_full = lambda: False
             await journal.append(JOB, [record])
         wanted, got = Ledger(), Ledger()
-        for record in records:
+        for record in written:
             wanted.apply(record)
         found = await what_stands(rig)
         for record in found:
@@ -154,8 +154,8 @@ def test_a_snapshot_that_was_written_unheard_when_space_ran_out_is_not_taken_for
     async def test() -> None:
         rig = Rig()
         journal, api = await leader(rig)
-        records = history(COMPACT_RECORDS)
-        for record in records[:-1]:
+        written = history(COMPACT_RECORDS)
+        for record in written[:-1]:
             await journal.append(JOB, [record])
         transact, begun = api.transact, len(api.asked)
 
@@ -168,10 +168,10 @@ def test_a_snapshot_that_was_written_unheard_when_space_ran_out_is_not_taken_for
                 rig.store.is_full = lambda: full
 
         api.transact = full_after_the_snapshot  # type: ignore[method-assign]
-        await journal.append(JOB, records[-1:])
+        await journal.append(JOB, written[-1:])
         api.transact = transact  # type: ignore[method-assign]
         assert len(rig.store.pairs) == 4  # it was written
-        more = r.Admitted(candidate("late"))
+        more = records.Admitted(candidate("late"))
         with pytest.raises(EtcdFullError):
             await journal.append(JOB, [more])
         rig.store.is_full = lambda: False
@@ -262,7 +262,7 @@ def test_a_batch_above_the_limit_is_split_and_counts_only_when_it_is_whole(
     async def test() -> None:
         rig = Rig()
         journal, api = await leader(rig)
-        large = r.GenerationEnded(1, noise(8000))
+        large = records.GenerationEnded(1, noise(8000))
         await journal.append(JOB, BATCHES[0])
         await journal.append(JOB, [large])
         assert all(
@@ -280,38 +280,42 @@ def test_a_batch_above_the_limit_is_split_and_counts_only_when_it_is_whole(
 
         api.transact = dies_before_the_last  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            await journal.append(JOB, [r.GenerationEnded(1, noise(8000))])
+            await journal.append(JOB, [records.GenerationEnded(1, noise(8000))])
         assert list(await what_stands(rig)) == [*BATCHES[0], large]
 
     go(test())
 
 
-def history(length: int) -> list[r.Record]:
-    formed = r.GenerationFormed(1, (placed(0, "node-a"),), -1, (), "formed")
-    records: list[r.Record] = [r.JobOpened(JOB, 1, 1), r.Admitted(formed.members[0].candidate), formed]
-    records.append(r.GroupEstablished(1))
+def history(length: int) -> list[records.Record]:
+    formed = records.GenerationFormed(1, (placed(0, "node-a"),), -1, (), "formed")
+    made: list[records.Record] = [
+        records.JobOpened(JOB, 1, 1),
+        records.Admitted(formed.members[0].candidate),
+        formed,
+    ]
+    made.append(records.GroupEstablished(1))
     for number in range((length - 4) // 2):
         newcomer = candidate(f"w{number + 1}")
-        records += [r.Admitted(newcomer), r.Removed(newcomer.node_id, newcomer.incarnation, "left")]
-    return records
+        made += [records.Admitted(newcomer), records.Removed(newcomer.node_id, newcomer.incarnation, "left")]
+    return made
 
 
 def test_after_many_records_a_snapshot_stands_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig()
         journal, _ = await leader(rig)
-        records = history(COMPACT_RECORDS)
-        for record in records[:-1]:
+        written = history(COMPACT_RECORDS)
+        for record in written[:-1]:
             await journal.append(JOB, [record])
         assert len(rig.store.pairs) == COMPACT_RECORDS + 2  # with the leader's two and the head
-        await journal.append(JOB, records[-1:])
+        await journal.append(JOB, written[-1:])
         assert len(rig.store.pairs) == 4
-        more = r.Admitted(candidate("late"))
+        more = records.Admitted(candidate("late"))
         await journal.append(JOB, [more])
         found = await what_stands(rig)
         assert len(found) == 2
         wanted, got = Ledger(), Ledger()
-        for record in [*records, more]:
+        for record in [*written, more]:
             wanted.apply(record)
         for record in found:
             got.apply(record)

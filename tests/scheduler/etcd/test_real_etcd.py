@@ -19,7 +19,7 @@ from muster.bench.failover.space import QUOTA_BYTES
 from muster.bench.launches import MUSTER, ROOT, environment
 from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.store import Credentials, load_credentials
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.errors import DeposedError
 from muster.scheduler.etcd import journal as module
 from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError, delete, end_of, put
@@ -135,7 +135,7 @@ def test_a_batch_above_etcds_limit_and_a_snapshot(rig: Rig) -> None:
         claim = rig.process("one")
         journal = await leads(claim)
         keeping = asyncio.ensure_future(claim.keep())
-        large = r.GenerationEnded(1, noise(6_000_000))  # about 3 MB when compressed
+        large = records.GenerationEnded(1, noise(6_000_000))  # about 3 MB when compressed
         await journal.append("large", [large])
         for record in history(COMPACT_RECORDS):
             await journal.append("long", [record])
@@ -159,7 +159,7 @@ def test_a_member_that_dies_is_passed_over(rig: Rig) -> None:
         keeping = asyncio.ensure_future(claim.keep())
         rig.cluster.kill(0)
         for number in range(20):  # renewals go on beside it, for as long as a lease lasts
-            await journal.append("going-on", [r.GenerationEnded(1, str(number))])
+            await journal.append("going-on", [records.GenerationEnded(1, str(number))])
             await asyncio.sleep(LEASE_S / 20)
         assert claim.leads
         keeping.cancel()

@@ -6,21 +6,20 @@ import math
 
 import pytest
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.adoption import AdoptingJob
-from muster.wire import messages as m
+from muster.wire import messages
 
-SETTINGS = e.CoreSettings(3, 2, 0, 60.0, 5.0, 1.0)
+SETTINGS = events.CoreSettings(3, 2, 0, 60.0, 5.0, 1.0)
 
 
-def candidate(node_id: str, incarnation: int = 1, host: str = "") -> m.Candidate:
-    return m.Candidate(
+def candidate(node_id: str, incarnation: int = 1, host: str = "") -> messages.Candidate:
+    return messages.Candidate(
         node_id=node_id,
         incarnation=incarnation,
-        host=m.Host(host or f"host-{node_id}", node_id, "10.0.0.1", ""),
-        device=m.Device("cpu", 0, "", ""),
+        host=messages.Host(host or f"host-{node_id}", node_id, "10.0.0.1", ""),
+        device=messages.Device("cpu", 0, "", ""),
         worker_num=3,
         worker_min=2,
         backend="tcp",
@@ -30,27 +29,27 @@ def candidate(node_id: str, incarnation: int = 1, host: str = "") -> m.Candidate
 A, B, C, D = (candidate(name) for name in "abcd")
 
 
-def journal(*members: m.Candidate) -> list[r.Record]:
-    placed = tuple(r.Placed(rank, 0, 1, one) for rank, one in enumerate(members))
+def journal(*members: messages.Candidate) -> list[records.Record]:
+    placed = tuple(records.Placed(rank, 0, 1, one) for rank, one in enumerate(members))
     return [
-        r.JobOpened("job", 3, 2),
-        *(r.Admitted(one) for one in members),
-        r.GenerationFormed(1, placed, -1, (), "all are in"),
-        r.GroupEstablished(1),
+        records.JobOpened("job", 3, 2),
+        *(records.Admitted(one) for one in members),
+        records.GenerationFormed(1, placed, -1, (), "all are in"),
+        records.GroupEstablished(1),
     ]
 
 
-def session_of(who: m.Candidate) -> e.SessionId:
-    return e.SessionId(100 * "abcd".index(who.node_id) + who.incarnation)
+def session_of(who: messages.Candidate) -> events.SessionId:
+    return events.SessionId(100 * "abcd".index(who.node_id) + who.incarnation)
 
 
 def joined(
-    who: m.Candidate, rank: int, *, generation: int = 4, size: int = 3, built: bool = True
-) -> e.Joined:
-    return e.Joined(session_of(who), who, generation, rank, built=built, step=90, held_world_size=size)
+    who: messages.Candidate, rank: int, *, generation: int = 4, size: int = 3, built: bool = True
+) -> events.Joined:
+    return events.Joined(session_of(who), who, generation, rank, built=built, step=90, held_world_size=size)
 
 
-def adopting(*, adopt: bool, records: list[r.Record] | None = None) -> AdoptingJob:
+def adopting(*, adopt: bool, records: list[records.Record] | None = None) -> AdoptingJob:
     return AdoptingJob("job", SETTINGS, journal(A, B, C) if records is None else records, 0.0, adopt=adopt)
 
 
@@ -66,7 +65,7 @@ def test_without_a_word_workers_that_are_ahead_wait_and_nobody_is_lost() -> None
         assert not decision.records
         assert "older than the workers" in decision.reason and "--adopt" in decision.reason
     assert job.deadline() == math.inf and not job.overdue(500.0)
-    assert job.step(e.Tick(), 500.0) == Decision()
+    assert job.step(events.Tick(), 500.0) == Decision()
     assert job.view(500.0).generation == 1
 
 
@@ -82,7 +81,7 @@ def test_a_generation_whose_members_agree_is_adopted() -> None:
         "GroupEstablished",
     ]
     assert "Generation 4 of 3 members is adopted" in decision.reason
-    assigned = {s: one for s, one in decision.messages if isinstance(one, m.Assignment)}
+    assigned = {s: one for s, one in decision.messages if isinstance(one, messages.Assignment)}
     assert {s: (one.generation, one.rank) for s, one in assigned.items()} == {
         session_of(A): (4, 0),
         session_of(D): (4, 1),
@@ -99,8 +98,8 @@ def test_a_lost_journal_is_made_anew_from_members_that_agree() -> None:
     for rank, who in enumerate((A, B)):
         job.step(joined(who, rank), 1.0)
     decision = job.step(joined(C, 2, built=False), 1.0)
-    assert isinstance(decision.records[0], r.JobOpened)
-    assert not any(isinstance(record, r.GroupEstablished) for record in decision.records)
+    assert isinstance(decision.records[0], records.JobOpened)
+    assert not any(isinstance(record, records.GroupEstablished) for record in decision.records)
     assert job.view(2.0).state == "building"
 
 
@@ -115,7 +114,7 @@ def test_a_lost_journal_is_made_anew_from_members_that_agree() -> None:
     ],
     ids=["a rank twice", "a rank beyond", "another size", "another generation", "a node twice"],
 )
-def test_members_that_contradict_one_another_are_not_adopted(last: e.Joined) -> None:
+def test_members_that_contradict_one_another_are_not_adopted(last: events.Joined) -> None:
     job = adopting(adopt=True)
     for rank, who in enumerate((A, B)):
         job.step(joined(who, rank), 1.0)
@@ -128,7 +127,7 @@ def test_who_goes_away_is_not_counted() -> None:
     job = adopting(adopt=True)
     job.step(joined(A, 0), 1.0)
     job.step(joined(B, 1), 1.0)
-    job.step(e.SessionLost(session_of(A), "reset"), 1.0)
+    job.step(events.SessionLost(session_of(A), "reset"), 1.0)
     assert not job.step(joined(C, 2), 1.0).records
     assert job.step(joined(A, 0), 1.0).records
 
@@ -138,10 +137,10 @@ def test_one_liar_cannot_hold_up_a_job_whose_journal_is_in_force() -> None:
     assert kinds(job.step(joined(D, 0, generation=900), 1.0)) == {"Welcome", "Waiting"}
     assert kinds(job.step(joined(A, 0, generation=1), 1.0)) == {"Welcome", "Waiting"}
     decision = job.step(joined(B, 1, generation=1), 1.0)
-    assert [(s, one.code.name) for s, one in decision.messages if isinstance(one, m.Refused)] == [
+    assert [(s, one.code.name) for s, one in decision.messages if isinstance(one, messages.Refused)] == [
         (session_of(D), "SUPERSEDED")
     ]
-    assert {s for s, one in decision.messages if isinstance(one, m.Assignment)} == {
+    assert {s for s, one in decision.messages if isinstance(one, messages.Assignment)} == {
         session_of(A),
         session_of(B),
     }
@@ -152,8 +151,8 @@ def test_who_is_held_back_may_leave_and_is_not_counted() -> None:
     job = adopting(adopt=True)
     job.step(joined(A, 0), 1.0)
     job.step(joined(B, 1), 1.0)
-    answer = job.step(e.LeftCleanly(session_of(A), 4, True, "done"), 1.0)
-    assert [(s, type(one)) for s, one in answer.messages] == [(session_of(A), m.Ended)]
+    answer = job.step(events.LeftCleanly(session_of(A), 4, True, "done"), 1.0)
+    assert [(s, type(one)) for s, one in answer.messages] == [(session_of(A), messages.Ended)]
     assert not job.step(joined(C, 2), 1.0).records
 
 
@@ -163,12 +162,12 @@ def test_a_job_whose_journal_is_in_force_goes_on_as_ever() -> None:
     assert all("Assignment" in kinds(decision) for decision in decisions)
 
 
-def word_on(who: m.Candidate, incarnation: int = 1) -> e.ProcessEnded:
-    return e.ProcessEnded(who.node_id, incarnation, "was killed by SIGKILL")
+def word_on(who: messages.Candidate, incarnation: int = 1) -> events.ProcessEnded:
+    return events.ProcessEnded(who.node_id, incarnation, "was killed by SIGKILL")
 
 
 def removed(decision: Decision) -> list[str]:
-    return [record.node_id for record in decision.records if isinstance(record, r.Removed)]
+    return [record.node_id for record in decision.records if isinstance(record, records.Removed)]
 
 
 def test_who_has_ended_says_its_launcher_is_not_waited_for_after_a_restart() -> None:
@@ -184,7 +183,7 @@ def test_who_has_ended_says_its_launcher_is_not_waited_for_after_a_restart() -> 
 def test_a_word_counts_after_the_last_worker_that_came_back_has_finished() -> None:
     job = adopting(adopt=False)
     job.step(joined(A, 0, generation=1), 1.0)
-    job.step(e.LeftCleanly(session_of(A), 1, True, "finished"), 1.0)
+    job.step(events.LeftCleanly(session_of(A), 1, True, "finished"), 1.0)
     assert removed(job.step(word_on(C), 1.1)) == ["c"]
     assert {worker.candidate.node_id for worker in job.view(1.1).workers} == {"b"}
 
@@ -210,5 +209,5 @@ def test_while_one_that_is_ahead_waits_no_word_counts() -> None:
     job.step(joined(A, 0, generation=1), 1.0)
     job.step(joined(D, 1), 1.0)
     assert job.step(word_on(C), 1.1) == Decision()
-    job.step(e.SessionLost(session_of(D), "reset"), 1.2)
+    job.step(events.SessionLost(session_of(D), "reset"), 1.2)
     assert removed(job.step(word_on(C), 1.3)) == ["c"]

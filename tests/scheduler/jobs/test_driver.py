@@ -8,13 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 
 from muster.scheduler.access import Caller
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
 from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
 from muster.scheduler.jobs.stream import MAX_WAITING_MESSAGES, OutgoingStream
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
 from tests.waiting import go, until
@@ -23,10 +22,10 @@ from tests.waiting import go, until
 class Rig:
     """A driver with a fake machine and clock, and a record of what happened in which order."""
 
-    def __init__(self, script: Callable[[e.Event], Decision]) -> None:
+    def __init__(self, script: Callable[[events.Event], Decision]) -> None:
         self.job = FakeJob(script)
         self.clock = FakeClock()
-        self.order: list[tuple[r.Record, ...]] = []
+        self.order: list[tuple[records.Record, ...]] = []
         self.notes: list[Note] = []
         self.disk = asyncio.Event()
         self.disk.set()
@@ -42,7 +41,7 @@ class Rig:
         )
         self.task = asyncio.ensure_future(self.driver.run())
 
-    async def make_durable(self, records: Sequence[r.Record]) -> None:
+    async def make_durable(self, records: Sequence[records.Record]) -> None:
         await self.disk.wait()
         if self.disk_error is not None:
             raise self.disk_error
@@ -63,41 +62,47 @@ def kind(data: bytes | None) -> str:
     return pb.SchedulerMessage.FromString(data).WhichOneof("body") or ""
 
 
-def reply(message: m.SchedulerMessage, *records: r.Record, reason: str = "") -> Callable[[e.Event], Decision]:
+def reply(
+    message: messages.SchedulerMessage, *records: records.Record, reason: str = ""
+) -> Callable[[events.Event], Decision]:
     return lambda event: Decision(records, ((1, message),), reason)
 
 
 def test_records_are_durable_before_any_message_leaves() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        rig = Rig(reply(messages.Welcome(1, 5, 60), records.Admitted(candidate())))
         session = rig.session(1)
         rig.disk.clear()
-        submitted = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        submitted = asyncio.ensure_future(rig.driver.submit(events.Joined(1, candidate())))
         sent = asyncio.ensure_future(session.next())
         for _ in range(20):
             await asyncio.sleep(0)
-        assert rig.job.events() == [e.Joined(1, candidate())]
+        assert rig.job.events() == [events.Joined(1, candidate())]
         assert not sent.done()
         assert not submitted.done()
         rig.disk.set()
         assert kind(await sent) == "welcome"
         await submitted
-        assert rig.order == [(r.Admitted(candidate()),)]
+        assert rig.order == [(records.Admitted(candidate()),)]
         await rig.close()
 
     go(test())
 
 
 @pytest.mark.parametrize(
-    "last", [m.Refused(m.RefusalCode.SUPERSEDED, "no"), m.Ended(True, "goodbye")], ids=["refused", "ended"]
+    "last",
+    [messages.Refused(messages.RefusalCode.SUPERSEDED, "no"), messages.Ended(True, "goodbye")],
+    ids=["refused", "ended"],
 )
-def test_a_final_word_without_records_leaves_only_if_nobody_else_leads(last: m.SchedulerMessage) -> None:
+def test_a_final_word_without_records_leaves_only_if_nobody_else_leads(
+    last: messages.SchedulerMessage,
+) -> None:
     async def test() -> None:
         rig = Rig(reply(last))
         session = rig.session(1)
         rig.disk_error = DeposedError("Another leads.")
         with pytest.raises(StoppingError):
-            await rig.driver.submit(e.Joined(1, candidate()))
+            await rig.driver.submit(events.Joined(1, candidate()))
         assert await session.next() is None
         with pytest.raises(DeposedError):
             await rig.task
@@ -107,30 +112,30 @@ def test_a_final_word_without_records_leaves_only_if_nobody_else_leads(last: m.S
 
 def test_a_disk_that_fails_lets_nothing_out_and_ends_the_streams() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        rig = Rig(reply(messages.Welcome(1, 5, 60), records.Admitted(candidate())))
         session = rig.session(1)
         rig.disk_error = SchedulerError("disk full")
         with pytest.raises(StoppingError):
-            await rig.driver.submit(e.Joined(1, candidate()))
+            await rig.driver.submit(events.Joined(1, candidate()))
         assert await session.next() is None
         assert isinstance(session.closed, StoppingError)
         with pytest.raises(SchedulerError, match="disk full"):
             await rig.task
         with pytest.raises(StoppingError):
-            await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+            await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
 
     go(test())
 
 
 def test_workers_hear_each_second_why_nothing_comes_and_the_machine_how_long_that_took() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate()), reason="welcome"))
+        rig = Rig(reply(messages.Welcome(1, 5, 60), records.Admitted(candidate()), reason="welcome"))
         session = rig.session(1)
         rig.disk.clear()
         rig.unwritable = "its disk is full."
-        joining = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        joining = asyncio.ensure_future(rig.driver.submit(events.Joined(1, candidate())))
         await until(lambda: rig.job.seen)
-        waiting = asyncio.ensure_future(rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0)))
+        waiting = asyncio.ensure_future(rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0)))
         told = []
         for _ in range(600):
             await asyncio.sleep(0)
@@ -149,7 +154,7 @@ def test_workers_hear_each_second_why_nothing_comes_and_the_machine_how_long_tha
         over = pb.SchedulerMessage.FromString(await session.next() or b"").waiting
         assert over.sentence and not over.undecided
         assert kind(await session.next()) == "welcome"
-        assert rig.job.events()[1:] == [e.HeldUp(300.0), e.Heard(1, 0, 0, 0, 0.0)]
+        assert rig.job.events()[1:] == [events.HeldUp(300.0), events.Heard(1, 0, 0, 0, 0.0)]
         assert "its disk is full" not in rig.driver.view().reason
         await rig.close()
 
@@ -158,17 +163,17 @@ def test_workers_hear_each_second_why_nothing_comes_and_the_machine_how_long_tha
 
 def test_a_process_that_stood_still_while_it_wrote_says_that_and_not_that_it_waited() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        rig = Rig(reply(messages.Welcome(1, 5, 60), records.Admitted(candidate())))
         rig.session(1)
         rig.disk.clear()
-        joining = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        joining = asyncio.ensure_future(rig.driver.submit(events.Joined(1, candidate())))
         await until(lambda: rig.job.seen)
         rig.clock.advance(PULSE_S)
         rig.clock.advance(8.0)
         rig.disk.set()
         await joining
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
-        assert rig.job.events()[1:3] == [e.HeldUp(PULSE_S), e.ProcessPaused(8.0)]
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
+        assert rig.job.events()[1:3] == [events.HeldUp(PULSE_S), events.ProcessPaused(8.0)]
         await rig.close()
 
     go(test())
@@ -176,8 +181,8 @@ def test_a_process_that_stood_still_while_it_wrote_says_that_and_not_that_it_wai
 
 def test_events_that_wait_together_are_committed_together() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: Decision((r.GroupEstablished(event.session),)))  # type: ignore[union-attr]
-        await asyncio.gather(*(rig.driver.submit(e.BuiltReported(i, 1)) for i in range(50)))
+        rig = Rig(lambda event: Decision((records.GroupEstablished(event.session),)))  # type: ignore[union-attr]
+        await asyncio.gather(*(rig.driver.submit(events.BuiltReported(i, 1)) for i in range(50)))
         assert sum(len(batch) for batch in rig.order) == 50
         assert len(rig.order) <= 2
         assert [event.session for event in rig.job.events()] == list(range(50))  # type: ignore[union-attr]
@@ -190,15 +195,15 @@ def test_the_timer_follows_the_machines_deadline() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
         rig.job.due = 110.0
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
         assert rig.clock.armed() == [100.0 + PULSE_S]
         rig.job.due = 100.25
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
         assert rig.clock.armed() == [100.25]
         rig.job.due = None
         rig.clock.advance(0.25)
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
-        assert (100.25, e.Tick()) in rig.job.seen
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
+        assert (100.25, events.Tick()) in rig.job.seen
         assert rig.clock.armed() == []
         await rig.close()
 
@@ -209,12 +214,12 @@ def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
         rig.job.due = 1000.0
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
         rig.clock.now += (
             8.0  # no timer has called meanwhile, and the end of a stream is there before any does
         )
-        await rig.driver.submit(e.SessionLost(1, "reset"))
-        assert rig.job.events()[1:] == [e.ProcessPaused(8.0), e.SessionLost(1, "reset")]
+        await rig.driver.submit(events.SessionLost(1, "reset"))
+        assert rig.job.events()[1:] == [events.ProcessPaused(8.0), events.SessionLost(1, "reset")]
         await rig.close()
 
     go(test())
@@ -226,11 +231,11 @@ def test_a_process_whose_every_turn_is_long_was_away_for_all_of_them() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
         rig.job.due = 1000.0
-        await rig.driver.submit(e.Tick())
+        await rig.driver.submit(events.Tick())
         for turn_s in (1.0, 1.0, 0.625):
             rig.clock.now += turn_s
-            await rig.driver.submit(e.Tick())
-        stood = [event.seconds for event in rig.job.events() if isinstance(event, e.ProcessPaused)]
+            await rig.driver.submit(events.Tick())
+        stood = [event.seconds for event in rig.job.events() if isinstance(event, events.ProcessPaused)]
         assert stood == [1.0, 1.0, 0.125]  # the last was merely busy
         await rig.close()
 
@@ -245,8 +250,8 @@ def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
             rig.clock.advance(PULSE_S)
             for _ in range(5):
                 await asyncio.sleep(0)
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
-        assert set(rig.job.events()) == {e.Tick(), e.Heard(1, 0, 0, 0, 0.0)}
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
+        assert set(rig.job.events()) == {events.Tick(), events.Heard(1, 0, 0, 0, 0.0)}
         await rig.close()
 
     go(test())
@@ -265,13 +270,13 @@ def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_
             return [peer for peer in peers if peer == "[::1]:6"]
 
         rig.driver.unread = unread
-        await rig.driver.submit(e.Tick())
+        await rig.driver.submit(events.Tick())
         rig.job.silent = (1, 2, 3)
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
         assert asked == []
-        await rig.driver.submit(e.Tick())
+        await rig.driver.submit(events.Tick())
         assert asked == [["127.0.0.1:5", "[::1]:6"]]
-        assert rig.job.events()[2:] == [e.ReceiveBacklog((2,)), e.Tick()]
+        assert rig.job.events()[2:] == [events.ReceiveBacklog((2,)), events.Tick()]
         await rig.close()
 
     go(test())
@@ -285,8 +290,8 @@ def test_workers_of_a_host_share_a_stream_and_are_behind_together() -> None:
         rig.driver.sessions[3].caller = Caller("127.0.0.1:6")
         rig.driver.unread = lambda peers: [peer for peer in peers if peer == "127.0.0.1:5"]
         rig.job.silent = (1, 2, 3)
-        await rig.driver.submit(e.Tick())
-        assert rig.job.events() == [e.ReceiveBacklog((1, 2)), e.Tick()]
+        await rig.driver.submit(events.Tick())
+        assert rig.job.events() == [events.ReceiveBacklog((1, 2)), events.Tick()]
         await rig.close()
 
     go(test())
@@ -301,22 +306,22 @@ def test_who_counts_as_silent_is_looked_at_twice_before_it_is_lost() -> None:
         rig.session(1)
         rig.session(2).caller = Caller("127.0.0.1:6")
         rig.driver.unread = lambda peers: looks.append(rig.clock.now) or []  # type: ignore[func-returns-value]
-        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(events.Heard(1, 0, 0, 0, 0.0))
         rig.job.due = 100.0
         rig.job.silent = (1,)
-        await rig.driver.submit(e.Tick())
-        await rig.driver.submit(e.Tick())
-        assert e.Tick() not in rig.job.events()
+        await rig.driver.submit(events.Tick())
+        await rig.driver.submit(events.Tick())
+        assert events.Tick() not in rig.job.events()
         assert rig.clock.armed() == [100.0 + DOUBT_S]  # and does not spin until then
         rig.clock.now += DOUBT_S
-        await rig.driver.submit(e.Tick())
-        assert rig.job.events()[1:] == [e.Tick()]
+        await rig.driver.submit(events.Tick())
+        assert rig.job.events()[1:] == [events.Tick()]
         rig.job.silent = (2,)  # another one
-        await rig.driver.submit(e.Tick())
-        assert rig.job.events()[1:] == [e.Tick()]
+        await rig.driver.submit(events.Tick())
+        assert rig.job.events()[1:] == [events.Tick()]
         rig.job.silent = ()  # and that was heard after all
-        await rig.driver.submit(e.Tick())
-        assert rig.job.events()[1:] == [e.Tick(), e.Tick()]
+        await rig.driver.submit(events.Tick())
+        assert rig.job.events()[1:] == [events.Tick(), events.Tick()]
         assert looks == [100.0, 100.0 + DOUBT_S, 100.0 + DOUBT_S]
         await rig.close()
 
@@ -325,10 +330,14 @@ def test_who_counts_as_silent_is_looked_at_twice_before_it_is_lost() -> None:
 
 def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: Decision(messages=((1, m.Waiting(1, 2, "")), (2, m.Waiting(1, 2, "")))))
+        rig = Rig(
+            lambda event: Decision(
+                messages=((1, messages.Waiting(1, 2, "")), (2, messages.Waiting(1, 2, "")))
+            )
+        )
         slow, good = rig.session(1), rig.session(2)
         for _ in range(MAX_WAITING_MESSAGES + 1):
-            await rig.driver.submit(e.Tick())
+            await rig.driver.submit(events.Tick())
             assert kind(await good.next()) == "waiting"
         assert isinstance(slow.closed, TooSlowError)
         assert slow.dropped.is_set()
@@ -341,9 +350,9 @@ def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
 
 def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Refused(m.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
+        rig = Rig(reply(messages.Refused(messages.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
         session = rig.session(1)
-        await rig.driver.submit(e.Joined(1, candidate()))
+        await rig.driver.submit(events.Joined(1, candidate()))
         assert kind(await session.next()) == "refused"
         assert await session.next() is None
         assert str(session.closed) == "4 of 4 workers are in"
@@ -354,12 +363,14 @@ def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> Non
     go(test())
 
 
-@pytest.mark.parametrize("last", [m.Refused(m.RefusalCode.EXPELLED, "no"), m.Ended(True, "drained")])
-def test_a_join_after_the_last_word_on_its_stream_is_not_heard(last: m.SchedulerMessage) -> None:
+@pytest.mark.parametrize(
+    "last", [messages.Refused(messages.RefusalCode.EXPELLED, "no"), messages.Ended(True, "drained")]
+)
+def test_a_join_after_the_last_word_on_its_stream_is_not_heard(last: messages.SchedulerMessage) -> None:
     async def test() -> None:
         rig = Rig(reply(last))
         rig.session(1)
-        leave, join = e.LeaveRequested(1, 1, "drained"), e.Joined(1, candidate())
+        leave, join = events.LeaveRequested(1, 1, "drained"), events.Joined(1, candidate())
         rig.driver.post(leave)
         assert await rig.driver.submit(join) == ""  # comes with the one that ends the stream
         assert await rig.driver.submit(join) == ""  # and when it has ended
@@ -376,7 +387,7 @@ def test_of_a_newcomer_whose_stream_has_ended_already_the_join_is_not_heard(held
     async def test() -> None:
         rig = Rig(lambda event: Decision())
         rig.session(1)
-        join, lost = e.Joined(1, candidate(), held), e.SessionLost(1, "ping timeout")
+        join, lost = events.Joined(1, candidate(), held), events.SessionLost(1, "ping timeout")
         rig.driver.post(join)
         await rig.driver.submit(lost)
         assert (join in rig.job.events()) is heard
@@ -389,14 +400,14 @@ def test_of_a_newcomer_whose_stream_has_ended_already_the_join_is_not_heard(held
 def test_losses_that_come_together_are_concluded_together() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
-        lost = [e.SessionLost(number, "gone") for number in range(3)]
+        lost = [events.SessionLost(number, "gone") for number in range(3)]
         rig.driver.post(lost[0])
         await asyncio.sleep(0)  # it is taken; the others come while it settles
-        rig.driver.post(e.Heard(7, 1, 1, 1, 0.0))
+        rig.driver.post(events.Heard(7, 1, 1, 1, 0.0))
         rig.driver.post(lost[1])
-        rig.driver.post(e.Tick())
+        rig.driver.post(events.Tick())
         await rig.driver.submit(lost[2])
-        assert [event for _, event in rig.job.seen if isinstance(event, e.SessionLost)] == lost
+        assert [event for _, event in rig.job.seen if isinstance(event, events.SessionLost)] == lost
         assert rig.job.postponed == [lost[0]]
         await rig.close()
 
@@ -405,11 +416,13 @@ def test_losses_that_come_together_are_concluded_together() -> None:
 
 def test_of_a_stream_that_ends_it_is_noted_whether_that_costs_the_place() -> None:
     async def test() -> None:
-        removed = {1: (r.Removed("node-1", 1, "gone", False),), 2: ()}
+        removed = {1: (records.Removed("node-1", 1, "gone", False),), 2: ()}
         rig = Rig(lambda event: Decision(removed[getattr(event, "session", 2)]))
         for number in (1, 2):
             rig.session(number)
-            await rig.driver.submit(e.SessionLost(number, "its host's stream ended", may_return=number == 2))
+            await rig.driver.submit(
+                events.SessionLost(number, "its host's stream ended", may_return=number == 2)
+            )
         assert [(note.kind, note.text) for note in rig.notes] == [
             ("lost", "its host's stream ended"),
             ("lost", "its host's stream ended; its place is kept, if it has one"),
@@ -424,7 +437,7 @@ def test_goodbyes_that_come_together_are_concluded_together() -> None:
 
     async def test() -> None:
         rig = Rig(lambda event: Decision())
-        left = [e.LeftCleanly(number, 1, False, "ValueError") for number in range(3)]
+        left = [events.LeftCleanly(number, 1, False, "ValueError") for number in range(3)]
         for event in left[:2]:
             rig.driver.post(event)
         await rig.driver.submit(left[2])
@@ -436,9 +449,9 @@ def test_goodbyes_that_come_together_are_concluded_together() -> None:
 
 def test_a_goodbye_closes_the_stream_well() -> None:
     async def test() -> None:
-        rig = Rig(reply(m.Ended(True, "Goodbye.")))
+        rig = Rig(reply(messages.Ended(True, "Goodbye.")))
         session = rig.session(1)
-        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
+        await rig.driver.submit(events.LeftCleanly(1, 1, True, ""))
         assert kind(await session.next()) == "ended"
         assert await session.next() is None
         assert session.closed is None
@@ -453,7 +466,7 @@ def test_a_reason_is_logged_when_it_changes_only() -> None:
         words = iter(["a", "a", "", "a", "b"])
         rig = Rig(lambda event: Decision(reason=next(words)))
         for _ in range(5):
-            await rig.driver.submit(e.PeerSuspected(1, 1, 0, ""))
+            await rig.driver.submit(events.PeerSuspected(1, 1, 0, ""))
         assert [n.text for n in rig.notes if n.kind == "decided"] == ["a", "b"]
         await rig.close()
 
@@ -464,7 +477,7 @@ def test_a_report_that_is_due_is_repeated() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision(reason="1 of 2 workers is in"))
         for _ in range(3):
-            await rig.driver.submit(e.Tick())
+            await rig.driver.submit(events.Tick())
         assert len(rig.notes) == 3
         await rig.close()
 
@@ -473,27 +486,27 @@ def test_a_report_that_is_due_is_repeated() -> None:
 
 def test_counters_time_the_formation() -> None:
     async def test() -> None:
-        answers: dict[type, r.Record] = {
-            e.BuiltReported: r.GroupEstablished(1),
-            e.UniqueIdsPublished: r.GenerationFormed(1, (placed(0, "a"),), -1, (), ""),
-            e.LeftCleanly: r.JobEnded(True, "done"),
+        answers: dict[type, records.Record] = {
+            events.BuiltReported: records.GroupEstablished(1),
+            events.UniqueIdsPublished: records.GenerationFormed(1, (placed(0, "a"),), -1, (), ""),
+            events.LeftCleanly: records.JobEnded(True, "done"),
         }
         rig = Rig(lambda event: Decision((answers[type(event)],) if type(event) in answers else ()))
         ended: list[JobDriver] = []
         rig.driver.on_ended = ended.append
         rig.session(1)
-        await rig.driver.submit(e.Joined(1, candidate()))
+        await rig.driver.submit(events.Joined(1, candidate()))
         rig.clock.advance(2.0)
-        await rig.driver.submit(e.UniqueIdsPublished(1, 1, (b"x",)))
+        await rig.driver.submit(events.UniqueIdsPublished(1, 1, (b"x",)))
         rig.clock.advance(0.5)
-        await rig.driver.submit(e.BuiltReported(1, 1))
-        await rig.driver.submit(e.Heard(1, 1, 0, 0, 0.0))
+        await rig.driver.submit(events.BuiltReported(1, 1))
+        await rig.driver.submit(events.Heard(1, 1, 0, 0, 0.0))
         counters = rig.driver.counters
         assert (counters.formation_s, counters.build_s, counters.heartbeats) == (2.5, 0.5, 1)
         assert not ended
-        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
+        await rig.driver.submit(events.LeftCleanly(1, 1, True, ""))
         assert ended == [rig.driver]
-        assert rig.driver.ended == r.JobEnded(True, "done")
+        assert rig.driver.ended == records.JobEnded(True, "done")
         await rig.close()
 
     go(test())
@@ -502,11 +515,13 @@ def test_counters_time_the_formation() -> None:
 def test_a_generation_that_its_members_held_before_was_not_formed_here() -> None:
     async def test() -> None:
         newest = iter((4, 5))
-        rig = Rig(lambda event: Decision((r.GenerationFormed(next(newest), (placed(0, "a"),), -1, (), ""),)))
+        rig = Rig(
+            lambda event: Decision((records.GenerationFormed(next(newest), (placed(0, "a"),), -1, (), ""),))
+        )
         rig.session(1)
-        await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))
+        await rig.driver.submit(events.Joined(1, candidate(), held_generation=4))
         assert not rig.driver.formed_here
-        await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))
+        await rig.driver.submit(events.Joined(1, candidate(), held_generation=4))
         assert rig.driver.formed_here
         await rig.close()
 
@@ -517,7 +532,7 @@ def test_a_stopped_driver_tells_its_sessions() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
         session = rig.session(1)
-        await rig.driver.submit(e.Tick())
+        await rig.driver.submit(events.Tick())
         await rig.close()
         assert await session.next() is None
         assert isinstance(session.closed, StoppingError)

@@ -9,8 +9,7 @@ import pytest
 
 from muster.scheduler.access import Caller
 from muster.scheduler.config import load_settings
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import JournalUnavailableError, LimitError, NoSpaceError, NotFoundError
@@ -26,16 +25,16 @@ from tests.waiting import go, until
 class MemoryStorage:
     """A journal in memory."""
 
-    def __init__(self, **records: list[r.Record]) -> None:
+    def __init__(self, **records: list[records.Record]) -> None:
         self.records = records
         self.closed = False
         self.error: Exception | None = None
 
-    def append(self, job_id: str, records: Sequence[r.Record]) -> None:
+    def append(self, job_id: str, records: Sequence[records.Record]) -> None:
         self._check()
         self.records.setdefault(job_id, []).extend(records)
 
-    def load(self, job_id: str) -> Sequence[r.Record]:
+    def load(self, job_id: str) -> Sequence[records.Record]:
         self._check()
         return self.records[job_id]
 
@@ -73,12 +72,12 @@ class Rig:
             storage=InThread(lambda: storage) if storage is not None else None,
         )
 
-    def _new(self, job_id: str, settings: e.CoreSettings) -> FakeJob:
+    def _new(self, job_id: str, settings: events.CoreSettings) -> FakeJob:
         self.made.append((job_id, settings.worker_num))
         return FakeJob(_script)
 
     def _recover(
-        self, job_id: str, settings: e.CoreSettings, records: Sequence[r.Record], now: float
+        self, job_id: str, settings: events.CoreSettings, records: Sequence[records.Record], now: float
     ) -> FakeJob:
         if self.recover_error is not None:
             raise self.recover_error
@@ -86,10 +85,10 @@ class Rig:
         return FakeJob(_script)
 
 
-def _script(event: e.Event) -> Decision:
-    if isinstance(event, e.LeftCleanly):
-        return Decision((r.JobEnded(event.finished, event.reason),))
-    return Decision((r.Admitted(candidate()),))
+def _script(event: events.Event) -> Decision:
+    if isinstance(event, events.LeftCleanly):
+        return Decision((records.JobEnded(event.finished, event.reason),))
+    return Decision((records.Admitted(candidate()),))
 
 
 def test_the_own_job_is_there_from_the_start_and_others_are_refused() -> None:
@@ -140,8 +139,8 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         rig = Rig(storage, serve=True, workers="")
         await rig.jobs.open()
         first = await rig.jobs.for_join("a", fresh=True)
-        await first.submit(e.LeftCleanly(1, 1, True, "done"))
-        assert storage.records["a"] == [r.JobEnded(True, "done")]
+        await first.submit(events.LeftCleanly(1, 1, True, "done"))
+        assert storage.records["a"] == [records.JobEnded(True, "done")]
         assert await rig.jobs.for_join("a", fresh=False) is first
         first.sessions[9] = OutgoingStream(9, Caller("x"))
         assert await rig.jobs.for_join("a", fresh=True) is first  # a goodbye is still being sent
@@ -150,8 +149,8 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         assert second is not first
         assert "a" not in storage.records
         second.admit(OutgoingStream(1, Caller("x")))
-        await second.submit(e.Joined(1, candidate()))
-        assert storage.records["a"] == [r.Admitted(candidate())]
+        await second.submit(events.Joined(1, candidate()))
+        assert storage.records["a"] == [records.Admitted(candidate())]
         await rig.jobs.close()
         assert storage.closed
 
@@ -168,7 +167,7 @@ def test_jobs_are_bounded_and_ended_ones_make_room(monkeypatch: pytest.MonkeyPat
         await rig.jobs.for_join("b", fresh=True)
         with pytest.raises(LimitError, match="2 jobs"):
             await rig.jobs.for_join("c", fresh=True)
-        await first.submit(e.LeftCleanly(1, 1, True, ""))
+        await first.submit(events.LeftCleanly(1, 1, True, ""))
         await rig.jobs.for_join("c", fresh=True)
         assert [driver.job_id for driver in rig.jobs.all()] == ["b", "c"]
         await rig.jobs.close()
@@ -180,8 +179,8 @@ def test_the_end_of_the_own_job_is_told() -> None:
     async def test() -> None:
         rig = Rig()
         await rig.jobs.open()
-        await rig.jobs.get("default").submit(e.LeftCleanly(1, 1, False, "gave up"))
-        assert await rig.jobs.own_job_over == r.JobEnded(False, "gave up")
+        await rig.jobs.get("default").submit(events.LeftCleanly(1, 1, False, "gave up"))
+        assert await rig.jobs.own_job_over == records.JobEnded(False, "gave up")
         await rig.jobs.close()
 
     go(test())
@@ -189,7 +188,9 @@ def test_the_end_of_the_own_job_is_told() -> None:
 
 def test_jobs_are_taken_up_from_the_journal() -> None:
     async def test() -> None:
-        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2)], other=[r.JobOpened("other", 3, 3)])
+        storage = MemoryStorage(
+            default=[records.JobOpened("default", 2, 2)], other=[records.JobOpened("other", 3, 3)]
+        )
         rig = Rig(storage, serve=True)
         await rig.jobs.open()
         assert rig.recovered == [("default", 1), ("other", 1)]
@@ -203,19 +204,19 @@ def test_jobs_are_taken_up_from_the_journal() -> None:
 @pytest.mark.parametrize("over", ["", "too few are left"])
 @pytest.mark.parametrize("is_compacted", [False, True])
 def test_the_newest_generation_is_known_again(is_compacted: bool, over: str) -> None:
-    formed = r.GenerationFormed(3, (placed(0, "node-a"), placed(1, "node-b")), -1, (), "all are in")
-    records: list[r.Record] = [
-        r.JobOpened("default", 2, 2),
-        r.Admitted(candidate("node-a")),
-        r.Admitted(candidate("node-b")),
+    formed = records.GenerationFormed(3, (placed(0, "node-a"), placed(1, "node-b")), -1, (), "all are in")
+    journaled: list[records.Record] = [
+        records.JobOpened("default", 2, 2),
+        records.Admitted(candidate("node-a")),
+        records.Admitted(candidate("node-b")),
         formed,
-        r.GroupEstablished(3),
+        records.GroupEstablished(3),
     ]
     ledger = Ledger()
-    for record in records:
+    for record in journaled:
         ledger.apply(record)
-    kept: list[r.Record] = [ledger.snapshot()] if is_compacted else records
-    ends = [r.GenerationEnded(3, over)] if over else []
+    kept: list[records.Record] = [ledger.snapshot()] if is_compacted else journaled
+    ends = [records.GenerationEnded(3, over)] if over else []
 
     async def test() -> None:
         rig = Rig(MemoryStorage(default=[*kept, *ends]))
@@ -229,7 +230,7 @@ def test_the_newest_generation_is_known_again(is_compacted: bool, over: str) -> 
 
 def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
     async def test() -> None:
-        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), r.JobEnded(True, "done")])
+        storage = MemoryStorage(default=[records.JobOpened("default", 2, 2), records.JobEnded(True, "done")])
         rig = Rig(storage)
         await rig.jobs.open()
         assert (rig.made, rig.recovered) == ([("default", 2)], [])
@@ -241,7 +242,7 @@ def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
 
 def test_records_that_do_not_fit_end_the_start_in_words() -> None:
     async def test() -> None:
-        rig = Rig(MemoryStorage(default=[r.JobOpened("default", 4, 4)]))
+        rig = Rig(MemoryStorage(default=[records.JobOpened("default", 4, 4)]))
         rig.recover_error = ValueError("the records say MS_WORKER_NUM=4")
         with pytest.raises(JournalUnavailableError, match="MS_WORKER_NUM=4"):
             await rig.jobs.open()
@@ -279,7 +280,7 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
         storage.error = OSError("disk full.")
         rig.jobs.get("default").admit(OutgoingStream(1, Caller("x")))
         with pytest.raises(Exception, match="stopping"):
-            await rig.jobs.get("default").submit(e.Joined(1, candidate()))
+            await rig.jobs.get("default").submit(events.Joined(1, candidate()))
         with pytest.raises(JournalUnavailableError, match="disk full"):
             await rig.jobs.own_job_over
         await rig.jobs.close()
@@ -296,14 +297,14 @@ def test_a_job_waits_for_space_and_goes_on(serve: bool) -> None:
         storage.error = NoSpaceError("The disk is full.")
         driver = await rig.jobs.for_join("default", fresh=True)
         driver.admit(OutgoingStream(1, Caller("x")))
-        joining = asyncio.ensure_future(driver.submit(e.Joined(1, candidate())))
+        joining = asyncio.ensure_future(driver.submit(events.Joined(1, candidate())))
         await until(lambda: rig.jobs.unwritable)
         assert rig.jobs.unwritable == "The disk is full."
         assert storage.records == {}
         storage.error = None
         await joining
         assert rig.jobs.unwritable == ""
-        assert storage.records == {"default": [r.Admitted(candidate())]}
+        assert storage.records == {"default": [records.Admitted(candidate())]}
         assert not rig.jobs.own_job_over.done() and not rig.jobs.journal_lost.done()
         await rig.jobs.close()
 
@@ -312,7 +313,7 @@ def test_a_job_waits_for_space_and_goes_on(serve: bool) -> None:
 
 def test_without_space_the_start_waits_and_can_be_given_up() -> None:
     async def test() -> None:
-        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2)])
+        storage = MemoryStorage(default=[records.JobOpened("default", 2, 2)])
         storage.error = NoSpaceError("The disk is full.")
         rig = Rig(storage)
         opening = asyncio.ensure_future(rig.jobs.open())
@@ -335,7 +336,7 @@ def test_a_job_begins_anew_only_once_the_old_one_is_gone_from_the_journal() -> N
         rig = Rig(storage, serve=True)
         await rig.jobs.open()
         old = await rig.jobs.for_join("red", fresh=True)
-        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        await old.submit(events.LeftCleanly(1, 0, True, "done"))
         storage.error = NoSpaceError("The disk is full.")
         joins = [asyncio.ensure_future(rig.jobs.for_join("red", fresh=True)) for _ in range(2)]
         await until(lambda: rig.jobs.unwritable)
@@ -357,7 +358,7 @@ def test_who_waits_for_space_and_goes_leaves_no_old_run_in_the_journal() -> None
         rig = Rig(storage, serve=True)
         await rig.jobs.open()
         old = await rig.jobs.for_join("red", fresh=True)
-        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        await old.submit(events.LeftCleanly(1, 0, True, "done"))
         storage.error = NoSpaceError("The disk is full.")
         joining = asyncio.ensure_future(rig.jobs.for_join("red", fresh=True))
         await until(lambda: rig.jobs.unwritable)
@@ -367,8 +368,8 @@ def test_who_waits_for_space_and_goes_leaves_no_old_run_in_the_journal() -> None
         storage.error = None
         new = await rig.jobs.for_join("red", fresh=True)
         new.admit(OutgoingStream(1, Caller("x")))
-        await new.submit(e.Joined(1, candidate()))
-        assert storage.records == {"red": [r.Admitted(candidate())]}
+        await new.submit(events.Joined(1, candidate()))
+        assert storage.records == {"red": [records.Admitted(candidate())]}
         await rig.jobs.close()
 
     go(test())
@@ -380,7 +381,7 @@ def test_an_old_run_that_cannot_be_forgotten_is_a_journal_that_is_lost() -> None
         rig = Rig(storage, serve=True)
         await rig.jobs.open()
         old = await rig.jobs.for_join("red", fresh=True)
-        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        await old.submit(events.LeftCleanly(1, 0, True, "done"))
         storage.error = PermissionError("not allowed.")
         with pytest.raises(JournalUnavailableError, match="not allowed"):
             await rig.jobs.for_join("red", fresh=True)
@@ -401,7 +402,7 @@ def test_a_journal_that_is_lost_for_another_reason_is_told(serve: bool) -> None:
         driver = await rig.jobs.for_join("default", fresh=True)
         driver.admit(OutgoingStream(1, Caller("x")))
         with pytest.raises(Exception, match="stopping"):
-            await driver.submit(e.Joined(1, candidate()))
+            await driver.submit(events.Joined(1, candidate()))
         assert "not allowed" in str(await rig.jobs.journal_lost)
         assert rig.jobs.unwritable == ""
         await rig.jobs.close()
@@ -411,8 +412,8 @@ def test_a_journal_that_is_lost_for_another_reason_is_told(serve: bool) -> None:
 
 def test_a_job_that_ended_while_this_scheduler_stood_by_is_over() -> None:
     async def test() -> None:
-        ended = r.JobEnded(True, "all done")
-        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), ended])
+        ended = records.JobEnded(True, "all done")
+        storage = MemoryStorage(default=[records.JobOpened("default", 2, 2), ended])
         jobs = Jobs(
             load_settings({"MS_WORKER_NUM": "2"}),
             FakeClock(),

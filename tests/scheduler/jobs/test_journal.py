@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.scheduler.core import events as e
-from muster.scheduler.core import records as r
+from muster.scheduler.core import events, records
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.core.records import RECORD_TYPES, RecordError, decode_record, encode_record
@@ -34,14 +33,14 @@ from muster.scheduler.jobs.journal import (
     JournalVersionError,
 )
 from muster.version import __version__
-from muster.wire import messages as m
+from muster.wire import messages
 from tests.disks import filled, mounted_disk, small_disk
 
-CANDIDATE = m.Candidate(
+CANDIDATE = messages.Candidate(
     node_id="knoten-ü7",
     incarnation=(1 << 64) - 1,
-    host=m.Host("id-1", "alpha", "10.0.0.1", "rack 3"),
-    device=m.Device("cuda", 3, "0000:41:00.0", "H200"),
+    host=messages.Host("id-1", "alpha", "10.0.0.1", "rack 3"),
+    device=messages.Device("cuda", 3, "0000:41:00.0", "H200"),
     worker_num=2,
     worker_min=1,
     backend="nccl",
@@ -50,22 +49,22 @@ CANDIDATE = m.Candidate(
     spare=True,
     facts=(("nccl", "2.28.9"), ("muster", "0.1.0")),
 )
-RECORDS: tuple[r.Record, ...] = (
-    r.JobOpened("default", 2, 1),
-    r.Admitted(CANDIDATE),
-    r.GenerationFormed(1, (r.Placed(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
-    r.GroupEstablished(1),
-    r.LeavePlanned("knoten-ü7", 5, "drained"),
-    r.Removed("knoten-ü7", 5, "left", finished=True),
-    r.GenerationEnded(1, "too few"),
-    r.JobEnded(False, "nobody came"),
-    r.Snapshot(
-        opened=(r.JobOpened("default", 2, 1),),
-        claims=(r.Holder(CANDIDATE, 3, True, ("drained",)),),
-        retired=(r.Process("n", 5, "lost"),),
-        absent=(r.Process("m", 6),),
+RECORDS: tuple[records.Record, ...] = (
+    records.JobOpened("default", 2, 1),
+    records.Admitted(CANDIDATE),
+    records.GenerationFormed(1, (records.Placed(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
+    records.GroupEstablished(1),
+    records.LeavePlanned("knoten-ü7", 5, "drained"),
+    records.Removed("knoten-ü7", 5, "left", finished=True),
+    records.GenerationEnded(1, "too few"),
+    records.JobEnded(False, "nobody came"),
+    records.Snapshot(
+        opened=(records.JobOpened("default", 2, 1),),
+        claims=(records.Holder(CANDIDATE, 3, True, ("drained",)),),
+        retired=(records.Process("n", 5, "lost"),),
+        absent=(records.Process("m", 6),),
         formed=(),
-        completed=(r.Process("l", 7),),
+        completed=(records.Process("l", 7),),
         lost=(("k", "killed"),),
         parted=("k",),
         arriving=(),
@@ -114,10 +113,10 @@ def test_what_append_returned_for_survives_a_sigkill(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from muster.scheduler.jobs.journal import Journal\n"
-        "from muster.scheduler.core import records as r\n"
+        "from muster.scheduler.core import records\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(20):\n"
-        "    journal.append('default', [r.GroupEstablished(number), r.GroupEstablished(number)])\n"
+        "    journal.append('default', 2 * [records.GroupEstablished(number)])\n"
         "print('done', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -126,8 +125,8 @@ def test_what_append_returned_for_survives_a_sigkill(tmp_path: Path) -> None:
     )
     assert (process.stdout, process.returncode) == ("done\n", -signal.SIGKILL)
     with Journal(tmp_path / "j") as journal:
-        records = journal.load("default")
-    assert records == [r.GroupEstablished(number) for number in range(20) for _ in range(2)]
+        written = journal.load("default")
+    assert written == [records.GroupEstablished(number) for number in range(20) for _ in range(2)]
 
 
 def test_a_failed_append_leaves_nothing_of_it(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_records_are_not_refused_because_their_snapshot_finds_no_space(
 ) -> None:
     """Else they would be appended twice."""
     monkeypatch.setattr(journals, "COMPACT_RECORDS", 81)
-    *steps, last = [*generations(range(20)), [r.GenerationEnded(20, "x")]]
+    *steps, last = [*generations(range(20)), [records.GenerationEnded(20, "x")]]
     refused = []
     with mounted_disk(tmp_path / "disk") as disk:
         for pages_left in range(0, 24, 2):
@@ -368,22 +367,24 @@ def test_records_that_are_missing_moved_or_repeated_are_noticed(tmp_path: Path, 
         Journal(tmp_path / "j", owner="default")
 
 
-def generations(numbers: range) -> list[list[r.Record]]:
+def generations(numbers: range) -> list[list[records.Record]]:
     """A job in which node b is lost and replaced in every generation."""
     stays = CANDIDATE.replaced(node_id="a", incarnation=1)
-    steps: list[list[r.Record]] = [] if numbers.start else [[r.JobOpened("default", 2, 1), r.Admitted(stays)]]
+    steps: list[list[records.Record]] = (
+        [] if numbers.start else [[records.JobOpened("default", 2, 1), records.Admitted(stays)]]
+    )
     for number in numbers:
         other = CANDIDATE.replaced(node_id="b", incarnation=100 + number)
-        members = (r.Placed(0, 0, 1, stays), r.Placed(1, 0, 1, other))
+        members = (records.Placed(0, 0, 1, stays), records.Placed(1, 0, 1, other))
         steps += [
-            [r.Admitted(other), r.GenerationFormed(number + 1, members, 0, (1,), "replaced")],
-            [r.GroupEstablished(number + 1)],
-            [r.Removed("b", 100 + number, "killed")],
+            [records.Admitted(other), records.GenerationFormed(number + 1, members, 0, (1,), "replaced")],
+            [records.GroupEstablished(number + 1)],
+            [records.Removed("b", 100 + number, "killed")],
         ]
     return steps
 
 
-def folded(records: Iterable[r.Record]) -> Ledger:
+def folded(records: Iterable[records.Record]) -> Ledger:
     ledger = Ledger()
     for record in records:
         ledger.apply(record)
@@ -414,11 +415,11 @@ def test_records_that_contradict_one_another_are_kept_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "COMPACT_RECORDS", 3)
-    records = [r.Removed("nobody", number, "") for number in range(9)]
+    written = [records.Removed("nobody", number, "") for number in range(9)]
     with Journal(tmp_path / "j") as journal:
-        for record in records:
+        for record in written:
             journal.append("default", [record])
-        assert journal.load("default") == records
+        assert journal.load("default") == written
 
 
 def test_every_ledger_comes_back_from_its_snapshot() -> None:
@@ -429,9 +430,9 @@ def test_every_ledger_comes_back_from_its_snapshot() -> None:
             again = Ledger()
             again.apply(decode_record(json.loads(json.dumps(encode_record(ledger.snapshot())))))
             assert again == ledger
-    ledger.apply(r.LeavePlanned("a", 1, "drained"))
-    ledger.apply(r.GenerationEnded(3, "too few"))
-    ledger.apply(r.Removed("a", 1, "", finished=True))
+    ledger.apply(records.LeavePlanned("a", 1, "drained"))
+    ledger.apply(records.GenerationEnded(3, "too few"))
+    ledger.apply(records.Removed("a", 1, "", finished=True))
     again = Ledger()
     again.apply(ledger.snapshot())
     assert again == ledger
@@ -440,13 +441,15 @@ def test_every_ledger_comes_back_from_its_snapshot() -> None:
 def test_a_job_recovered_from_a_snapshot_is_the_same_job() -> None:
     steps = generations(range(3))[:-1]
     records = [record for step in steps for record in step]
-    settings = e.CoreSettings(2, 1, 0, 60.0, 5.0, 1.0)
+    settings = events.CoreSettings(2, 1, 0, 60.0, 5.0, 1.0)
     jobs = [Job.recover("default", settings, kept, 1.0) for kept in (records, [folded(records).snapshot()])]
     views = [job.view(2.0) for job in jobs]
     assert views[0] == views[1]
-    back = e.Joined(e.SessionId(7), CANDIDATE.replaced(node_id="a", incarnation=1), 3, 0, built=True)
+    back = events.Joined(
+        events.SessionId(7), CANDIDATE.replaced(node_id="a", incarnation=1), 3, 0, built=True
+    )
     assert jobs[0].step(back, 2.0) == jobs[1].step(back, 2.0)
-    assert jobs[0].step(e.Tick(), 30.0) == jobs[1].step(e.Tick(), 30.0)
+    assert jobs[0].step(events.Tick(), 30.0) == jobs[1].step(events.Tick(), 30.0)
     assert jobs[0].deadline() == jobs[1].deadline()
 
 
@@ -464,28 +467,28 @@ def old(tmp_path: Path) -> Path:
 
 def test_a_journal_of_version_0_1_is_rewritten_and_kept(old: Path) -> None:
     with Journal(old, owner="golden") as journal:
-        records = journal.load("golden")
-        assert [type(record).__name__ for record in records] == [
+        written = journal.load("golden")
+        assert [type(record).__name__ for record in written] == [
             "JobOpened",
             "Admitted",
             "Admitted",
             "GenerationFormed",
             "GroupEstablished",
         ]
-        formed = records[3]
-        assert isinstance(formed, r.GenerationFormed)
+        formed = written[3]
+        assert isinstance(formed, records.GenerationFormed)
         assert [(each.rank, each.candidate.node_id) for each in formed.members] == [(0, "0"), (1, "1")]
-        journal.append("golden", [r.GenerationEnded(1, "too few")])
+        journal.append("golden", [records.GenerationEnded(1, "too few")])
     assert old.with_name(f"{old.name}.format-1").read_bytes() == GOLDEN.read_bytes()
     with Journal(old, owner="golden") as again:
-        assert again.load("golden") == [*records, r.GenerationEnded(1, "too few")]
+        assert again.load("golden") == [*written, records.GenerationEnded(1, "too few")]
         with pytest.raises(JournalBusyError):
             Journal(old, owner="golden")
 
 
 def test_a_job_of_version_0_1_goes_on(old: Path) -> None:
     with Journal(old, owner="golden") as journal:
-        settings = e.CoreSettings(2, 2, 0, 30.0, 5.0, 1.0)
+        settings = events.CoreSettings(2, 2, 0, 30.0, 5.0, 1.0)
         job = Job.recover("golden", settings, journal.load("golden"), now=10.0)
     assert (job.view(10.0).state, job.view(10.0).generation) == ("running", 1)
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import NotPermittedError
 from muster.scheduler.serve.host_stream import BATCH_BYTES, MAX_ITEMS, MessageBatch
 from muster.scheduler.serve.sessions import Limits
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.v1 import host_pb2
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.processes import join
@@ -82,10 +82,10 @@ def test_each_worker_of_a_host_is_a_session_of_its_own_and_is_told_what_all_are_
             (item,) = await items_of(call, 3)
             assert list(item.workers) == [1, 2, 3]
             assert body(item).HasField("welcome")
-            joined = await heard_of(rig, e.Joined, 3)
+            joined = await heard_of(rig, events.Joined, 3)
             assert len({event.session for event in joined}) == 3
             await put(call, says(2, beat()), says(3, beat()))
-            heard = await heard_of(rig, e.Heard, 2)
+            heard = await heard_of(rig, events.Heard, 2)
             assert [event.session for event in heard] == [joined[1].session, joined[2].session]
             call.cancel()
 
@@ -94,13 +94,15 @@ def test_each_worker_of_a_host_is_a_session_of_its_own_and_is_told_what_all_are_
 
 def test_an_assignment_goes_to_a_host_once_with_each_workers_rank() -> None:
     members = tuple(
-        m.Member(rank, f"node-{rank}", 1, m.Host("h", "h", "10.0.0.1"), m.Device(), rank, 2)
+        messages.Member(
+            rank, f"node-{rank}", 1, messages.Host("h", "h", "10.0.0.1"), messages.Device(), rank, 2
+        )
         for rank in range(2)
     )
 
-    def script(event: e.Event) -> Decision:
-        if isinstance(event, e.Heard):
-            told = m.Assignment(1, 0, members, -1, (), 1, "all are in", -1, ())
+    def script(event: events.Event) -> Decision:
+        if isinstance(event, events.Heard):
+            told = messages.Assignment(1, 0, members, -1, (), 1, "all are in", -1, ())
             return Decision(messages=tuple((session, told.replaced(rank=session - 2)) for session in (2, 3)))
         return welcome(event)
 
@@ -120,16 +122,18 @@ def test_an_assignment_goes_to_a_host_once_with_each_workers_rank() -> None:
 
 def test_who_has_got_the_generation_before_on_its_stream_is_told_what_has_changed() -> None:
     """On any stream. Those that came later, or take no deltas, get it whole."""
-    host = m.Host("h", "h", "10.0.0.1")
-    members = tuple(m.Member(rank, f"node-{rank}", 1, host, m.Device(), rank, 80) for rank in range(80))
+    host = messages.Host("h", "h", "10.0.0.1")
+    members = tuple(
+        messages.Member(rank, f"node-{rank}", 1, host, messages.Device(), rank, 80) for rank in range(80)
+    )
     generation = 0
     sessions: list[int] = []
 
-    def script(event: e.Event) -> Decision:
-        if isinstance(event, e.Heard):
-            assignment = m.Assignment(generation, 0, members, -1, (), 1, "all are in", -1, ())
+    def script(event: events.Event) -> Decision:
+        if isinstance(event, events.Heard):
+            assignment = messages.Assignment(generation, 0, members, -1, (), 1, "all are in", -1, ())
             return Decision(messages=tuple((session, assignment) for session in sessions))
-        if isinstance(event, e.Joined):
+        if isinstance(event, events.Joined):
             sessions.append(event.session)
         return welcome(event)
 
@@ -170,15 +174,15 @@ def test_a_worker_that_is_gone_is_lost_after_what_it_has_said_and_the_others_go_
             call = opened(channel)
             # In one batch: with the loss before the join, a job would have a member without a stream.
             await put(call, says(1, join("node-0")), says(2, join("node-1")), gone(1), says(2, beat()))
-            (lost,) = await heard_of(rig, e.SessionLost)
-            await heard_of(rig, e.Heard)
+            (lost,) = await heard_of(rig, events.SessionLost)
+            await heard_of(rig, events.Heard)
             mine = [event for event in rig.job.events() if getattr(event, "session", None) == lost.session]
-            assert [type(event) for event in mine] == [e.Joined, e.SessionLost]
+            assert [type(event) for event in mine] == [events.Joined, events.SessionLost]
             assert not lost.may_return
             assert lost.detail == "no goodbye was said"
             assert len(rig.sessions.all) == 2  # the stream, and the other worker
             await put(call, gone(2, may_return=True, detail="moved\non"))
-            lost = (await heard_of(rig, e.SessionLost, 2))[1]
+            lost = (await heard_of(rig, events.SessionLost, 2))[1]
             assert (lost.may_return, lost.detail) == (True, "moved\\non")
             call.cancel()
 
@@ -192,7 +196,7 @@ def test_the_end_of_the_stream_says_nothing_of_its_workers() -> None:
             await put(call, says(1, join("node-0")), says(2, join("node-1")))
             await items_of(call, 2)
             call.cancel()
-            lost = await heard_of(rig, e.SessionLost, 2)
+            lost = await heard_of(rig, events.SessionLost, 2)
             assert [event.may_return for event in lost] == [True, True]
             await rig.sessions.idle.wait()
 
@@ -221,8 +225,8 @@ def test_a_worker_that_breaks_the_protocol_is_let_go_alone(
             assert closed.closed.code == code.value[0]
             # What it sends before it has heard that is passed over, as is a number from before.
             await put(call, says(2, join("node-1")), says(1, beat()))
-            await heard_of(rig, e.Heard)
-            assert len(await heard_of(rig, e.Joined)) == 1
+            await heard_of(rig, events.Heard)
+            assert len(await heard_of(rig, events.Joined)) == 1
             call.cancel()
 
     go(test())
@@ -261,7 +265,7 @@ def test_a_certificate_is_asked_about_each_node() -> None:
             closed = [item for item in items if item.HasField("closed")]
             assert [list(item.workers) for item in closed] == [[2]]
             assert closed[0].closed.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
-            assert [event.candidate.node_id for event in await heard_of(rig, e.Joined)] == ["node-0"]
+            assert [event.candidate.node_id for event in await heard_of(rig, events.Joined)] == ["node-0"]
             call.cancel()
 
     go(test())
@@ -285,8 +289,8 @@ def test_workers_of_a_host_count_as_streams() -> None:
 def test_a_worker_of_a_job_that_is_carried_on_no_longer_is_let_go() -> None:
     """Its scheduler may serve others: their workers on the same stream go on."""
 
-    def script(event: e.Event) -> Decision:
-        if isinstance(event, e.Heard):
+    def script(event: events.Event) -> Decision:
+        if isinstance(event, events.Heard):
             raise ValueError("a fault")
         return welcome(event)
 
@@ -328,9 +332,9 @@ def test_a_batch_beyond_the_bounds_ends_the_stream() -> None:
 
 
 def test_a_host_that_does_not_read_is_dropped_and_its_workers_may_come_back() -> None:
-    def script(event: e.Event) -> Decision:
-        if isinstance(event, e.Heard):
-            return Decision(messages=((event.session, m.Waiting(1, 2, "x" * 500_000)),))
+    def script(event: events.Event) -> Decision:
+        if isinstance(event, events.Heard):
+            return Decision(messages=((event.session, messages.Waiting(1, 2, "x" * 500_000)),))
         return welcome(event)
 
     async def test() -> None:
@@ -340,7 +344,7 @@ def test_a_host_that_does_not_read_is_dropped_and_its_workers_may_come_back() ->
             await items_of(call, 2)
             for _ in range(120):
                 await put(call, says(1, beat()))
-            lost = await heard_of(rig, e.SessionLost, 2)
+            lost = await heard_of(rig, events.SessionLost, 2)
             assert all(event.may_return for event in lost)
             call.cancel()
             await rig.sessions.idle.wait()

@@ -14,7 +14,7 @@ import pytest
 from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
-from muster.scheduler.core import events as e
+from muster.scheduler.core import events
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import UnauthenticatedError
 from muster.scheduler.jobs.driver import Note
@@ -24,7 +24,7 @@ from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
 from muster.scheduler.serve.service import Service
 from muster.scheduler.serve.sessions import Limits, Sessions
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
@@ -55,7 +55,7 @@ class Rig:
 
 @asynccontextmanager
 async def served(
-    script: Callable[[e.Event], Decision], limits: Limits | None = None
+    script: Callable[[events.Event], Decision], limits: Limits | None = None
 ) -> AsyncIterator[tuple[Rig, grpc.aio.Channel]]:
     job, recorder = FakeJob(script), Recorder()
     jobs = Jobs(
@@ -81,9 +81,9 @@ async def served(
         await server.stop(0)
 
 
-def welcome(event: e.Event) -> Decision:
-    if isinstance(event, e.Joined):
-        return Decision(messages=((event.session, m.Welcome(1, 5, 60)),))
+def welcome(event: events.Event) -> Decision:
+    if isinstance(event, events.Joined):
+        return Decision(messages=((event.session, messages.Welcome(1, 5, 60)),))
     return Decision()
 
 
@@ -130,13 +130,13 @@ def test_a_stream_without_join_is_ended() -> None:
 
 def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
     async def test() -> None:
-        lost: asyncio.Future[e.SessionLost] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[events.SessionLost] = asyncio.get_running_loop().create_future()
 
-        def script(event: e.Event) -> Decision:
-            if isinstance(event, e.SessionLost):
+        def script(event: events.Event) -> Decision:
+            if isinstance(event, events.SessionLost):
                 lost.set_result(event)
-            if isinstance(event, e.Heard):
-                return Decision(messages=((1, m.Waiting(1, 2, "x" * 500_000)),))
+            if isinstance(event, events.Heard):
+                return Decision(messages=((1, messages.Waiting(1, 2, "x" * 500_000)),))
             return welcome(event)
 
         async with served(script) as (rig, channel):
@@ -169,8 +169,12 @@ def test_every_end_without_goodbye_is_reported_once(how: str) -> None:
                 await call.write(pb.WorkerMessage())
             await rig.sessions.idle.wait()
             driver = rig.jobs.get("default")
-            await driver.submit(e.Tick())
-            assert [type(event) for event in rig.job.events()] == [e.Joined, e.SessionLost, e.Tick]
+            await driver.submit(events.Tick())
+            assert [type(event) for event in rig.job.events()] == [
+                events.Joined,
+                events.SessionLost,
+                events.Tick,
+            ]
             assert driver.sessions == {}
 
     go(test())
@@ -186,7 +190,7 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
             await rig.sessions.expel_revoked()
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == "it was revoked"
-            assert e.Expel("node-0", "it was revoked") in rig.job.events()
+            assert events.Expel("node-0", "it was revoked") in rig.job.events()
 
     go(test())
 
@@ -203,8 +207,8 @@ def test_a_stream_whose_first_message_is_cut_off_ends_too(delay: int) -> None:
 
         dropping = []
 
-        def script(event: e.Event) -> Decision:
-            if isinstance(event, e.Joined):
+        def script(event: events.Event) -> Decision:
+            if isinstance(event, events.Joined):
                 dropping.append(asyncio.ensure_future(drop(rig.sessions.all[event.session])))
             return welcome(event)
 
@@ -258,9 +262,9 @@ def test_a_certificate_that_ends_while_its_stream_lives_is_told_once() -> None:
 
 def test_a_goodbye_is_no_loss() -> None:
     async def test() -> None:
-        def script(event: e.Event) -> Decision:
-            if isinstance(event, e.LeftCleanly):
-                return Decision(messages=((event.session, m.Ended(True, "Goodbye.")),))
+        def script(event: events.Event) -> Decision:
+            if isinstance(event, events.LeftCleanly):
+                return Decision(messages=((event.session, messages.Ended(True, "Goodbye.")),))
             return welcome(event)
 
         async with served(script) as (rig, channel):
@@ -270,15 +274,19 @@ def test_a_goodbye_is_no_loss() -> None:
             assert [(await call.read()).WhichOneof("body") for _ in range(2)] == ["welcome", "ended"]
             assert await call.code() is grpc.StatusCode.OK
             await rig.sessions.idle.wait()
-            await rig.jobs.get("default").submit(e.Tick())
-            assert [type(event) for event in rig.job.events()] == [e.Joined, e.LeftCleanly, e.Tick]
+            await rig.jobs.get("default").submit(events.Tick())
+            assert [type(event) for event in rig.job.events()] == [
+                events.Joined,
+                events.LeftCleanly,
+                events.Tick,
+            ]
 
     go(test())
 
 
 def test_a_fault_in_the_machine_tells_callers_nothing_but_that() -> None:
     async def test() -> None:
-        def script(event: e.Event) -> Decision:
+        def script(event: events.Event) -> Decision:
             raise RuntimeError("the secret inside")
 
         async with served(script) as (rig, channel):

@@ -15,13 +15,13 @@ from muster.programs.link import StoreLink
 from muster.programs.proxy import Proxy
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import Recorder
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.server import grpc_options
 from muster.scheduler.store.service import StoreLimits, StoreService
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.v1 import store_pb2 as pb
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate
 
@@ -33,7 +33,7 @@ class HandJob(FakeJob):
 
     def __init__(self) -> None:
         super().__init__()
-        self.members: list[m.Candidate] = []
+        self.members: list[messages.Candidate] = []
 
     def view(self, now: float) -> JobView:
         workers = tuple(
@@ -62,8 +62,8 @@ class OneJob:
     def form(self, generation: int, *node_ids: str, here: bool = True) -> None:
         """A generation of these members, whose sessions are there; ``here``: formed by this scheduler."""
         self.machine.members = [candidate(node_id) for node_id in node_ids]
-        members = tuple(r.Placed(i, i, 1, each) for i, each in enumerate(self.machine.members))
-        record = r.GenerationFormed(generation, members, -1, (), "the members changed")
+        members = tuple(records.Placed(i, i, 1, each) for i, each in enumerate(self.machine.members))
+        record = records.GenerationFormed(generation, members, -1, (), "the members changed")
         if here:
             self.driver.observe(record, 0.0)
         else:
@@ -74,11 +74,11 @@ class OneJob:
 
     def suspend(self, generation: int, reason: str) -> None:
         """The generation is over, and no other has formed."""
-        self.driver.observe(r.GenerationEnded(generation, reason), 0.0)
+        self.driver.observe(records.GenerationEnded(generation, reason), 0.0)
 
     def end(self, reason: str) -> None:
         """The job is over."""
-        self.driver.observe(r.JobEnded(False, reason), 0.0)
+        self.driver.observe(records.JobEnded(False, reason), 0.0)
 
     def restart(self, generation: int, *node_ids: str) -> None:
         """What a scheduler that was started again knows."""

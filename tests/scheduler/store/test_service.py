@@ -13,7 +13,7 @@ import pytest
 from muster.certs.pki.identity import Identity
 from muster.programs.link import StoreEndedError, StoreLink, StoreLostError
 from muster.scheduler.access import Caller
-from muster.scheduler.core import records as r
+from muster.scheduler.core import records
 from muster.scheduler.store.key_value_store import Quotas
 from muster.scheduler.store.service import GONE_KEPT, StoreLimits
 from muster.wire.v1 import store_pb2 as pb
@@ -397,7 +397,7 @@ def test_what_was_asked_before_a_member_was_lost_is_answered_without_another_wor
             asker.say(operations=[looks, waits])
             await asyncio.sleep(0)
             rig.jobs.machine.members.pop()
-            rig.jobs.driver.observe(r.Removed("b", 7, "it has finished", finished=True), 0.0)
+            rig.jobs.driver.observe(records.Removed("b", 7, "it has finished", finished=True), 0.0)
             answers: dict[int, pb.StoreAnswer] = {}
             while len(answers) < 2:
                 answers.update({answer.id: answer for answer in (await asker.replies.get()).answers})

@@ -14,7 +14,7 @@ from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import FINISHED, Work
 from muster.errors import CommunicatorAbortedError
 from muster.version import __version__
-from muster.wire import messages as m
+from muster.wire import messages
 from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import Settings
@@ -87,7 +87,7 @@ class Line:
         self._inbox.put(None)
 
 
-def to_wire(value: m.Assignment) -> pb.Assignment:
+def to_wire(value: messages.Assignment) -> pb.Assignment:
     members = [
         pb.Member(
             rank=each.rank,

@@ -24,7 +24,7 @@ from muster.errors import (
 )
 from muster.wire.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended, Waiting
 from muster.wire.v1 import rendezvous_pb2 as pb
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.client import Client
 from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.leave import LoneLeave
@@ -74,7 +74,7 @@ def client(
     **timing: Any,
 ) -> Client:
     """A client that waits for nobody once it is to leave, unless a test says so."""
-    core = MembershipMachine(profile(), e.Timing(**timing), lambda: 0.5)
+    core = MembershipMachine(profile(), events.Timing(**timing), lambda: 0.5)
     return Client(
         core,
         SchedulerConnection(connector.dial),
@@ -146,7 +146,7 @@ def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
     made.close()
     assert its_threads() == set()
     assert line.closed
-    assert made.post(e.DeadlineReached()) == e.Effects()
+    assert made.post(events.DeadlineReached()) == events.Effects()
 
 
 def test_an_unanswered_goodbye_ends_at_its_deadline(running: Client) -> None:
@@ -206,7 +206,7 @@ def test_ids_that_cannot_be_minted_end_the_wait(connector: ScriptedConnector, er
 def test_a_communicator_of_a_generation_that_is_over_is_aborted_at_once(
     running: Client, connector: ScriptedConnector
 ) -> None:
-    running.post(e.Received(1, _next_assignment()))
+    running.post(events.Received(1, _next_assignment()))
     late = stub_communicator()
     running.adopt(1, late)
     assert isinstance(late.error, MembershipChanged)
@@ -214,7 +214,7 @@ def test_a_communicator_of_a_generation_that_is_over_is_aborted_at_once(
 
 
 def test_a_suspension_says_once_that_the_generation_is_over(running: Client) -> None:
-    running.post(e.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
+    running.post(events.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
     with pytest.raises(MembershipChanged, match=r"^Generation 1 is over: rank 0 left\. Waiting\."):
         running.check(1)
 
@@ -238,7 +238,7 @@ def test_whoever_does_not_come_after_a_generation_that_never_stood_waits_for_nob
     line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
     building.result()
     assert waits()  # it builds
-    made.post(e.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
+    made.post(events.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
     assert not waits()
     entering = Thread(made.next_build)
     wait_for(waits)
@@ -265,7 +265,7 @@ def raise_verdict(running: Client) -> None:
 def test_an_error_that_is_raised_again_and_again_shows_the_last_time_only(
     running: Client, call: Callable[[Client], object]
 ) -> None:
-    running.post(e.Received(1, Refused(RefusalCode.EXPELLED, "revoked")))
+    running.post(events.Received(1, Refused(RefusalCode.EXPELLED, "revoked")))
     depths = set()
     for _ in range(3):
         with pytest.raises(RefusedError, match="Revoked") as caught:
@@ -278,7 +278,7 @@ def test_communicators_are_ended_youngest_first_and_after_their_abort(running: C
     world, part = stub_communicator(), stub_communicator()
     running.adopt(1, world)
     running.adopt(1, part)
-    running.post(e.Received(1, _next_assignment()))
+    running.post(events.Received(1, _next_assignment()))
     ended: list[Communicator] = []
 
     def end(communicator: Communicator) -> None:
@@ -299,7 +299,7 @@ def test_the_end_of_a_generation_aborts_what_is_being_closed(running: Client) ->
 
     def end(communicator: Communicator) -> None:
         if communicator is part:
-            running.post(e.Received(1, _next_assignment()))
+            running.post(events.Received(1, _next_assignment()))
             part.hang()
 
     running.communicators.end(end)
@@ -314,7 +314,7 @@ def test_a_failure_that_blames_nobody_is_put_down_to_the_rank_that_has_finished(
     failed = CommunicatorError("all_reduce failed in NCCL: connection closed")
     asking = Thread(lambda: running.verdict(1, -1, failed))
     assert connector.lines[0].hear("suspect_peer").rank == -1
-    running.post(e.Received(1, Waiting(1, 2, "Rank 1 has finished.", (1,))))
+    running.post(events.Received(1, Waiting(1, 2, "Rank 1 has finished.", (1,))))
     error = asking.result()
     assert isinstance(error, PeerFinishedError) and error.rank == 1
     assert str(error).startswith("Rank 1 has finished. Let all ranks make as many steps")
@@ -353,7 +353,7 @@ def test_a_wait_says_nothing_of_the_steps_once_the_scheduler_could_decide_nothin
     made = client(connector, threads=Fast(), calls=calls, pace=pace, goodbye_timeout_s=0.01)
     run(made, connector)
     calls.waited(30.0)
-    made.post(e.Received(1, Waiting(1, 1, "There is no space.", undecided=undecided)))
+    made.post(events.Received(1, Waiting(1, 1, "There is no space.", undecided=undecided)))
     calls.waited(0.0)
     made.close()
     assert pace.limit_s == (Pace().limit_s if undecided else 150.0)
@@ -375,7 +375,7 @@ def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Clie
     communicator = stub_communicator()
     running.adopt(1, communicator)
     asking = Thread(lambda: running.verdict(1, 0, PeerLostError("Rank 0 is gone.", rank=0)))
-    running.post(e.StreamLost(1, "it was killed"))
+    running.post(events.StreamLost(1, "it was killed"))
     running.expect_leave("SIGTERM")
     granted = asking.result()
     assert isinstance(granted, LeaveGranted) and granted.alone
@@ -388,7 +388,7 @@ def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Clie
 def test_who_is_to_leave_waits_for_a_scheduler_that_is_there(running: Client) -> None:
     running.expect_leave("SIGTERM")
     running.start_step(0, 1)
-    running.post(e.StreamLost(1, "it was killed"))
+    running.post(events.StreamLost(1, "it was killed"))
     with pytest.raises(LeaveGranted):
         Thread(lambda: endless(running)).result()
 
@@ -436,7 +436,7 @@ def test_who_is_to_leave_waits_but_a_while_for_others_in_a_collective(
 
 
 def test_who_is_to_leave_waits_but_a_while_for_others_at_a_step_boundary(running: Client) -> None:
-    running.post(e.Received(1, Quiesce(1, "node b leaves")))
+    running.post(events.Received(1, Quiesce(1, "node b leaves")))
     held = Thread(lambda: running.start_step(0, 1))
     running.expect_leave("SIGTERM")
     with pytest.raises(LeaveGranted, match="did not finish the step") as caught:
@@ -511,7 +511,7 @@ def test_a_signal_that_another_thread_got_ends_the_wait(connector: ScriptedConne
 
 def test_who_leaves_learns_that_nobody_goes_on_with_the_state(running: Client) -> None:
     running.start_step(0, 1)
-    running.post(e.Received(1, assignment(2, -1, state_source_rank=-1)))
+    running.post(events.Received(1, assignment(2, -1, state_source_rank=-1)))
     with pytest.raises(LeaveGranted) as caught:
         running.check(1)
     assert caught.value.alone
@@ -524,7 +524,7 @@ def endless(running: Client) -> None:
 
 def test_closing_frees_a_thread_that_waits_at_a_step_boundary(running: Client) -> None:
     running.start_step(0, 1)
-    running.post(e.Received(1, _quiesce()))
+    running.post(events.Received(1, _quiesce()))
     held = Thread(lambda: running.start_step(1, 1))
     running.close()
     with pytest.raises(NotInitializedError):

@@ -17,41 +17,41 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire.messages import RefusalCode
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.failures import exit_code_of, failure_of, is_consequence, reason_of, sentence
 
 
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        (e.FailureKind.REFUSED, RefusedError),
-        (e.FailureKind.SECURITY, SecurityError),
-        (e.FailureKind.UNREACHABLE, SchedulerUnreachableError),
-        (e.FailureKind.FORMATION_TIMEOUT, FormationTimeoutError),
-        (e.FailureKind.JOB_ENDED, JobEndedError),
+        (events.FailureKind.REFUSED, RefusedError),
+        (events.FailureKind.SECURITY, SecurityError),
+        (events.FailureKind.UNREACHABLE, SchedulerUnreachableError),
+        (events.FailureKind.FORMATION_TIMEOUT, FormationTimeoutError),
+        (events.FailureKind.JOB_ENDED, JobEndedError),
     ],
 )
-def test_each_kind_has_its_error(kind: e.FailureKind, error: type[WorkerError]) -> None:
-    found = failure_of(e.Failed(kind, "what happened"))
+def test_each_kind_has_its_error(kind: events.FailureKind, error: type[WorkerError]) -> None:
+    found = failure_of(events.Failed(kind, "what happened"))
     assert type(found) is error
     assert str(found).startswith("What happened.")
     assert found.exit_code == 1
 
 
 def test_a_refusal_names_its_code() -> None:
-    found = failure_of(e.Failed(e.FailureKind.REFUSED, "full", RefusalCode.JOB_FULL))
+    found = failure_of(events.Failed(events.FailureKind.REFUSED, "full", RefusalCode.JOB_FULL))
     assert isinstance(found, RefusedError)
     assert found.code == "JOB_FULL"
 
 
 def test_a_leave_that_waits_for_nobody_is_one_alone() -> None:
-    found = failure_of(e.Failed(e.FailureKind.LEAVE, "you leave"))
+    found = failure_of(events.Failed(events.FailureKind.LEAVE, "you leave"))
     assert isinstance(found, LeaveGranted)
     assert (found.alone, found.exit_code) == (True, 0)
 
 
 def test_a_job_that_ended_well_is_no_failure_of_the_process() -> None:
-    assert failure_of(e.Failed(e.FailureKind.JOB_ENDED, "done", ok=True)).exit_code == 0
+    assert failure_of(events.Failed(events.FailureKind.JOB_ENDED, "done", ok=True)).exit_code == 0
 
 
 @pytest.mark.parametrize(("text", "ended"), [("a b", "A b."), ("A.", "A."), ("Why?", "Why?"), ("", ".")])

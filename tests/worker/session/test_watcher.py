@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muster.errors import MembershipChanged
-from muster.worker.session import events as e
+from muster.worker.session import events
 from muster.worker.session.pace import Pace
 from muster.worker.session.threads import Threads
 from muster.worker.session.watcher import TRIES, Watcher
@@ -40,7 +40,7 @@ class Training:
     def waits(self) -> bool:
         return True
 
-    def post(self, event: e.Event) -> None:
+    def post(self, event: events.Event) -> None:
         self.posted.append(event)
 
     def probe(self, targets: dict[str, str]) -> dict[str, str]:
@@ -63,12 +63,12 @@ def test_a_late_collective_is_told_and_one_as_long_is_not_late_again() -> None:
     training = Training()
     training.waited_s = 12.0
     training.watcher.look()
-    assert training.posted == [e.PeersLate(12.0)]
+    assert training.posted == [events.PeersLate(12.0)]
     training.waited_s = 0.0
     training.watcher.look()
     training.waited_s = 14.0
     training.watcher.look()
-    assert training.posted == [e.PeersLate(12.0)]
+    assert training.posted == [events.PeersLate(12.0)]
 
 
 def test_a_wait_that_a_change_of_members_ends_says_nothing_of_the_steps() -> None:
@@ -79,7 +79,7 @@ def test_a_wait_that_a_change_of_members_ends_says_nothing_of_the_steps() -> Non
     training.watcher.look()
     training.waited_s = 14.0
     training.watcher.look()
-    assert training.posted == [e.PeersLate(12.0), e.PeersLate(14.0)]
+    assert training.posted == [events.PeersLate(12.0), events.PeersLate(14.0)]
 
 
 def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in() -> None:
@@ -87,13 +87,13 @@ def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in
     training.unreached = {"b": "timed out"}
     training.waited_s, training.busy = 11.0, "evaluation"
     training.watcher.start()
-    training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
+    training.watcher.ask(events.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
     wait_for(lambda: training.posted)
     assert training.probed == [{"a": "x:1", "b": "y:2"}]
     unreached = (("b", "timed out"),)
     answer = training.posted[0]
     assert 0.0 < answer.seconds < 60.0
-    assert answer == e.ProbesDone(
+    assert answer == events.ProbesDone(
         7, unreached, late=True, waits=True, busy="evaluation", seconds=answer.seconds
     )
     training.watcher.close()
@@ -115,7 +115,7 @@ def test_who_stood_still_while_it_probed_says_since_when_it_has_lived() -> None:
     training = Training(Clocked())
     training.may_answer.clear()
     training.watcher.start()
-    training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"),)))
+    training.watcher.ask(events.ProbeWanted(7, (("a", "x:1"),)))
     wait_for_reads(2)
     now = 100.5
     wait_for_reads(2)
@@ -158,7 +158,7 @@ def test_who_stood_still_while_it_probed_tries_again_whom_it_did_not_reach() -> 
     stopped = Stopped(times=1)
     training = stopped.training
     training.watcher.start()
-    training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
+    training.watcher.ask(events.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
     wait_for(lambda: training.posted)
     assert training.probed == [{"a": "x:1", "b": "y:2"}, {"b": "y:2"}]
     assert training.posted[0].unreached == (("b", "no answer"),)
@@ -169,8 +169,8 @@ def test_who_stands_still_at_each_try_says_nothing_of_others() -> None:
     stopped = Stopped(times=TRIES)
     training = stopped.training
     training.watcher.start()
-    training.watcher.ask(e.ProbeWanted(7, (("b", "y:2"),)))
-    training.watcher.ask(e.ProbeWanted(8, (("b", "y:2"),)))
+    training.watcher.ask(events.ProbeWanted(7, (("b", "y:2"),)))
+    training.watcher.ask(events.ProbeWanted(8, (("b", "y:2"),)))
     wait_for(lambda: training.posted)
     assert [answer.round for answer in training.posted] == [8]
     assert len(training.probed) == TRIES + 1
@@ -181,10 +181,10 @@ def test_a_fault_in_a_probe_does_not_end_the_thread() -> None:
     training = Training()
     training.unreached = RuntimeError("a fault")
     training.watcher.start()
-    training.watcher.ask(e.ProbeWanted(1, ()))
+    training.watcher.ask(events.ProbeWanted(1, ()))
     wait_for(lambda: training.probed)
     training.unreached = {}
-    training.watcher.ask(e.ProbeWanted(2, ()))
+    training.watcher.ask(events.ProbeWanted(2, ()))
     wait_for(lambda: training.posted)
     assert training.posted[0].round == 2
     training.watcher.close()
