@@ -21,6 +21,7 @@ COMMANDS = {
     "health": "ask whether a scheduler serves, for probes",
     "scheduler": "gather the workers of jobs and give them their ranks",
     "certs": "make, show, renew and revoke certificates",
+    "audit": "check an audit log, and say who was a member in which step",
     "check": "form a job without training, and say what differs or is slow",
     "ranktable": "write a rank table, or merge those of several hosts",
     "plan": "divide a model among GPUs without having any",
@@ -81,6 +82,10 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
         from muster.certs.__main__ import main as certs
 
         return certs
+    if name == "audit":
+        from muster.scheduler.audit.command import main as audit
+
+        return audit
     if name == "check":
         from muster.launch.check.command import main as check
 

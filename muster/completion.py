@@ -10,6 +10,7 @@ from muster.launch.check.command import parser as check_parser
 from muster.launch.options import parser as run_parser
 from muster.launch.rank_table import parser as ranktable_parser
 from muster.scheduler.__main__ import parser as scheduler_parser
+from muster.scheduler.audit.command import parser as audit_parser
 from muster.scheduler.cli.command import parser as ask_parser
 from muster.web.command import parser as web_parser
 from muster.web.report import parser as report_parser
@@ -44,6 +45,7 @@ def words_of(commands: Mapping[str, str]) -> dict[str, list[str]]:
         "scheduler": _options(scheduler_parser()),
         "check": sorted({*_options(check_parser()), *_options(run_parser())}),
         "ranktable": [*_options(ranktable_parser()), "merge"],
+        "audit": sorted(_subparsers(audit_parser())),
         "certs": sorted(_subparsers(certs_parser())),
         "train": ["-n", "--epochs", "--model", "--help"],
         "completion": list(SHELLS),

@@ -126,6 +126,12 @@ class Disk:
     async def forget(self, job_id: str) -> None:
         self._scheduler.disk.clear()
 
+    async def notes(self) -> Mapping[str, str]:
+        return {}
+
+    async def note(self, name: str, text: str) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

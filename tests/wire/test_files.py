@@ -18,7 +18,7 @@ from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import read_p12
 from muster.errors import SettingsError as WorkerSettingsError
 from muster.launch.rank_table import read_json
-from muster.scheduler.audit.logs import AuditLog
+from muster.scheduler.audit.audit_log import AuditLog
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerSettingsError
 from muster.scheduler.jobs.journal import Journal, JournalError

@@ -1,4 +1,4 @@
-"""Log lines and the audit log.
+"""Log lines, and what of them goes into the audit log.
 
 One line per event, facts as key=value; nothing that a peer sends is able to forge a line.
 """
@@ -8,18 +8,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from muster.scheduler import systemd
 from muster.scheduler.access import address_of
 from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, Failure
-from muster.scheduler.errors import SchedulerError, SchedulerSettingsError, end_call
-from muster.wire.files import open_own
+from muster.scheduler.errors import SchedulerError, end_call
 from muster.wire.log_lines import BoundedFormatter, one_line
 
 if TYPE_CHECKING:
@@ -85,46 +82,20 @@ def fields(**facts: object) -> str:
     return " ".join(parts)
 
 
-class AuditLog:
-    """JSON lines, appended: who joined, left, was refused, expelled or drained, by which certificate, when.
-
-    Args:
-        path: the file; made with mode 0600. No link is followed there, and it is no other user's.
-        wall_clock: the time of day.
-
-    Raises:
-        SchedulerSettingsError: the file cannot be opened.
-    """
-
-    def __init__(
-        self, path: Path, wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)
-    ) -> None:
-        self._wall_clock = wall_clock
-        try:
-            self._fd = open_own(path)
-        except OSError as error:
-            raise SchedulerSettingsError(
-                f"MS_AUDIT_LOG must name a file that can be written; '{path}': {error.strerror}."
-            ) from error
+class AuditFile(Protocol):
+    """What is needed of :class:`muster.scheduler.audit.audit_log.AuditLog`."""
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
-        """Appends one event; a single write, so that lines of two processes do not mix."""
-        entry = {"time": self._wall_clock().isoformat(timespec="milliseconds"), "event": event, **facts}
-        data = (json.dumps(entry, ensure_ascii=True) + "\n").encode("ascii")
-        try:
-            os.write(self._fd, data)
-        except OSError as error:
-            LOG.error("the audit log cannot be written: %s", error.strerror)
+        """Appends one event."""
 
     def close(self) -> None:
         """Closes the file."""
-        os.close(self._fd)
 
 
 class Recorder:
     """Records events: each as a log line, security events also in the audit log, refusals also as a count."""
 
-    def __init__(self, audit: AuditLog | None = None) -> None:
+    def __init__(self, audit: AuditFile | None = None) -> None:
         self._audit = audit
         self._followers: list[Follow] = []
         self.refusals: Counter[str] = Counter()
@@ -143,6 +114,11 @@ class Recorder:
             if session.rank >= 0:
                 facts |= {"rank": session.rank, "generation": session.generation}
         self._record(note.kind, note.text, note.code, facts)
+
+    def membership(self, kind: str, job_id: str, text: str, facts: Mapping[str, object]) -> None:
+        """Writes into the audit log alone who is a member, or was; see ``audit/membership.py``."""
+        if self._audit is not None:
+            self._audit.write(kind, {"job_id": job_id, **facts, "text": one_line(text)})
 
     def denied(self, call: str, caller: Caller | None, address: str, code: str, sentence: str) -> None:
         """Records a call that was turned away before it reached any job."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.scheduler.audit.logs import AuditLog, Recorder
+from muster.scheduler.audit.logs import AuditFile, Recorder
 from muster.scheduler.jobs.driver import Clock, Timer
 from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
@@ -40,7 +40,7 @@ class ThinnedRecorder(Recorder):
         clock: the time, and calls back; the event loop, from whose thread all but handshakes come.
     """
 
-    def __init__(self, audit: AuditLog | None, clock: Clock) -> None:
+    def __init__(self, audit: AuditFile | None, clock: Clock) -> None:
         super().__init__(audit)
         self._clock = clock
         self._refused = LogBudget[Facts](lines=LINES, window_s=WINDOW_S, max_callers=MAX_CALLERS)

@@ -140,6 +140,19 @@ class EtcdJournal:
         self._kept.pop(job_id, None)
         self._ledgers.pop(job_id, None)
 
+    async def notes(self) -> Mapping[str, str]:
+        """What was noted beside the records, by name."""
+        base = self._base("notes")
+        return {pair.key[len(base) :].decode(): pair.value.decode() async for pair in self._pairs(base)}
+
+    async def note(self, name: str, text: str) -> None:
+        """Notes a text under a name, in the place of the one before.
+
+        Raises:
+            EtcdFullError, DeposedError: as :meth:`append`.
+        """
+        await self._commit([put(self._base("notes") + name.encode(), text.encode())])
+
     async def close(self) -> None:
         """Lets the next scheduler lead."""
         await self._leadership.resign()

@@ -60,6 +60,9 @@ COMPACT_RECORDS = 256
 PROBE_BYTES = 64 * 1024
 """As much is written to find out whether there is space: more than what SQLite wants for a few records."""
 
+_NOTE = "note:"
+"""What the key of a note begins with, beside the owner's and the version's."""
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _SCHEMA = """
@@ -131,6 +134,12 @@ class Files(Protocol):
     def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
 
+    def notes(self) -> Mapping[str, str]:
+        """What was noted beside the records, by name."""
+
+    def note(self, name: str, text: str) -> None:
+        """Notes a text under a name."""
+
     def close(self) -> None:
         """Closes the files."""
 
@@ -164,6 +173,16 @@ class InThread:
         """See :class:`muster.scheduler.jobs.storage.Storage`."""
         assert self._files is not None
         await self._run(self._files.forget, job_id)
+
+    async def notes(self) -> Mapping[str, str]:
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
+        assert self._files is not None
+        return await self._run(self._files.notes)
+
+    async def note(self, name: str, text: str) -> None:
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
+        assert self._files is not None
+        await self._run(self._files.note, name, text)
 
     async def close(self) -> None:
         """See :class:`muster.scheduler.jobs.storage.Storage`."""
@@ -245,6 +264,22 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         with self._as_journal_errors(), self._transaction() as connection:
             _delete(connection, job_id)
         self._appended.pop(job_id, None)
+
+    def notes(self) -> dict[str, str]:
+        """What was noted beside the records, by name."""
+        with self._as_journal_errors():
+            return _notes(self._connection)
+
+    def note(self, name: str, text: str) -> None:
+        """Notes a text under a name, in the place of the one before; it survives a crash once this returns.
+
+        Raises:
+            JournalError: it was not written.
+        """
+        key = f"{_NOTE}{name}"
+        row = (key, text, chained_checksum("", key, text))
+        with self._as_journal_errors(), self._transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", row)
 
     def close(self) -> None:
         """Closes the file; the journal cannot be used any more."""
@@ -528,6 +563,32 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             if full
             else "See to permissions and free space, or choose another MS_RECOVERY_PATH.",
         )
+
+
+def notes_of(path: Path) -> dict[str, str]:
+    """What a journal notes beside its records; read from a copy, also while a scheduler writes it.
+
+    Raises:
+        OSError: it cannot be read.
+        sqlite3.Error: it is no journal.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "journal.sqlite"
+        shutil.copyfile(path, copy)
+        hot = path.with_name(f"{path.name}-journal")
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(hot, copy.with_name(f"{copy.name}-journal"))
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
+            return _notes(connection)
+
+
+def _notes(connection: sqlite3.Connection) -> dict[str, str]:
+    rows = connection.execute("SELECT key, value, checksum FROM meta WHERE key LIKE ?", (f"{_NOTE}%",))
+    return {
+        key.removeprefix(_NOTE): value
+        for key, value, checksum in rows
+        if checksum == chained_checksum("", key, value)
+    }
 
 
 def _writer(connection: sqlite3.Connection) -> str:

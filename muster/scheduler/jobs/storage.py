@@ -30,6 +30,12 @@ class Storage(Protocol):
     async def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
 
+    async def notes(self) -> Mapping[str, str]:
+        """What was noted beside the records, by name."""
+
+    async def note(self, name: str, text: str) -> None:
+        """Notes a text under a name, in the place of the one before."""
+
     async def close(self) -> None:
         """Lets the next process write here."""
 
@@ -63,6 +69,18 @@ class WaitingStorage:
     async def forget(self, job_id: str) -> None:
         """See :class:`Storage`."""
         await self._in_time(lambda: self._storage.forget(job_id))
+
+    async def notes(self) -> Mapping[str, str]:
+        """See :class:`Storage`."""
+        return await self._storage.notes()
+
+    async def note(self, name: str, text: str) -> None:
+        """See :class:`Storage`; this one call waits for nothing.
+
+        Raises:
+            NoSpaceError: there is no space.
+        """
+        await self._storage.note(name, text)
 
     async def close(self) -> None:
         """See :class:`Storage`."""

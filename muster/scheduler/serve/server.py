@@ -24,7 +24,10 @@ from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.grpc_credentials import RotatingServerCredentials
 from muster.scheduler import systemd
 from muster.scheduler.access import Access
-from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
+from muster.scheduler.audit import membership
+from muster.scheduler.audit.anchors import Anchors
+from muster.scheduler.audit.audit_log import AuditLog
+from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.audit.native_stderr import HandshakeWatch
 from muster.scheduler.audit.refusals import ThinnedRecorder
 from muster.scheduler.config import SchedulerSettings
@@ -114,11 +117,14 @@ async def run(
     audit = AuditLog(settings.audit_log_path) if settings.audit_log_path else None
     recorder = ThinnedRecorder(audit, loop)
     leadership = _leadership(settings, security, loop)
-    jobs = _jobs(settings, loop, recorder, leadership)
+    storage = _storage(settings, leadership)
+    jobs = _jobs(settings, loop, recorder, leadership, storage)
+    anchors = Anchors(audit, storage) if audit is not None and storage is not None else None
+    jobs.follow(lambda driver: membership.follow(driver, recorder.membership))
     if watch is not None:
         watch.report_to(recorder)
     try:
-        return await _serve(settings, security, addresses, jobs, recorder, stop, leadership)
+        return await _serve(settings, security, addresses, jobs, recorder, stop, leadership, anchors)
     finally:
         await jobs.close()
         if watch is not None:
@@ -181,6 +187,7 @@ def _jobs(
     loop: asyncio.AbstractEventLoop,
     recorder: Recorder,
     leadership: Leadership | None,
+    storage: Storage | None,
 ) -> Jobs:
     return Jobs(
         settings,
@@ -188,7 +195,7 @@ def _jobs(
         recorder.note,
         new_machine=lambda job_id, core: AdoptingJob(job_id, core, (), 0.0, adopt=settings.adopt),
         recover_machine=functools.partial(AdoptingJob, adopt=settings.adopt),
-        storage=_storage(settings, leadership),
+        storage=storage,
         stood_by=lambda: leadership is not None and leadership.stood_by,
     )
 
@@ -201,6 +208,7 @@ async def _serve(
     recorder: Recorder,
     stop: asyncio.Future[int],
     leadership: Leadership | None,
+    anchors: Anchors | None,
 ) -> int:
     access = Access(
         tls=security is not None,
@@ -242,6 +250,9 @@ async def _serve(
         at_end.callback(asyncio.ensure_future(_keep_health_true(health_servicer, jobs)).cancel)
         at_end.push_async_callback(_say_goodbye, health_servicer, jobs, sessions)
         at_end.push_async_callback(watching.close)
+        if anchors is not None:
+            await anchors.begin()
+            at_end.push_async_callback(anchors.end)
         _say_ready(settings, security, port)
         return await _until_over(settings, jobs, sessions, stop, leadership)
 

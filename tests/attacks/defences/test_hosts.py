@@ -23,7 +23,8 @@ from muster.certs.runtime import watcher
 from muster.launch import process as launch_process
 from muster.launch import rank_table
 from muster.scheduler.audit import logs, refusals
-from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter
+from muster.scheduler.audit.audit_log import AuditLog
+from muster.scheduler.audit.logs import LOG, LineFormatter
 from muster.scheduler.core import events, joining, records
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.errors import LimitError, SchedulerSettingsError

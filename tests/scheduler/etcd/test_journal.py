@@ -49,6 +49,24 @@ async def what_stands(rig: Rig) -> Sequence[records.Record]:
     return (await EtcdJournal(claim).load()).get(JOB, ())
 
 
+def test_what_is_noted_beside_the_records_is_there_for_the_next_leader() -> None:
+    async def test() -> None:
+        rig = Rig()
+        journal, _ = await leader(rig)
+        await journal.note("audit/one", "1 ab")
+        await journal.note("audit/one", "2 cd")
+        rig.clock.now += 10
+        claim, _ = rig.process("next")
+        await claim.campaign()
+        after = EtcdJournal(claim)
+        assert await after.load() == {}
+        assert await after.notes() == {"audit/one": "2 cd"}
+        with pytest.raises(DeposedError):
+            await journal.note("audit/one", "3 ef")
+
+    go(test())
+
+
 BATCHES = ((records.JobOpened(JOB, 1, 1), records.Admitted(candidate())), (records.GenerationEnded(1, "x"),))
 
 

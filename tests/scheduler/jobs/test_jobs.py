@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -27,6 +27,7 @@ class MemoryStorage:
 
     def __init__(self, **records: list[records.Record]) -> None:
         self.records = records
+        self.noted: dict[str, str] = {}
         self.closed = False
         self.error: Exception | None = None
 
@@ -44,6 +45,12 @@ class MemoryStorage:
     def forget(self, job_id: str) -> None:
         self._check()
         del self.records[job_id]
+
+    def notes(self) -> Mapping[str, str]:
+        return self.noted
+
+    def note(self, name: str, text: str) -> None:
+        self.noted[name] = text
 
     def _check(self) -> None:
         if self.error is not None:

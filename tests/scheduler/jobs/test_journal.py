@@ -101,6 +101,19 @@ def test_a_new_journal_is_empty_and_closed_to_others(tmp_path: Path) -> None:
         assert [p.name for p in (tmp_path / "folder").iterdir() if p.name.startswith(".")] == []
 
 
+def test_notes_beside_the_records_survive_and_are_read_while_a_scheduler_writes(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path, owner="job") as journal:
+        journal.note("audit/one", "1 ab")
+        journal.note("audit/one", "2 cd")
+        assert journals.notes_of(path) == {"audit/one": "2 cd"}
+    with Journal(path, owner="job") as journal:
+        assert journal.notes() == {"audit/one": "2 cd"}
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE meta SET value = '9 ef' WHERE key = 'note:audit/one'")
+    assert journals.notes_of(path) == {}  # its checksum does not fit
+
+
 def test_forget_drops_one_job(tmp_path: Path) -> None:
     with Journal(tmp_path / "j") as journal:
         journal.append("a", RECORDS[:2])

@@ -53,9 +53,11 @@ def test_a_job_from_join_to_exit(pki: Pki, tmp_path: Path) -> None:
                 assert stream.end() is None
         assert running.wait() == 0
     events = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert [event["event"] for event in events] == ["joined", "joined", "left", "left"]
-    assert {event["node_id"] for event in events} == {"node-0", "node-1"}
-    for event in events:
+    expected = ["began", "joined", "joined", "formed", "left", "over", "left"]
+    assert sorted(event["event"] for event in events) == sorted(expected)
+    of_nodes = [event for event in events if "node_id" in event]
+    assert {event["node_id"] for event in of_nodes} == {"node-0", "node-1"}
+    for event in of_nodes:
         assert event["identity"] == "muster://default/worker"
         assert event["certificate"] == pki.credentials("client").fingerprint
         assert event["time"].endswith("+00:00")

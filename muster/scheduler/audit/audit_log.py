@@ -1,0 +1,155 @@
+"""The audit log: who joined, left, was refused, expelled or drained, and who was a member in which step.
+
+Each line is signed and names the one before it (``chain.py``). The key is made beside the log when it is
+first needed, ``FILE.key``, for this user alone; ``muster audit key`` shows the public half. A log that is
+renamed, as logrotate does, goes on in a new file of the old name; a scheduler that starts again goes on where
+the file ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from muster.scheduler.audit.chain import Head, public_text, read_line, signed
+from muster.scheduler.audit.logs import LOG
+from muster.scheduler.errors import SchedulerSettingsError
+from muster.wire.files import open_own, open_regular
+
+TAIL_BYTES = 8 * 1024 * 1024
+"""As much of a file's end is read to find its last line; the line of a generation of 4,096 has 0.5 MB."""
+
+_KEY_BYTES = 4096
+
+
+class AuditLog:
+    """JSON lines, appended, chained and signed.
+
+    Args:
+        path: the file; made with mode 0600. No link is followed there, and it is no other user's.
+        wall_clock: the time of day.
+
+    Raises:
+        SettingsError: the file cannot be opened, or its key cannot be read or made.
+    """
+
+    def __init__(
+        self, path: Path, wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)
+    ) -> None:
+        self._path = path
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()  # of failed handshakes another thread writes
+        try:
+            self._fd = open_own(path)
+            self._key = _load_key(path.with_name(f"{path.name}.key"))
+            head, self._torn = _last_line(path, public_text(self._key))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise SchedulerSettingsError(
+                f"MS_AUDIT_LOG must name a file that can be written; '{path}': {reason}."
+            ) from error
+        self._head = head or Head(secrets.token_hex(8))
+        if head is None:
+            self.write("began", {"key": public_text(self._key)})
+
+    @property
+    def head(self) -> Head:
+        """The last line that was written."""
+        return self._head
+
+    @property
+    def key(self) -> str:
+        """The public key, in hexadecimal digits."""
+        return public_text(self._key)
+
+    def write(self, event: str, facts: Mapping[str, object]) -> None:
+        """Appends one event; a single write, so that lines of two processes do not mix."""
+        entry = {"time": self._wall_clock().isoformat(timespec="milliseconds"), "event": event, **facts}
+        with self._lock:
+            try:
+                self._follow_the_name()
+                line, head = signed(entry, self._head, self._key)
+                data = b"\n" + line if self._torn else line
+                written = os.write(self._fd, data)
+                self._torn = written < len(data)
+                if self._torn:
+                    raise OSError(0, "the disk took only a part of a line")
+                self._head = head
+            except OSError as error:
+                LOG.error("the audit log cannot be written: %s", error.strerror)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+    def _follow_the_name(self) -> None:
+        """Opens a new file where the old one was renamed or removed."""
+        with contextlib.suppress(FileNotFoundError):
+            now, own = self._path.lstat(), os.fstat(self._fd)
+            if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
+                return
+        descriptor = open_own(self._path)
+        os.close(self._fd)
+        self._fd, self._torn = descriptor, False
+
+
+def _load_key(path: Path) -> Ed25519PrivateKey:
+    """The key of a log, which is made if there is none yet.
+
+    Raises:
+        OSError: it can neither be read nor made.
+        ValueError: it is no Ed25519 key.
+    """
+    try:
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        key = Ed25519PrivateKey.generate()
+        data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        return key
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise ValueError(f"its key {path} is another user's")
+        data = file.read(_KEY_BYTES)
+    try:
+        loaded = load_pem_private_key(data, None)
+    except (TypeError, ValueError):
+        raise ValueError(f"its key {path} is damaged") from None
+    if not isinstance(loaded, Ed25519PrivateKey):
+        raise ValueError(f"its key {path} is no Ed25519 key")
+    return loaded
+
+
+def _last_line(path: Path, key: str) -> tuple[Head | None, bool]:
+    """The last line that this key has signed, if any; and whether the file ends within a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        data = file.read(TAIL_BYTES)
+    lines = data.split(b"\n")
+    for line in reversed(lines):
+        read = read_line(line, "")
+        if read is not None and read.is_by(key):
+            return read.head, bool(lines[-1])
+        with contextlib.suppress(ValueError, RecursionError):
+            if line and "log" not in json.loads(line):
+                break  # an older version wrote it
+    return None, bool(lines[-1])
