@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from muster.certs.__main__ import parser as certs_parser
 from muster.launch.check.command import parser as check_parser
+from muster.launch.nccl_plugin import parser as nccl_plugin_parser
 from muster.launch.options import parser as run_parser
 from muster.launch.rank_table import parser as ranktable_parser
 from muster.scheduler.__main__ import parser as scheduler_parser
@@ -44,6 +45,7 @@ def words_of(commands: Mapping[str, str]) -> dict[str, list[str]]:
         "run": _options(run_parser()),
         "scheduler": _options(scheduler_parser()),
         "check": sorted({*_options(check_parser()), *_options(run_parser())}),
+        "nccl-plugin": ["build", "show", *_options(nccl_plugin_parser())],
         "ranktable": [*_options(ranktable_parser()), "merge"],
         "audit": sorted(_subparsers(audit_parser())),
         "certs": sorted(_subparsers(certs_parser())),

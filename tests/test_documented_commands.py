@@ -55,6 +55,11 @@ ELSEWHERE = {
         "tests/end_to_end/test_torch_programs.py"
     ),
     f"muster run -n 2 --scheduler {BOTH} -- python train.py": "tests/end_to_end/test_jax.py",
+    f"muster run -n 8 --encrypt-nccl --scheduler {BOTH} -- python train.py": (
+        "tests/end_to_end/test_nccl_encryption.py"
+    ),
+    "muster nccl-plugin build": "tests/launch/test_nccl_plugin.py",
+    "muster nccl-plugin show": "tests/launch/test_nccl_plugin.py",
 }
 """Commands that tests elsewhere run, perhaps with fewer workers: each names the file."""
 

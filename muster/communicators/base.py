@@ -13,6 +13,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
+from typing import Protocol
 
 from muster.communicators.arrays import HOST, Array, Description, kind_of
 from muster.communicators.membership import Membership
@@ -162,6 +163,19 @@ class Communicator(abc.ABC):
         """Releases everything after outstanding work is done; idempotent."""
 
 
+class NetPlugin(Protocol):
+    """The plug-in through which NCCL, run in this process, sends to other hosts."""
+
+    def use_secret(self, generation: int, secret: bytes) -> None:
+        """Makes connections from now on prove this generation's secret."""
+
+    def reason(self) -> str:
+        """Why a connection ended that did not end well; empty: none did."""
+
+    def forget_reason(self) -> None:
+        """Forgets why connections ended before."""
+
+
 class Backend(abc.ABC):
     """One kind of communicator in this process. Lives across generations."""
 
@@ -169,6 +183,9 @@ class Backend(abc.ABC):
 
     on_device = False
     """As :attr:`Communicator.on_device`."""
+
+    may_run_nccl = False
+    """Whether NCCL may carry what this worker sends, in this process or in a program of its own."""
 
     answers_probes = False
     """Whether its endpoint answers probes, so that no other listener is needed for them."""
@@ -186,6 +203,9 @@ class Backend(abc.ABC):
         Returns:
             ``host:port`` to hand to peers, or "" when the backend needs none.
         """
+
+    def seal(self, plugin: NetPlugin) -> None:  # noqa: B027 - who runs no NCCL has nothing to seal
+        """Takes the plug-in that encrypts what NCCL sends between hosts; before the first :meth:`connect`."""
 
     @abc.abstractmethod
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:

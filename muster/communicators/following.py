@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from muster.communicators.arrays import HOST, Array, describe
-from muster.communicators.base import Backend, Communicator
+from muster.communicators.base import Backend, Communicator, NetPlugin
 from muster.communicators.membership import Membership
+from muster.communicators.nccl.bootstrap_tls import KEY_BYTES
 from muster.communicators.nccl.communicator import NcclBackend, NcclCommunicator
+from muster.communicators.nccl.generation_secret import derive_secret
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.backend import UNIQUE_ID_BYTES, TcpBackend
 from muster.communicators.tcp.communicator import TcpCommunicator
@@ -205,7 +207,7 @@ class FollowingBackend(Backend):
         host: of tcp.
     """
 
-    on_device = answers_probes = True
+    on_device = answers_probes = may_run_nccl = True
 
     def __init__(self, device: NcclBackend, host: TcpBackend) -> None:
         self.name = device.name
@@ -213,6 +215,13 @@ class FollowingBackend(Backend):
         self._device = device
         self._host = host
         self._said = False
+        self._plugin: NetPlugin | None = None
+
+    def seal(self, plugin: NetPlugin) -> None:
+        """See :meth:`Backend.seal`: its connections' secret comes from tcp's; NCCL's ids are none."""
+        self._plugin = plugin
+        self._device.seal(plugin)
+        self.facts = self._device.facts
 
     def open_endpoint(self, address: str) -> str:
         """See :meth:`Backend.open_endpoint`; "" where nothing may listen without TLS."""
@@ -225,21 +234,34 @@ class FollowingBackend(Backend):
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         """See :meth:`Backend.mint_unique_ids`: NCCL's ids, each with a secret of tcp's after it.
 
-        NCCL's own are no secret: its ranks send them in the clear.
+        NCCL's own are no secret: its ranks send them in the clear. Where all ranks' NCCL has TLS, which they
+        compare as they join, a key of its bootstrap stands between them.
         """
+        tls = self._device.bootstrap_tls
+        key = b"" if tls is None else tls.key()  # before NCCL listens
         pairs = zip(self._device.mint_unique_ids(count), self._host.mint_unique_ids(count), strict=True)
-        return tuple(public + secret for public, secret in pairs)
+        return tuple(public + key + secret for public, secret in pairs)
 
     def connect(
         self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
     ) -> Communicator:
         """See :meth:`Backend.connect`: connects the GPUs, and listens for the rest."""
         ids = membership.unique_ids
-        public = replace(membership, unique_ids=tuple(each[:-UNIQUE_ID_BYTES] for each in ids))
+        own = tuple(each[:-UNIQUE_ID_BYTES] for each in ids)
+        tls = self._device.bootstrap_tls
+        if tls is not None:
+            tls.take(own[0][-KEY_BYTES:])
+            own = tuple(each[:-KEY_BYTES] for each in own)
+        public = replace(membership, unique_ids=own)
+        minted = tuple(each[-UNIQUE_ID_BYTES:] for each in ids)
+        if self._plugin is not None:
+            generation = membership.generation
+            secret = derive_secret(minted, job_id=membership.job_id, generation=generation)
+            self._plugin.forget_reason()
+            self._plugin.use_secret(generation, secret)
         if not all(peer.data_address for peer in membership.peers):
             return self._device.connect(public, timeout_s=timeout_s, cancelled=cancelled)
-        secret = replace(membership, unique_ids=tuple(each[-UNIQUE_ID_BYTES:] for each in ids))
-        host = self._host.listen(secret, timeout_s=timeout_s)
+        host = self._host.listen(replace(membership, unique_ids=minted), timeout_s=timeout_s)
         self._device.absent = lambda: host.absent(_ABSENT_AFTER_S)
         try:
             device = self._device.connect(public, timeout_s=timeout_s, cancelled=cancelled)

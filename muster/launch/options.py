@@ -12,7 +12,7 @@ from muster.errors import SettingsError
 from muster.launch.parsing import HostShare, parse_addresses, parse_hostfile, parse_hosts
 from muster.launch.worker_counts import Request
 from muster.wire.files import read_regular
-from muster.wire.variables import LAUNCHER, WORKER, option_help, variables_help
+from muster.wire.variables import LAUNCHER, TABLE, WORKER, option_help, variables_help
 from muster.worker.config import node_rank
 
 _MAX_HOSTFILE_BYTES = 16 << 20
@@ -128,6 +128,14 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="file that holds the password of the .p12 files (MS_CLIENT_PASSWORD_FILE, and with --scheduler"
         " MS_SERVER_PASSWORD_FILE)",
+    )
+    group.add_argument(
+        "--encrypt-nccl",
+        nargs="?",
+        const="require",
+        choices=TABLE["MS_NCCL_ENCRYPTION"].choices,
+        metavar="require|prefer",
+        help=option_help("MS_NCCL_ENCRYPTION"),
     )
     group.add_argument(
         "--min-workers",

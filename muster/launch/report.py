@@ -265,14 +265,22 @@ def describe_group(group: Mapping[str, Any], *, encrypts_gloo: bool = False) -> 
     """Describes an established group in a line, with whether its traffic is encrypted.
 
     Args:
-        group: ``generation``, ``workers``, ``hosts``, ``devices``, ``backend``, ``tls``, and ``reason`` of
-            the generation, as the worker has noted them.
+        group: ``generation``, ``workers``, ``hosts``, ``devices``, ``backend``, ``tls``, ``nccl_sealed``,
+            ``nccl_plain_ways``, and ``reason`` of the generation, as the worker has noted them.
         encrypts_gloo: as in :class:`LastWords`.
     """
     backend, tls = str(group.get("backend", "")), bool(group.get("tls"))
+    sealed = tls and bool(group.get("nccl_sealed"))
     by_gloo = tls and encrypts_gloo and backend == "torch"
-    encrypted = tls and (backend == "tcp" or (by_gloo and group.get("devices") == "CPU"))
-    if by_gloo:
+    encrypted = tls and (backend == "tcp" or (by_gloo and (sealed or group.get("devices") == "CPU")))
+    encrypted = encrypted or (sealed and backend == "nccl")
+    if sealed and by_gloo:
+        words = "scheduler, gloo and nccl between hosts encrypted"
+    elif sealed:
+        words = "scheduler and nccl between hosts encrypted" + (
+            "" if encrypted else ", gloo's own traffic NOT"
+        )
+    elif by_gloo:
         words = "scheduler and gloo encrypted" + ("" if encrypted else ", nccl's own traffic NOT")
     elif encrypted:
         words = "encrypted"
@@ -280,6 +288,8 @@ def describe_group(group: Mapping[str, Any], *, encrypts_gloo: bool = False) -> 
         words = f"scheduler encrypted, {backend}'s own traffic NOT"
     else:
         words = "NOT encrypted: no certificates (--config)"
+    if sealed and (ways := str(group.get("nccl_plain_ways") or "")):
+        words, encrypted = f"{words}, {ways} NOT", False
     number = _whole(group.get("generation"))
     text = (
         f"{_count(_whole(group.get('workers')), 'worker')} on {_count(_whole(group.get('hosts')), 'host')}, "

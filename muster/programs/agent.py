@@ -37,10 +37,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from muster.communicators.nccl.generation_secret import DESCRIPTOR_VARIABLE, HandedSecret
 from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
 from muster.programs.assignment import handover_of, own_keys
 from muster.programs.client import StoreClient
 from muster.programs.link import StoreEndedError, StoreLostError
+from muster.programs.sealed_nccl import hand_over
 from muster.worker import ending, runtime
 from muster.worker.program_environment import (
     AGENT_PID_VARIABLE,
@@ -105,6 +107,7 @@ class Agent:
         self._rebuilds = False
         self._asked_to_end = False
         self._starts = 0
+        self._secret = HandedSecret()
 
     def run(self) -> int:
         """Joins, and runs the command in one generation after the other; returns its exit code.
@@ -174,6 +177,7 @@ class Agent:
                 **torch_variables(place, port, os.environ.get(GLOO_VARIABLE, "")),
                 NODE_VARIABLE: me.node_id,
                 AGENT_PID_VARIABLE: str(os.getpid()),
+                **hand_over(session, self._secret),
             }
             session.report(self._starts + 1, 0.0)  # it has begun, so it holds what state there is
             script = self._begin(variables)
@@ -187,27 +191,33 @@ class Agent:
             log.info("%s", change.message)
             return None
         finally:
+            self._secret.forget()
             store.close("The generation is over.")
 
     def _begin(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Starts the script, unless it has lived through the generation before."""
-        if self._script is not None and self._say(variables=dict(variables)):
+        secret = () if self._secret.descriptor < 0 else (self._secret.descriptor,)
+        if self._script is not None and self._say(secret, variables=dict(variables)):
             return self._script
         self._end_script()
         self._line, theirs = socket.socketpair()
         with theirs:
             env = {**os.environ, **variables, AGENT_VARIABLE: str(theirs.fileno())}
-            script = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(),))
+            if secret:
+                env[DESCRIPTOR_VARIABLE] = str(*secret)
+            script = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(), *secret))
         self._script, self._rebuilds, self._heard = script, False, b""
         if self._asked_to_end:  # it came just before
             script.send_signal(signal.SIGTERM)
         return script
 
-    def _say(self, **said: object) -> bool:
-        """Says something to a script that listens; returns whether it is there."""
+    def _say(self, descriptors: Sequence[int] = (), **said: object) -> bool:
+        """Says something to a script that listens, and gives it descriptors; returns whether it is there."""
         assert self._line is not None
+        text = json.dumps(said).encode() + b"\n"
         try:
-            self._line.sendall(json.dumps(said).encode() + b"\n")
+            sent = socket.send_fds(self._line, [text], descriptors) if descriptors else 0
+            self._line.sendall(text[sent:])
         except OSError:
             return False
         return True

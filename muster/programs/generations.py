@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from muster.errors import NotInitializedError
+from muster.programs.sealed_nccl import take_new_secret
 from muster.wire.threads import start_thread
 from muster.worker.adopted import line_to_agent
 from muster.worker.program_environment import GENERATION_VARIABLE
@@ -19,6 +21,8 @@ from muster.worker.program_environment import GENERATION_VARIABLE
 log = logging.getLogger("muster.worker")
 
 T = TypeVar("T")
+
+_MOST_HEARD_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,14 @@ class _Agent:
             self._next, self._over, self._first = None, False, False
 
     def _listen(self) -> None:
-        with self._line.makefile("r", encoding="utf-8") as lines:
+        rest = b""
+        while True:
+            heard, secrets, _, _ = socket.recv_fds(self._line, _MOST_HEARD_BYTES, 1)
+            for secret in secrets:  # before the news of its generation
+                take_new_secret(secret, os.environ)
+            if not heard:
+                break
+            *lines, rest = (rest + heard).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
         with self._changed:

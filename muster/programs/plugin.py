@@ -34,6 +34,12 @@ def autoload() -> None:
     if VARIABLE not in os.environ:
         if TORCHRUN_VARIABLE in os.environ:
             _let_writes_settle(TORCHRUN_VARIABLE)
+            from muster.worker.program_environment import NCCL_SECRET_VARIABLE
+
+            if NCCL_SECRET_VARIABLE in os.environ:
+                from muster.programs.sealed_nccl import take_secret_of_torchrun
+
+                take_secret_of_torchrun(os.environ)
         return
     import torch.distributed
 

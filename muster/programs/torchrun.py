@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from muster.communicators.nccl.generation_secret import HandedSecret
 from muster.errors import (
     FormationTimeoutError,
     JobEndedError,
@@ -35,9 +36,10 @@ from muster.errors import (
 from muster.programs.client import StoreClient
 from muster.programs.link import StoreEndedError, StoreLostError
 from muster.programs.plugin import TORCHRUN_VARIABLE
+from muster.programs.sealed_nccl import hand_over, path_for_workers
 from muster.wire.variables import default_of
 from muster.worker.config import SecurityContext
-from muster.worker.program_environment import HOST
+from muster.worker.program_environment import HOST, NCCL_SECRET_VARIABLE
 from muster.worker.runtime import open_session
 from muster.worker.session.connection import load_keyring
 from muster.worker.session.session import Session
@@ -110,6 +112,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
         self._keyring: Any = None
         self._round = (0, 0)
         """The generation, and how many times its workers were started."""
+        self._secret = HandedSecret()
 
     # ------------------------------------------------------------ what torchrun asks
 
@@ -172,6 +175,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
     def shutdown(self) -> bool:
         """Leaves the job: finished, unless its workers are being started again or have failed."""
         self._close_stores()
+        self._secret.forget()
         if self._session is not None:
             self._session.release()
         return True
@@ -213,6 +217,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
                 break
             except MembershipChanged:
                 self._close_store()
+                self._secret.forget()
                 try:
                     session.rejoin()
                 except MembershipChanged:
@@ -240,6 +245,9 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
         self._round = (session.generation, count)
         port = store.open_proxy(b"torch/%d/" % count)
         os.environ[TORCHRUN_VARIABLE] = f"{HOST}:{port}"  # its workers inherit it
+        os.environ.update(hand_over(session, self._secret))
+        if self._secret.descriptor >= 0:
+            os.environ[NCCL_SECRET_VARIABLE] = path_for_workers(self._secret)
         client = TCPStore(HOST, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
         return RendezvousInfo(
             PrefixStore("agents", client), session.rank, session.world_size, RendezvousStoreInfo(HOST, port)

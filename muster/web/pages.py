@@ -16,6 +16,7 @@ from muster.web.live import Cell, Live
 from muster.web.logs import Log, tail
 from muster.web.model import GENERATIONAL, Followed, ObservedJob, ObservedWorker, trouble, who_waits
 from muster.web.plots import bars, plots
+from muster.wire.messages import NCCL_WORDS
 from muster.wire.v1 import watch_pb2 as pb
 
 CARDS_AT_MOST = 64
@@ -109,7 +110,8 @@ class JobPage:
             return
         workers = job.workers()
         generations = job.generations()
-        live.put("head", render("head.html", job=job, line=job.line, now=now))
+        nccl = NCCL_WORDS.get(job.line.nccl_traffic, "")
+        live.put("head", render("head.html", job=job, line=job.line, now=now, nccl=nccl))
         waits = list(who_waits(workers)) if job.stands_still_s(now) else []
         still_s = job.stands_still_s(now)
         live.put("trouble", render("job_trouble.html", job=job, waits=waits, still_s=still_s))

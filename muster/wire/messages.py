@@ -440,6 +440,19 @@ SchedulerMessage = (
 VERSION_FACT = "muster"
 """The name under which a worker's facts have its version."""
 
+NCCL_VERSION_FACT = "nccl"
+"""The name under which they have NCCL's version, where it runs in the worker's own process."""
+
+NCCL_FACT = "nccl_traffic"
+"""The name under which they have what NCCL's traffic between hosts is."""
+
+SEALED, PLAIN = "sealed", "plain"
+NCCL_WORDS = {SEALED: "sealed by Muster's plug-in (AES-128-GCM)", PLAIN: "plain"}
+"""What it may be, in words for people."""
+
+NCCL_NET = "MusterSealed"
+"""The plug-in's network, by the name that NCCL knows."""
+
 BEFORE_VERSIONS = "0.1"
 """The series of a scheduler that says no version in its Welcome."""
 

@@ -345,6 +345,31 @@ TABLE = {
         },
         shown="by device",
     ),
+    "MS_NCCL_ENCRYPTION": Variable(
+        "choice",
+        WORKER,
+        "Whether what NCCL sends between hosts is [encrypted](nccl_encryption.md); the same everywhere."
+        " `require`: or no worker starts. `prefer`: where it can be, and not where there is InfiniBand.",
+        "off",
+        choices=("off", "prefer", "require"),
+        options=("run --encrypt-nccl",),
+    ),
+    "MS_NCCL_CONNECTIONS": Variable(
+        "integer",
+        WORKER,
+        "With encryption: TCP connections of each communicator of NCCL's network; each keeps a core busy.",
+        4,
+        1,
+        16,
+    ),
+    "MS_NCCL_ACCEPT_TIMEOUT": Variable(
+        "integer",
+        WORKER,
+        "With encryption: seconds for which NCCL's connections wait for the other side.",
+        120,
+        1,
+        86_400,
+    ),
     "MS_WORKER_SPARE": Variable("flag", WORKER, "1: wait as a spare.", False),
     "MS_COLLECTIVE_TIMEOUT": Variable(
         "seconds",
@@ -420,7 +445,7 @@ TABLE = {
 }
 """All variables by name."""
 
-INTERNAL = frozenset(("MS_UPLINK", "MS_UPLINK_DOOR", "MS_PROCESSES_ENDED"))
+INTERNAL = frozenset(("MS_NCCL_SECRET_FD", "MS_UPLINK", "MS_UPLINK_DOOR", "MS_PROCESSES_ENDED"))
 """Variables that a launch sets for its own processes; users do not."""
 
 

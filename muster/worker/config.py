@@ -172,6 +172,7 @@ class Settings(Value):
     ``scheduler_hosts`` are those of all schedulers of the job, of which one leads, and is to be found.
     ``waits_without_limit``: however long none leads; there are several, and MS_RECONNECT_TIMEOUT is not set.
     ``visible_devices`` None: all there are. ``device_id``, ``local_index`` and ``rank_id`` -1: not said.
+    ``nccl_connections`` and ``nccl_accept_timeout_s`` are read by NCCL's plug-in, and checked here.
     ``node_id``, ``host_id``, ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
     """
 
@@ -197,6 +198,9 @@ class Settings(Value):
     worker_address: str = ""
     local_index: int = default_of("MS_LOCAL_INDEX")
     backend: str = ""
+    nccl_encryption: str = default_of("MS_NCCL_ENCRYPTION")
+    nccl_connections: int = default_of("MS_NCCL_CONNECTIONS")
+    nccl_accept_timeout_s: int = default_of("MS_NCCL_ACCEPT_TIMEOUT")
     visible_devices: tuple[str, ...] | None = None
     device_id: int = default_of("DEVICE_ID")
     rank_id: int = default_of("RANK_ID")
@@ -245,6 +249,9 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         worker_address=read.host("MS_WORKER_ADDRESS"),
         local_index=read.integer("MS_LOCAL_INDEX"),
         backend=read.choice("MS_BACKEND"),
+        nccl_encryption=read.choice("MS_NCCL_ENCRYPTION"),
+        nccl_connections=read.integer("MS_NCCL_CONNECTIONS"),
+        nccl_accept_timeout_s=read.integer("MS_NCCL_ACCEPT_TIMEOUT"),
         visible_devices=visible_devices(env),
         device_id=read.integer("DEVICE_ID"),
         rank_id=read.integer("RANK_ID", high=worker_num - 1),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from muster.errors import SettingsError, WorkerError
 from muster.version import __version__
-from muster.wire.messages import VERSION_FACT, Device, Host, Value
+from muster.wire.messages import NCCL_NET, VERSION_FACT, Device, Host, Value
 from muster.worker.config import Settings
 
 if TYPE_CHECKING:
@@ -275,6 +275,8 @@ def join_facts(
     facts = {VERSION_FACT: __version__, **plane.facts}
     if plane.on_device:
         nccl = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
+        if nccl["NCCL_NET"] == NCCL_NET:  # Muster's plug-in may lie elsewhere on each host
+            del nccl["NCCL_NET_PLUGIN"]
         facts |= {name: value[:256] for name, value in nccl.items() if value and value.isprintable()}
         facts |= package_versions(MUST_AGREE_LIBRARIES, path)
         driver = driver_version(root)

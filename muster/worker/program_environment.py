@@ -19,6 +19,9 @@ AGENT_PID_VARIABLE = "MUSTER_AGENT_PID"
 NODE_VARIABLE = "MUSTER_NODE_ID"
 """The worker's stable name."""
 
+NCCL_SECRET_VARIABLE = "MUSTER_NCCL_SECRET"
+"""Where torchrun's workers open the secret of NCCL's connections, in /proc: they inherit no descriptor."""
+
 GLOO_VARIABLE = "MS_TORCH_GLOO"
 """The user's: "muster" where groups of Gloo's are to be Muster's."""
 

@@ -263,6 +263,7 @@ def open_session(
     from muster.communicators.tcp.probe import Prober, answer_probes
     from muster.wire.messages import Profile
     from muster.worker.host import bind_libraries, join_facts
+    from muster.worker.nccl_protection import encryption_facts, protect_nccl
     from muster.worker.session.session import Session, new_incarnation
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
@@ -275,6 +276,7 @@ def open_session(
         allow_insecure=settings.allow_insecure,
         warm_up=warmed,
     )
+    protection = protect_nccl(settings, plane, env, os.environ, tls=keyring is not None)
     data_address = plane.open_endpoint(host.address)
     answering, probe_address = (
         (None, data_address)
@@ -295,7 +297,7 @@ def open_session(
         probe_address=probe_address,
         last_call_s=settings.last_call_s,
         spare=settings.spare,
-        facts=tuple(sorted(join_facts(plane, env).items())),
+        facts=tuple(sorted({**join_facts(plane, env), **encryption_facts(protection, plane)}.items())),
     )
     dial = grpc_dial(settings, keyring)
     return Session(
@@ -307,6 +309,7 @@ def open_session(
         prober=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,
+        nccl=protection,
     )
 
 

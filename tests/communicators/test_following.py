@@ -20,6 +20,7 @@ from muster.communicators.base import Backend, Communicator, check_place
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.communicators.following import FollowingBackend, FollowingCommunicator
 from muster.communicators.membership import Membership, Peer
+from muster.communicators.nccl.bootstrap_tls import BootstrapTls
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import FINISHED, Work
 from muster.errors import (
@@ -81,6 +82,12 @@ class GpuBackend(Backend):
         self.absent: Callable[[], list[Peer]] | None = None
         self.stuck = False
         self.given: tuple[bytes, ...] = ()
+        self.sealed_by: Any = None
+        self.bootstrap_tls: BootstrapTls | None = None
+        self.connecting: Callable[[int], Any] = lambda generation: None
+
+    def seal(self, plugin: Any) -> None:
+        self.sealed_by = plugin
 
     def open_endpoint(self, address: str) -> str:
         return ""
@@ -91,6 +98,7 @@ class GpuBackend(Backend):
     def connect(
         self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
     ) -> Communicator:
+        self.connecting(membership.generation)
         self.given = membership.unique_ids
         if self.stuck:
             assert self.absent is not None
@@ -432,6 +440,103 @@ def test_tcp_has_a_secret_that_nccl_never_sees(make: Callable[[int], Job]) -> No
     errors = job.run(lambda comm: total(comm, on_cpu(1)))
     assert all(isinstance(error, WorkerError) for error in errors)
     assert any(isinstance(error, SecurityError) for error in errors)
+
+
+class Plugin:
+    """Notes what NCCL's plug-in is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bytes]] = []
+
+    def use_secret(self, generation: int, secret: bytes) -> None:
+        self.told.append((generation, secret))
+
+    def reason(self) -> str:
+        return ""
+
+    def forget_reason(self) -> None:
+        return
+
+
+def test_the_plug_in_gets_a_secret_of_each_generation_before_nccl_connects(
+    make: Callable[[int], Job],
+) -> None:
+    """It comes from tcp's secret, which NCCL never sees: who knows NCCL's id alone knows nothing of it."""
+    job = make(2)
+    plugins = [Plugin(), Plugin()]
+    for backend, gpus, plugin in zip(job.backends, job.gpus, plugins, strict=True):
+        backend.seal(plugin)
+        assert gpus.sealed_by is plugin
+        gpus.connecting = lambda number, plugin=plugin: numbers.append((number, len(plugin.told)))  # type: ignore[misc]
+    numbers: list[tuple[int, int]] = []
+    for round_ in (1, 2):
+        for each in job.ranks:
+            each.abort(MembershipChanged("over", generation=5))
+        job.next()
+        assert plugins[0].told == plugins[1].told and len(plugins[0].told) == round_
+    (first, secret), (second, other) = plugins[0].told
+    assert second == first + 1 and secret != other and {len(secret), len(other)} == {32}
+    assert sorted(numbers) == [(first, 1), (first, 1), (second, 2), (second, 2)]
+    assert not any(secret in told or told in secret for told in job.gpus[0].given)
+
+
+class TlsNccl:
+    """What of NCCL's bindings sets a key; ``keys`` are those that were set."""
+
+    class NCCLError(Exception):
+        pass
+
+    class EncryptionConfig:
+        mode, psk = 0, ""
+
+        @property
+        def ptr(self) -> tuple[int, str]:
+            return self.mode, self.psk
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def set_encryption(self, config: tuple[int, str]) -> None:
+        mode, key = config
+        assert mode == 1
+        self.keys.append(key)
+
+
+def test_the_key_of_nccl_s_bootstrap_travels_with_the_ids_and_stays(make: Callable[[int], Job]) -> None:
+    job = make(2)
+    bindings = [TlsNccl(), TlsNccl()]
+    for gpus, nccl in zip(job.gpus, bindings, strict=True):
+        gpus.bootstrap_tls = BootstrapTls(nccl)
+    minting = job.gpus[0].mint_unique_ids
+    keyed: list[int] = []
+
+    def mint(count: int) -> tuple[bytes, ...]:
+        keyed.append(len(bindings[0].keys))
+        return minting(count)
+
+    job.gpus[0].mint_unique_ids = mint  # type: ignore[method-assign]
+    for _ in range(2):
+        for each in job.ranks:
+            each.abort(MembershipChanged("over", generation=5))
+        job.next()
+    assert keyed == [1, 1]  # set before NCCL listens, and once
+    assert bindings[0].keys == bindings[1].keys and len(bindings[0].keys[0]) >= 32
+    assert job.gpus[0].given == job.gpus[1].given == (NCCL_ID,)
+    # Rank 0 of the next generation is a new process, which knows no key: the other takes its.
+    new = TlsNccl()
+    job.gpus[0].bootstrap_tls = BootstrapTls(new)
+    for each in job.ranks:
+        each.abort(MembershipChanged("over", generation=5))
+    job.next()
+    assert bindings[1].keys == [*bindings[0].keys, *new.keys] and len(set(bindings[1].keys)) == 2
+    total = job.run(lambda comm: total_of(comm))
+    assert total == [[3], [3]]
+
+
+def total_of(comm: FollowingCommunicator) -> Any:
+    array = on_cpu(comm.rank + 1)
+    total(comm, array)
+    return array.tolist()
 
 
 def test_who_has_not_come_is_named_where_nccl_does_not_say(make: Callable[[int], Job]) -> None:

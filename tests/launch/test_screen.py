@@ -141,6 +141,22 @@ def test_a_file_gets_no_line_that_lives() -> None:
             False,
         ),
         (
+            {"hosts": 2, "backend": "nccl", "devices": "4 x NVIDIA H200", "nccl_sealed": True},
+            "2 workers on 2 hosts, 4 x NVIDIA H200, nccl, scheduler and nccl between hosts encrypted",
+            True,
+        ),
+        (
+            {"backend": "nccl", "nccl_sealed": True, "nccl_plain_ways": "NVLink between hosts"},
+            "2 workers on 1 host, CPU, nccl, scheduler and nccl between hosts encrypted,"
+            " NVLink between hosts NOT",
+            False,
+        ),
+        (
+            {"backend": "nccl", "nccl_sealed": True, "tls": False},
+            "2 workers on 1 host, CPU, nccl, NOT encrypted: no certificates (--config)",
+            False,
+        ),
+        (
             {"generation": 2, "reason": "node 1 left"},
             "generation 2: 2 workers on 1 host, CPU, tcp, encrypted (node 1 left)",
             True,
@@ -163,6 +179,18 @@ def test_a_group_that_stands_is_described_in_a_line(
             True,
             "2 x NVIDIA H200, torch, scheduler and gloo encrypted, nccl's own traffic NOT",
             False,
+        ),
+        (
+            {"nccl_sealed": True},
+            False,
+            "CPU, torch, scheduler and nccl between hosts encrypted, gloo's own traffic NOT",
+            False,
+        ),
+        (
+            {"nccl_sealed": True, "devices": "2 x NVIDIA H200"},
+            True,
+            "2 x NVIDIA H200, torch, scheduler, gloo and nccl between hosts encrypted",
+            True,
         ),
         ({"tls": False}, True, "CPU, torch, NOT encrypted: no certificates (--config)", False),
         ({"backend": "nccl"}, True, "CPU, nccl, scheduler encrypted, nccl's own traffic NOT", False),

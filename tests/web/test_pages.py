@@ -91,6 +91,19 @@ def known(nodes: tuple[str, ...], *, step: int = 3) -> Followed:
     return found
 
 
+@pytest.mark.parametrize(
+    ("traffic", "shown"), [("sealed", True), ("plain", True), ("", False), ("<script>", False)]
+)
+def test_a_job_shows_whether_nccl_s_traffic_is_encrypted(traffic: str, shown: bool, tmp_path: Path) -> None:
+    found = known(("0", "1"))
+    found.jobs["0"].line.nccl_traffic = traffic
+    page = JobPage(found, "0", logs_of(tmp_path))
+    page.refresh(12.0)
+    head = json.loads(page.live.since(0))["parts"]["head"]
+    assert ("NCCL between hosts" in head) is shown and (f">{traffic}</dd>" in head) is shown
+    assert ("Muster&#39;s plug-in (AES-128-GCM)" in head) is (traffic == "sealed")
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_strangers_choose_is_text_and_nothing_else(name: str, tmp_path: Path) -> None:
     (tmp_path / "worker_0.log").write_text(f"{name}\x1b[31m\n")

@@ -528,6 +528,7 @@ def test_status_comes_through_whole() -> None:
         workers=(WorkerView(candidate("a"), "member", 0, 0, 0.5, 10, 99.5, last),),
         missing=("node b",),
         reason="because",
+        nccl_traffic="sealed",
     )
     reply = pb.StatusReply.FromString(encode_status(view, uptime_s=4.5, version="1"))
     assert (reply.job_id, reply.state, reply.generation, reply.worker_num, reply.worker_min) == (
@@ -543,6 +544,7 @@ def test_status_comes_through_whole() -> None:
         4.5,
         "1",
     )
+    assert reply.nccl_traffic == "sealed"
     worker = reply.workers[0]
     assert (worker.node_id, worker.host_name, worker.host_id, worker.rank, worker.local_rank) == (
         "a",

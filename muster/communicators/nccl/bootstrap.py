@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from muster.communicators.base import NetPlugin
 from muster.communicators.membership import Membership, Peer
+from muster.communicators.nccl.ended_connection import why_ended
 from muster.errors import CommunicatorError, FormationTimeoutError
 from muster.version import how_to_install
 from muster.wire.threads import start_thread
@@ -75,8 +77,15 @@ class FormationWait:
     """How long to wait for a communicator under creation, and what ends the wait early."""
 
     def __init__(
-        self, membership: Membership, *, timeout_s: float, cancelled: Cancelled, absent: Callable[[], str]
+        self,
+        membership: Membership,
+        *,
+        timeout_s: float,
+        cancelled: Cancelled,
+        absent: Callable[[], str],
+        plugin: NetPlugin | None = None,
     ) -> None:
+        self._plugin = plugin
         self._membership = membership
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -93,10 +102,14 @@ class FormationWait:
         own = self._membership
         raise FormationTimeoutError(
             f"the NCCL communicator of group {own.group!r}, generation {own.generation}, was not there within"
-            f" {self._timeout_s:g} s on rank {own.rank} of {own.world_size}: {self._absent()}",
+            f" {self._timeout_s:g} s on rank {own.rank} of {own.world_size}: {self._absent()}{self.why()}",
             remedy="Look at those workers' logs; if they run, see that the hosts reach each other"
             " (NCCL_SOCKET_IFNAME, firewall), or raise the timeout.",
         )
+
+    def why(self) -> str:
+        """Why an encrypted connection ended on the way, for an error's end; empty: nobody knows."""
+        return why_ended(self._plugin, self._membership)
 
 
 def create_root(nccl: Any, membership: Membership, waiting: FormationWait) -> Any:
@@ -114,7 +127,7 @@ def create_root(nccl: Any, membership: Membership, waiting: FormationWait) -> An
             comm = nccl.comm_init_rank_scalable(size, membership.rank, count, ids, config.ptr)
     except nccl.NCCLError as error:
         raise CommunicatorError(
-            f"NCCL refused to create the communicator of rank {membership.rank}: {error}",
+            f"NCCL refused to create the communicator of rank {membership.rank}: {error}{waiting.why()}",
             remedy="Run with NCCL_DEBUG=WARN to see why.",
         ) from None  # the arguments of the call hold the unique id
     try:
@@ -150,7 +163,7 @@ def split_child(
     try:
         child = nccl.comm_split(parent, color, key, config.ptr)
     except nccl.NCCLError as error:
-        raise CommunicatorError(f"NCCL refused to split the communicator: {error}") from error
+        raise CommunicatorError(f"NCCL refused to split the communicator: {error}{waiting.why()}") from error
     settle(nccl, parent, waiting)
     return None if color == NO_COLOR else child
 
@@ -167,7 +180,7 @@ def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
             return
         if state != IN_PROGRESS:
             raise CommunicatorError(
-                f"NCCL could not create the communicator: {nccl.get_error_string(state)}",
+                f"NCCL could not create the communicator: {nccl.get_error_string(state)}{waiting.why()}",
                 remedy="A peer ended meanwhile, or run with NCCL_DEBUG=WARN to see why.",
             )
         waiting.check()

@@ -23,10 +23,12 @@ from typing import Any, NoReturn
 
 from muster.communicators.array_library import loaded_library
 from muster.communicators.arrays import SOME_GPU, Array, Description, check_apart, describe, describers
-from muster.communicators.base import Backend, Communicator, check_place
+from muster.communicators.base import Backend, Communicator, NetPlugin, check_place
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl import bootstrap as handles
 from muster.communicators.nccl.bootstrap import fewest_ctas
+from muster.communicators.nccl.bootstrap_tls import BootstrapTls, offers_tls
+from muster.communicators.nccl.ended_connection import why_ended
 from muster.communicators.nccl.reduction import MOVED_AS, NCCL_TYPES, Operations, whole
 from muster.communicators.nccl.streams import (
     CudaLibrary,
@@ -105,6 +107,7 @@ class NcclCommunicator(Communicator):
         device: the communicator's GPU.
         timeout_s: how long the host waits for it, and how long closing may take.
         min_ctas: the fewest CTAs that were asked for; None: NCCL's choice.
+        plugin: what NCCL sends to other hosts through; None: its own network.
 
     Attributes:
         nccl: the bindings.
@@ -130,8 +133,10 @@ class NcclCommunicator(Communicator):
         device: int,
         timeout_s: float,
         min_ctas: int | None = None,
+        plugin: NetPlugin | None = None,
     ) -> None:
         self.nccl = nccl
+        self._plugin = plugin
         self._comm = comm
         self._root = root
         self._operations = Operations(nccl, comm, self._call)
@@ -332,6 +337,7 @@ class NcclCommunicator(Communicator):
             timeout_s=self.timeout_s,
             cancelled=lambda: self._error,
             absent=lambda: f"not every rank called split({group!r})",
+            plugin=self._plugin,
         )
         parent = self._comm if self._root is None else self._root
         color, key = (handles.NO_COLOR, 0) if own is None else (0, own.rank)
@@ -352,6 +358,7 @@ class NcclCommunicator(Communicator):
             device=self.device_index,
             timeout_s=self.timeout_s,
             min_ctas=self._min_ctas,
+            plugin=self._plugin,
         )
         child._libraries = self._libraries
         self._children = [each for each in self._children if not each._ended] + [child]
@@ -541,7 +548,7 @@ class NcclCommunicator(Communicator):
             raise self._error.with_traceback(None) from None
         raise CommunicatorError(
             f"NCCL refused a call on rank {self.rank} of {self.world_size}"
-            f" (group {self._group_name!r}): {error}",
+            f" (group {self._group_name!r}): {error}{why_ended(self._plugin, self.membership)}",
             remedy="Run with NCCL_DEBUG=WARN to see why.",
         ) from error
 
@@ -566,7 +573,8 @@ class NcclCommunicator(Communicator):
         state = int(self._call(self.nccl.comm_get_async_error, (self._comm,)))
         if state not in (0, handles.IN_PROGRESS):
             raise CommunicatorError(
-                f"NCCL failed on rank {self.rank}: {self.nccl.get_error_string(state)}",
+                f"NCCL failed on rank {self.rank}: {self.nccl.get_error_string(state)}"
+                f"{why_ended(self._plugin, self.membership)}",
                 remedy="Run with NCCL_DEBUG=WARN to see why.",
             )
 
@@ -680,10 +688,11 @@ class NcclBackend(Backend):
     Attributes:
         absent: names the ranks that have not come; asked when a communicator does not form in time, as NCCL
             does not say. None: nobody knows.
+        bootstrap_tls: NCCL's own TLS; None: it has none, or nothing is sealed.
     """
 
     name = "nccl"
-    on_device = True
+    on_device = may_run_nccl = True
 
     def __init__(self, *, device_index: int = -1, warm_up: WarmUp | None = None) -> None:
         self._nccl = handles.load_bindings()
@@ -699,6 +708,15 @@ class NcclBackend(Backend):
         self._device_index = device_index
         self._warm_up = warm_up
         self.absent: Callable[[], list[Peer]] | None = None
+        self._plugin: NetPlugin | None = None
+        self.bootstrap_tls: BootstrapTls | None = None
+
+    def seal(self, plugin: NetPlugin) -> None:
+        """See :meth:`Backend.seal`; asked why a connection ended, it is told in errors."""
+        self._plugin = plugin
+        if self.bootstrap_tls is None and offers_tls(self._nccl):
+            self.bootstrap_tls = BootstrapTls(self._nccl)
+            self.facts = {**self.facts, "nccl_bootstrap": "TLS"}
 
     def open_endpoint(self, address: str) -> str:
         """NCCL opens its ports itself."""
@@ -721,6 +739,7 @@ class NcclBackend(Backend):
             timeout_s=timeout_s,
             cancelled=cancelled,
             absent=lambda: self._absent_words(membership),
+            plugin=self._plugin,
         )
         root = handles.create_root(self._nccl, membership, waiting)
         try:
@@ -736,7 +755,14 @@ class NcclBackend(Backend):
             handles.abort(self._nccl, root)
             raise
         return NcclCommunicator(
-            self._nccl, comm, root, membership, device=device, timeout_s=timeout_s, min_ctas=ctas
+            self._nccl,
+            comm,
+            root,
+            membership,
+            device=device,
+            timeout_s=timeout_s,
+            min_ctas=ctas,
+            plugin=self._plugin,
         )
 
     def _absent_words(self, membership: Membership) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ import numpy as np
 
 from muster.communicators.base import Backend, Communicator
 from muster.communicators.membership import Membership, Peer
+from muster.communicators.nccl.generation_secret import derive_secret
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import WorkerError
 from muster.worker.collectives import all_gather
+from muster.worker.nccl_protection import NcclHost, look_at_host, protect_nccl
 from muster.worker.session.session import Session
 
 ID_BYTES = 128
@@ -125,11 +128,19 @@ class Beside(Plane):
         session: the job.
         backend: not the session's own.
         arrays: of the backend's kind.
+        prepare: called before each communicator is made.
     """
 
-    def __init__(self, session: Session, backend: Backend, arrays: Arrays) -> None:
+    def __init__(
+        self,
+        session: Session,
+        backend: Backend,
+        arrays: Arrays,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(session, backend.name, arrays)
         self._backend = backend
+        self._prepare = prepare
         self._count = 0
         endpoint = backend.open_endpoint(session.me.host.address).encode().ljust(ENDPOINT_BYTES)
         everyone = all_gather(np.frombuffer(endpoint, np.uint8)).reshape(-1, ENDPOINT_BYTES)
@@ -154,6 +165,7 @@ class Beside(Plane):
             peers=tuple(self._peer(number, member) for number, member in enumerate(own)),
             unique_ids=(ids[own[0]].tobytes(),),
         )
+        self._prepare()
         return self._backend.connect(membership, timeout_s=CONNECT_TIMEOUT_S, cancelled=lambda: None)
 
     def _peer(self, number: int, rank: int) -> Peer:
@@ -191,8 +203,31 @@ def planes(session: Session) -> list[Plane]:
             backend = None
     everywhere = bool(all_gather(np.array([backend is not None])).all())
     if backend is not None and everywhere:
-        found.append(Beside(session, backend, _gpu_arrays(session.device_ordinal)))
+        prepare = seal_as_job(session, backend)
+        found.append(Beside(session, backend, _gpu_arrays(session.device_ordinal), prepare))
     return found
+
+
+def seal_as_job(
+    session: Session, backend: Backend, look_at_host: Callable[[], NcclHost] = look_at_host
+) -> Callable[[], None]:
+    """Encrypts what the check sends by NCCL as the job itself would; returns what gives it its secret.
+
+    That comes from the session's own, which its members alone know.
+    """
+    settings = session.settings
+    tls = settings.config_path is not None
+    decided = protect_nccl(settings, backend, os.environ, os.environ, tls=tls, look_at_host=look_at_host)
+    if not decided.sealed:
+        return lambda: None
+    plugin = look_at_host().load(decided.environment["NCCL_NET_PLUGIN"])
+
+    def prepare() -> None:
+        own = session.communicator.membership
+        secret = derive_secret(own.unique_ids, job_id=own.job_id, generation=own.generation)
+        plugin.use_secret(own.generation, secret)
+
+    return prepare
 
 
 def _gpu_arrays(ordinal: int) -> Arrays:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from muster.communicators.nccl.encryption import OFF
 from muster.errors import SettingsError, WorkerError
 from muster.launch import fork as launch_fork
 from muster.launch.check import rules as rules
 from muster.launch.screen import say
+from muster.wire.messages import NCCL_FACT, PLAIN, SEALED
 from muster.worker.config import translate
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 REPEATS = 3
 COLLECTIVE_TIMEOUT_S = 60
+MOST_SHOWN = 300
+"""Most characters of why a host cannot encrypt."""
 
 EPILOG = """\
 All other options are the launcher's (muster run --help), and no command follows them:
@@ -157,11 +161,24 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
     from muster.worker.collectives import all_gather, all_reduce
     from muster.worker.host import all_facts
 
-    own = json.dumps(all_facts(os.environ)).encode()
+    own = json.dumps({**all_facts(os.environ), **_nccl_facts(session)}).encode()
     length = int(all_reduce(np.array([len(own)]), op="max")[0])
     padded = np.frombuffer(own.ljust(length), np.uint8)
     everyone = all_gather(padded).reshape(session.world_size, length)
     return [json.loads(row.tobytes()) for row in everyone]
+
+
+def _nccl_facts(session: Session) -> dict[str, str]:
+    """Whether this host would encrypt NCCL's traffic; nothing where it is not asked for."""
+    mode = session.settings.nccl_encryption
+    if mode == OFF:
+        return {}
+    from muster.worker.nccl_protection import decide_here, look_at_host
+
+    tls = session.settings.config_path is not None
+    decided = decide_here(mode, os.environ, look_at_host(), tls=tls)
+    traffic = SEALED if decided.sealed else PLAIN
+    return {rules.ENCRYPTION: mode, NCCL_FACT: traffic, rules.WORDS: decided.words[:MOST_SHOWN]}
 
 
 def examine(
@@ -184,6 +201,7 @@ def examine(
     took_s = time.monotonic() - begun
     hosts = [(member.host.id, member.host.name) for member in session.members]
     result = Result(rules.compare(facts))
+    result.errors += rules.unsealed(facts)
     result.warnings += rules.name_clashes(hosts)
     result.warnings += rules.clock_skews([float(clock - clocks[0]) for clock in clocks], took_s)
     return result

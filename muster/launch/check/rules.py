@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from muster.communicators.nccl.encryption import REQUIRE
+from muster.wire.messages import NCCL_FACT, PLAIN, SEALED
 from muster.worker.host import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
-MUST_AGREE = frozenset({"muster", "nccl", "architecture", *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL})
+ENCRYPTION, WORDS = "MS_NCCL_ENCRYPTION", "NCCL between hosts"
+"""The facts that say whether NCCL's traffic is to be encrypted, and in words what it would be."""
+
+MUST_AGREE = frozenset(
+    {"muster", "nccl", "architecture", ENCRYPTION, NCCL_FACT, *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL}
+)
 UNSET = "(unset)"
 SKEW_LIMIT_S = 1.0
 SLOW_SHARE = 0.5
@@ -46,6 +53,19 @@ def compare(facts: Sequence[Mapping[str, str]]) -> list[Finding]:
                 Finding(name, name in MUST_AGREE, tuple((value, tuple(ranks)) for value, ranks in values))
             )
     return sorted(findings, key=lambda finding: not finding.refused)
+
+
+def unsealed(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns a sentence on each reason why ranks that must encrypt NCCL's traffic cannot.
+
+    Args:
+        facts: of each rank, in order of rank.
+    """
+    by_words: dict[str, list[int]] = {}
+    for rank, one in enumerate(facts):
+        if one.get(ENCRYPTION) == REQUIRE and one.get(NCCL_FACT) != SEALED:
+            by_words.setdefault(one.get(WORDS, PLAIN), []).append(rank)
+    return [f"NCCL between hosts is {words} (rank {ranges(ranks)})" for words, ranks in by_words.items()]
 
 
 def name_clashes(hosts: Sequence[tuple[str, str]]) -> list[str]:

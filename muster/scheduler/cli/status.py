@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from muster.scheduler.cli.client import UnreachableError
+from muster.wire.messages import NCCL_WORDS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,6 +36,7 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "uptime_s": round(reply.uptime_s, 3),
         "version": reply.version,
         "leader": reply.leader or None,
+        "nccl_traffic": reply.nccl_traffic or None,
     }
 
 
@@ -177,6 +179,8 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
             table.add_row(*map(Text, _row(worker, furthest, wide=wide)))
         parts.append(table)
     parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
+    if words := NCCL_WORDS.get(reply.nccl_traffic):
+        parts.append(Text(f"NCCL between hosts: {words}"))
     if reply.reason:
         parts.append(Text(reply.reason))
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,10 @@ class WorkerView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended."""
+    """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended.
+
+    ``nccl_traffic``: what it is between hosts, sealed or plain; empty: NCCL carries nothing that is known.
+    """
 
     job_id: str
     state: str
@@ -41,6 +45,7 @@ class JobView:
     workers: tuple[WorkerView, ...]
     missing: tuple[str, ...]
     reason: str
+    nccl_traffic: str = ""
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
@@ -93,4 +98,18 @@ def job_view(job: Job, now: float) -> JobView:
         workers=tuple(workers),
         missing=job.missing(),
         reason=state_reason(job),
+        nccl_traffic=nccl_traffic(workers),
     )
+
+
+def nccl_traffic(workers: Iterable[WorkerView]) -> str:
+    """Whether a job's NCCL is sealed between hosts; its workers are alike in it, or would be refused."""
+    for worker in workers:
+        candidate, facts = worker.candidate, dict(worker.candidate.facts)
+        if facts.get(messages.NCCL_FACT) in messages.NCCL_WORDS:
+            return facts[messages.NCCL_FACT]
+        if messages.NCCL_VERSION_FACT in facts or (
+            candidate.backend == "torch" and candidate.device.kind == "cuda"
+        ):
+            return messages.PLAIN
+    return ""

@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from muster.scheduler import __version__
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.errors import BindError
+from muster.wire.messages import PLAIN, SEALED
 from muster.wire.settings import show_address
 
 if TYPE_CHECKING:
@@ -108,9 +109,16 @@ class SchedulerCollector:
         yield family
 
 
+_SEALED = {SEALED: 1.0, PLAIN: 0.0}
 _JOB_METRICS: tuple[tuple[type[Any], str, str, Callable[[JobView, Counters], float | None]], ...] = (
     (GaugeMetricFamily, "generation", "Number of the membership.", lambda view, _: view.generation),
     (GaugeMetricFamily, "workers_wanted", "MS_WORKER_NUM.", lambda view, _: view.worker_num),
+    (
+        GaugeMetricFamily,
+        "nccl_sealed",
+        "1 if NCCL's traffic between hosts is encrypted, 0 if it is plain; none where there is none.",
+        lambda view, _: _SEALED.get(view.nccl_traffic),
+    ),
     (CounterMetricFamily, "heartbeats", "Heartbeats received.", lambda _, seen: seen.heartbeats),
     (CounterMetricFamily, "events", "Events handled.", lambda _, seen: seen.events),
     (

@@ -23,6 +23,7 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         uptime_s=uptime_s,
         version=version,
         leader=leader,
+        nccl_traffic=view.nccl_traffic,
     ).SerializeToString()
 
 

@@ -79,6 +79,7 @@ def _line(view: JobView, began: float) -> pb.JobLine:
         learning_rate=next((w.learning_rate for w in ranked if w.learning_rate is not None), None),
         began=began,
         reason=view.reason,
+        nccl_traffic=view.nccl_traffic,
     )
 
 

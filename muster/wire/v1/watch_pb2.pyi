@@ -46,7 +46,7 @@ class Validity(_message.Message):
     def __init__(self, what: _Optional[str] = ..., not_after: _Optional[float] = ...) -> None: ...
 
 class JobLine(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason")
+    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class JobLine(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -75,7 +76,8 @@ class JobLine(_message.Message):
     learning_rate: float
     began: float
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    nccl_traffic: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("number", "seats", "missing")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 from muster.communicators.base import Backend, Communicator
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.communicators.membership import Membership, Peer
+from muster.communicators.nccl.encryption import NcclProtection
 from muster.errors import (
     CommunicatorError,
     MembershipChanged,
@@ -65,6 +66,7 @@ class Session:
         settings: this worker's settings, as read at its start.
         device: the device chosen for it.
         backend: the data plane.
+        nccl: what was decided about encrypting NCCL's traffic between hosts.
         interrupted: Ctrl-C ended it, or came while it ended.
     """
 
@@ -79,12 +81,14 @@ class Session:
         prober: ProbeAll = _unreached_none,
         answering: Endpoint | None = None,
         prepare: Callable[[], None] | None = None,
+        nccl: NcclProtection | None = None,
         timing: events.Timing | None = None,
         threads: Threads | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
         self.backend = backend
+        self.nccl = nccl or NcclProtection()
         self._profile = profile
         self._assignment: messages.Assignment | None = None
         self._first_ordinal: int | None = None
@@ -233,6 +237,8 @@ class Session:
             "backend": self._profile.backend,
             "tls": self.settings.config_path is not None,
             "reason": place.reason,
+            "nccl_sealed": self.nccl.sealed,
+            "nccl_plain_ways": ", ".join(self.nccl.plain_ways),
         }
         ending.note(group=group, waits="")
         ending.set_title(f"rank {place.rank}", sys.argv[0])

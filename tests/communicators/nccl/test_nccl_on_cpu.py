@@ -245,6 +245,58 @@ def test_a_newer_generation_ends_the_wait() -> None:
     assert nccl.aborted
 
 
+class EndedConnection:
+    """A plug-in with a connection that has ended."""
+
+    def use_secret(self, generation: int, secret: bytes) -> None:
+        return
+
+    def reason(self) -> str:
+        return "10.0.0.2:4711 proved another secret. See that all hosts are of this job."
+
+    def forget_reason(self) -> None:
+        return
+
+
+ENDED = r"proved another secret\. See that .*That address is of rank 1 \(w1 on host\)"
+
+
+def test_what_ended_an_encrypted_connection_is_told_where_a_communicator_cannot_be_made() -> None:
+    group = membership(["10.0.0.1:1", "10.0.0.2:1"])
+    for nccl, timeout_s in ((FakeNccl(0, 6), 60.0), (FakeNccl(polls=10**9), 0.01)):
+        wait = nccl_handles.FormationWait(
+            group,
+            timeout_s=timeout_s,
+            cancelled=lambda: None,
+            absent=lambda: "missing: rank 1",
+            plugin=EndedConnection(),
+        )
+        with pytest.raises(CommunicatorError if timeout_s > 1 else FormationTimeoutError, match=ENDED):
+            nccl_handles.create_root(nccl, group, wait)
+
+
+def test_what_ended_an_encrypted_connection_is_told_where_a_communicator_breaks() -> None:
+    class Broken(RecordingNccl):
+        state = 6
+
+        def comm_get_async_error(self, comm: Any) -> int:
+            return self.state
+
+        def get_error_string(self, state: int) -> str:
+            return "remote process exited or there was a network error"
+
+        def group_end(self) -> None:
+            raise self.NCCLError("system error")
+
+    group = membership(["10.0.0.1:1", "10.0.0.2:1"])
+    made = NcclCommunicator(Broken(), "comm", "root", group, device=0, timeout_s=5, plugin=EndedConnection())
+    with pytest.raises(CommunicatorError, match=f"network error; the plug-in.*{ENDED}"):
+        made.check()
+    made.nccl.state = 0
+    with pytest.raises(CommunicatorError, match=f"system error; the plug-in.*{ENDED}"), made.group():
+        pass
+
+
 class SplittingNccl(FakeNccl):
     """Keeps the configuration of what is split off."""
 
@@ -881,6 +933,20 @@ def test_releases_that_break_when_a_communicator_is_built_again_are_warned_of(
     monkeypatch.setattr(nccl_handles, "load_bindings", lambda: SimpleNamespace(get_version=lambda: version))
     NcclBackend().close()
     assert ("install 2.28.9 or later" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_nccl_s_own_tls_is_used_where_its_traffic_is_sealed_and_the_build_has_it(
+    monkeypatch: pytest.MonkeyPatch, offered: bool
+) -> None:
+    """What all ranks must have alike says so: a rank without TLS could not meet the others."""
+    monkeypatch.setattr(nccl_handles, "load_bindings", lambda: SimpleNamespace(get_version=lambda: 23203))
+    monkeypatch.setattr(nccl_communicator, "offers_tls", lambda nccl: offered)
+    backend = NcclBackend()
+    assert backend.bootstrap_tls is None and backend.facts == {"nccl": "2.32.3"}
+    backend.seal(EndedConnection())
+    assert (backend.bootstrap_tls is not None) is offered
+    assert backend.facts == {"nccl": "2.32.3"} | ({"nccl_bootstrap": "TLS"} if offered else {})
 
 
 def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:

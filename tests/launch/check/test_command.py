@@ -23,6 +23,7 @@ from muster.launch.check.rules import (
     ranges,
     rounds,
     slow_sentences,
+    unsealed,
 )
 from muster.worker.host import (
     MUST_AGREE_NCCL,
@@ -196,6 +197,19 @@ def test_what_differs_is_found_and_what_must_agree_comes_first() -> None:
     assert compare([facts[0]] * 3) == []
 
 
+def test_ranks_that_must_encrypt_nccl_and_cannot_are_told() -> None:
+    must = {"MS_NCCL_ENCRYPTION": "require"}
+    cannot = {**must, "nccl_traffic": "plain", "NCCL between hosts": "plain: There is no C compiler."}
+    can = {**must, "nccl_traffic": "sealed", "NCCL between hosts": "sealed"}
+    assert unsealed([can, cannot, cannot]) == [
+        "NCCL between hosts is plain: There is no C compiler. (rank 1-2)"
+    ]
+    assert not unsealed([can, {}, {**cannot, "MS_NCCL_ENCRYPTION": "prefer"}])
+    [first, *_] = compare([can, cannot, {}])
+    assert (first.name, first.refused) == ("MS_NCCL_ENCRYPTION", True)
+    assert next(each for each in compare([can, cannot]) if each.name == "nccl_traffic").refused
+
+
 def test_machines_with_one_name_are_told() -> None:
     assert name_clashes([("a", "n1"), ("a", "n1"), ("b", "n2")]) == []
     [sentence] = name_clashes([("a", "n1"), ("b", "n1"), ("b", "n1"), ("c", "n2")])
@@ -320,6 +334,18 @@ def test_the_command_on_one_machine(tmp_path: Path, env: dict[str, str]) -> None
     assert f"muster {muster.__version__}" in done.stdout
     assert "AllReduce over tcp: the numbers are right" in done.stdout
     assert done.stdout.rstrip().endswith("ready to train")
+
+
+def test_the_command_says_whether_nccl_s_traffic_would_be_encrypted(tmp_path: Path) -> None:
+    words = ("--size-mib", "1", "-n", "2", "--scheduler", "--tail", "0", "--encrypt-nccl")
+    done = run(tmp_path, *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    flat = " ".join(done.stdout.split())
+    assert "refused: NCCL between hosts is plain: NCCL's traffic cannot be encrypted without cert" in flat
+    assert "AllReduce over tcp" not in done.stdout
+    preferred = run(tmp_path, *words[:-1], "--encrypt-nccl=prefer")
+    assert preferred.returncode == 0, preferred.stdout + preferred.stderr
+    assert "MS_NCCL_ENCRYPTION prefer" in " ".join(preferred.stdout.split())
 
 
 def test_rank_0_tells_what_is_refused_before_a_launcher_ends_it_for_another_rank(tmp_path: Path) -> None:

@@ -84,6 +84,22 @@ def test_the_table_names_all_and_takes_names_literally() -> None:
     assert "node-c is lost" in text
 
 
+@pytest.mark.parametrize(
+    ("traffic", "line"),
+    [
+        ("sealed", "NCCL between hosts: sealed by Muster's plug-in (AES-128-GCM)"),
+        ("plain", "NCCL between hosts: plain"),
+        ("", ""),
+        ("[red]x", ""),
+    ],
+)
+def test_what_nccl_s_traffic_is_stands_below_the_workers(traffic: str, line: str) -> None:
+    out, reply = io.StringIO(), pb.StatusReply(job_id="job", state="running", nccl_traffic=traffic)
+    show(reply, out)
+    assert [each.strip() for each in out.getvalue().splitlines()[1:]] == ([line] if line else [])
+    assert as_json(reply)["nccl_traffic"] == (traffic or None)
+
+
 def large(count: int) -> pb.StatusReply:
     """A job whose figures are as long as they get."""
     reply = pb.StatusReply(job_id="j" * 30, state="running", generation=12, worker_num=count)

@@ -48,6 +48,24 @@ def with_facts(event: events.Joined, model: str = "", **facts: str) -> events.Jo
     return event.replaced(candidate=event.candidate.replaced(device=device, facts=pairs))
 
 
+SEALED = {"MS_NCCL_ENCRYPTION": "prefer", "nccl_traffic": "sealed"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ({"NCCL_NET": "IB"}, {**SEALED, "MS_NCCL_ENCRYPTION": "require"}, "MS_NCCL_ENCRYPTION=require"),
+        (SEALED, {}, "MS_NCCL_ENCRYPTION=(unset)"),
+        (SEALED, {**SEALED, "nccl_traffic": "plain"}, "nccl_traffic=plain"),
+    ],
+)
+def test_workers_of_which_one_would_seal_nccl_s_traffic_and_another_not_do_not_meet(
+    first: dict[str, str], second: dict[str, str], named: str
+) -> None:
+    said = reasons(with_facts(join(1, "a", 3), **first), with_facts(join(2, "b", 3), **second))
+    assert f"b on host host-b has {named}, but node a" in said, said
+
+
 def test_a_fact_that_differs_is_refused_and_a_soft_one_is_warned_of_once() -> None:
     first = with_facts(join(1, "a", 3), "H200", nccl="2.28.9", soft_driver="580.1")
     said = reasons(

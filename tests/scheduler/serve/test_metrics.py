@@ -52,6 +52,7 @@ def test_a_running_job(pki: Pki) -> None:
         before = read(port)
         streams = form(over)
         after = read(port)
+        assert not any(name.startswith("muster_nccl_sealed") for name in after)  # there is no NCCL
         for stream in streams:
             stream.call.cancel()
     assert before['muster_job_state{job="default",state="forming"}'] == 1.0
@@ -71,6 +72,22 @@ def test_a_running_job(pki: Pki) -> None:
     assert left <= told < left + 600
     assert after['muster_certificate_expiry_seconds{what="authority"}'] > told
     assert not any("node-0" in name for name in after)  # series must not grow with the workers' names
+
+
+def test_whether_nccl_s_traffic_is_encrypted(pki: Pki) -> None:
+    port = free_port()
+    facts = {"nccl": "2.28.9", "MS_NCCL_ENCRYPTION": "require", "nccl_traffic": "sealed"}
+    with (
+        scheduler(**pki.env(), MS_METRICS_PORT=str(port)) as running,
+        channel(running.target, pki.credentials("client")) as over,
+    ):
+        stream = Stream(over)
+        stream.put(join(facts=facts))
+        stream.next("waiting")
+        assert read(port)['muster_nccl_sealed{job="default"}'] == 1.0
+        shown = running.command("status", "--json", MS_JOB_ID="default")
+        assert '"nccl_traffic": "sealed"' in shown.stdout, shown.stderr
+        stream.end()
 
 
 def test_a_taken_metrics_port_is_named() -> None:

@@ -1,0 +1,30 @@
+"""Says why an encrypted connection of NCCL's ended, in the plug-in's words, and which rank was there."""
+
+from __future__ import annotations
+
+import re
+
+from muster.communicators.base import NetPlugin
+from muster.communicators.membership import Membership, Peer
+
+
+def why_ended(plugin: NetPlugin | None, membership: Membership) -> str:
+    """What follows NCCL's own words in an error, after a semicolon; empty: the plug-in knows nothing.
+
+    Args:
+        plugin: what NCCL sends through; None: its own network.
+        membership: whose communicator broke.
+    """
+    reason = "" if plugin is None else plugin.reason()
+    if not reason:
+        return ""
+    others = [peer for peer in membership.peers if peer.rank != membership.rank and _is_named(peer, reason)]
+    names = ", ".join(f"rank {peer.rank} ({peer.node_id} on {peer.host_name})" for peer in others)
+    where = f" That address is of {names}." if names else ""
+    return f"; the plug-in that encrypts says: {reason}{'' if reason.endswith('.') else '.'}{where}"
+
+
+def _is_named(peer: Peer, reason: str) -> bool:
+    """Whether the peer's address stands in the sentence, and not as a part of a longer one."""
+    host = peer.data_address.rpartition(":")[0].strip("[]")
+    return bool(host) and re.search(rf"(?<![\w.:]){re.escape(host)}(?![\w.]\w|\w)", reason) is not None
