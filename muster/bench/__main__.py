@@ -22,6 +22,7 @@ COMMANDS = {
     "start": "time from the start command of a GPU job to the end of its first AllReduce",
     "torch-start": "an unmodified torch program's first AllReduce: over Muster's store, and by a file",
     "torch-groups": "AllReduce of torch.distributed on CPUs: encrypted, and Gloo in plain text",
+    "nccl-plugin": "what sealing costs NCCL's network plug-in, over loopback",
     "blame": "whether a launch says who failed first, for each way to fail on each rank",
     "recovery": "time from the loss of a worker to the next good step",
     "failover": "three schedulers on etcd: leaders killed and stopped, etcd without a quorum",
@@ -30,6 +31,7 @@ COMMANDS = {
     "scale": "how many workers one scheduler carries",
     "watch": "what it costs a scheduler to be watched, and a page to show 1,000 workers",
     "member-loss": "how soon the scheduler reports a killed worker to the others, directly and by an uplink",
+    "stopped-uplink": "how soon a host's workers are all there after their uplink was stopped",
     "store": "the store of torch programs: meetings of 1,000 members over mutual TLS",
 }
 
@@ -37,6 +39,7 @@ MODULES = {
     "allreduce": "allreduce.command",
     "torch-start": "start.torch_store",
     "torch-groups": "torch_groups",
+    "nccl-plugin": "nccl_plugin.command",
     "blame": "blame",
     "formation": "start.formation",
     "train": "training.command",
@@ -52,6 +55,7 @@ MODULES = {
     "scale": "scale.command",
     "watch": "watch",
     "member-loss": "scale.member_loss",
+    "stopped-uplink": "scale.stopped_uplink",
     "store": "store",
 }
 

@@ -1,0 +1,30 @@
+"""The drivers, built once a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.communicators.nccl.sealed import kit
+
+
+def _shared(factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run's that all its processes share."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "nccl-sealed"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver under the sanitizers of addresses and of undefined behaviour."""
+    return kit.built_driver(_shared(tmp_path_factory), "driver", *kit.ADDRESS)
+
+
+@pytest.fixture(scope="session")
+def thread_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver under the sanitizer of threads."""
+    return kit.built_driver(_shared(tmp_path_factory), "thread-driver", *kit.THREAD)
