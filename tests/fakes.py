@@ -362,6 +362,9 @@ class ElasticFakeSession:
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def report_checkpoint(self, step: int, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
+        pass
+
     def expect_leave(self, reason: str) -> None:
         self.expected_leave = reason
 

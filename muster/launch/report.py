@@ -327,11 +327,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+COPY_FIGURES = ("step", "at", "bytes", "seconds", "partner")
+"""What is noted of the last snapshot in peers' memory, and but for the partner of the last checkpoint."""
+
+
 def figures_of(text: bytes) -> dict[str, int | float | None]:
     """What a worker has noted of its progress, as numbers; what is none of them is left out."""
     names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
+    copies = {"snapshot": COPY_FIGURES, "checkpoint": COPY_FIGURES[:-1]}
     try:
         facts = json.loads(text)
-        return {name: facts.get(name) for name in names if isinstance(facts.get(name), int | float)}
-    except (ValueError, AttributeError):
+        listed = {
+            f"{copy}_{name}": value
+            for copy, figures in copies.items()
+            for name, value in zip(figures, facts.get(copy, ()), strict=False)
+        }
+        found = {**{name: facts.get(name) for name in names}, **listed}
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    except (ValueError, AttributeError, TypeError):
         return {}

@@ -61,6 +61,9 @@ class CheckpointSession(Protocol):
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Says that this rank works alone while the others wait for it."""
 
+    def report_checkpoint(self, step: int, *, size_bytes: int, seconds: float) -> None:
+        """Says that a checkpoint has been written."""
+
 
 class CheckpointError(WorkerError):
     """A checkpoint could not be written or read."""
@@ -291,7 +294,11 @@ class Folder:
             self._place = self._place or self._choose()
             if not self._state.launch and session is not None:  # a loop of the script's own
                 self._state.launch = self._launch
-            _save(Path(self._directory), self._place, self._state)
+            began = time.monotonic()
+            path = _save(Path(self._directory), self._place, self._state)
+            if session is not None:
+                size_bytes, took_s = path.stat().st_size, time.monotonic() - began
+                session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
 
     def resume(self, source: str, *, say: Callable[[str], None]) -> None:
         """Does what ``--resume`` asks for, and says what it read.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from muster.scheduler.cli.status import newest_of
 from muster.web.series import Point, Series
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
@@ -24,7 +25,7 @@ LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A worker as last seen: its seat, and its figures; ``lag`` in steps, ``loss`` None: not reported."""
+    """A worker as last seen: its seat, and its figures; ``lag`` in steps, None: not reported."""
 
     seat: pb.Seat
     step: int
@@ -35,6 +36,8 @@ class ObservedWorker:
     call: rendezvous_pb.Collective | None
     sequence: int
     done: bool
+    snapshot: rendezvous_pb.SnapshotReport | None = None
+    checkpoint: rendezvous_pb.CheckpointReport | None = None
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class ObservedJob:
         if columns.roster != self.roster.number or len(columns.step) != len(seats):
             return [ObservedWorker(seat, 0, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
         furthest, calls = columns.job.furthest, columns.calls
+        copies = {each.seat: each for each in columns.seat_copies}
         step_s = self._step_s()
         allowed = 1 + HEARD_EVERY_S / step_s if step_s else 1
         return [
@@ -132,8 +136,10 @@ class ObservedJob:
                 calls[call - 1] if call else None,
                 sequence,
                 done,
+                *_copies(copies.get(number)),
             )
-            for seat, step, silent_s, speed, loss, call, sequence, done in zip(
+            for number, seat, step, silent_s, speed, loss, call, sequence, done in zip(
+                range(len(seats)),
                 seats,
                 columns.step,
                 columns.silent_s,
@@ -172,6 +178,19 @@ class ObservedJob:
             elif last is not None and event.kind in ("over", "ended") and last.over is None:
                 last.over, last.why_over = event.time, event.text
         return found
+
+
+def _copies(
+    seat: pb.SeatCopies | None,
+) -> tuple[rendezvous_pb.SnapshotReport | None, rendezvous_pb.CheckpointReport | None]:
+    """What a worker says of its snapshots and its last checkpoint."""
+    if seat is None:
+        return None, None
+    has_snapshot = seat.HasField("snapshot") and newest_of(seat.snapshot) >= 0
+    return (
+        seat.snapshot if has_snapshot else None,
+        seat.checkpoint if seat.HasField("checkpoint") else None,
+    )
 
 
 def trouble(line: pb.JobLine) -> str:

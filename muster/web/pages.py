@@ -111,7 +111,8 @@ class JobPage:
         workers = job.workers()
         generations = job.generations()
         nccl = NCCL_WORDS.get(job.line.nccl_traffic, "")
-        live.put("head", render("head.html", job=job, line=job.line, now=now, nccl=nccl))
+        copies = job.progress.copies
+        live.put("head", render("head.html", job=job, line=job.line, copies=copies, now=now, nccl=nccl))
         waits = list(who_waits(workers)) if job.stands_still_s(now) else []
         still_s = job.stands_still_s(now)
         live.put("trouble", render("job_trouble.html", job=job, waits=waits, still_s=still_s))

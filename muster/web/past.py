@@ -49,6 +49,25 @@ class LogEnd:
     lines: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LastCopy:
+    """The last snapshot in peers' memory, or the last checkpoint, that a launcher's first worker has noted.
+
+    Attributes:
+        step: steps finished in it.
+        at: when it was complete, in seconds since 1970.
+        size_bytes: of that worker's part.
+        seconds: that copying, or writing, took.
+        partner: the first rank that kept it; -1: none.
+    """
+
+    step: int
+    at: float
+    size_bytes: int
+    seconds: float
+    partner: int = -1
+
+
 @dataclass
 class Run:
     """A run of one launcher or several.
@@ -62,6 +81,7 @@ class Run:
         ended: likewise; None: it goes on, or its launcher was killed.
         codes: exit codes of the launchers.
         latest: when something was kept last.
+        copies: the last ``snapshot`` and ``checkpoint``, where there are any.
     """
 
     job_id: str = ""
@@ -74,6 +94,7 @@ class Run:
     latest: float = 0.0
     series: Series = field(default_factory=Series)
     generations: list[ObservedGeneration] = field(default_factory=list)
+    copies: dict[str, LastCopy] = field(default_factory=dict)
     said: list[Saying] = field(default_factory=list)
     scheduler_said: list[Saying] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)
@@ -178,6 +199,16 @@ def _take_group(run: Run, line: Mapping[str, Any], now: float) -> None:
 
 
 def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -> None:
+    for name in ("snapshot", "checkpoint"):
+        at = _number(line, f"{name}_at")
+        if at is not None and 0 <= at < LAST_S:
+            run.copies[name] = LastCopy(
+                _whole(line, f"{name}_step"),
+                at,
+                _whole(line, f"{name}_bytes"),
+                _number(line, f"{name}_seconds") or 0.0,
+                _whole(line, f"{name}_partner") if f"{name}_partner" in line else -1,
+            )
     speed = _number(line, "samples_per_s") or 0.0
     step = _whole(line, "step")
     if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:

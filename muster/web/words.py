@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import math
 
+from muster.scheduler.cli.status import newest_of
+from muster.wire.v1 import rendezvous_pb2 as pb
+
 DAY_S = 86_400.0
 
 
@@ -57,6 +60,26 @@ def number(value: float | None) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def snapshot(report: pb.SnapshotReport, *, short: bool = False) -> str:
+    """``step 120, 12 s ago, at rank 3``, and in full also ``1.5 MB in 0.8 s``."""
+    where = ", ".join(map(str, report.partners))
+    at = f", at rank{'' if len(report.partners) == 1 else 's'} {where}" if where else ""
+    what = f"step {number(newest_of(report))}, {duration(report.age_s)} ago{at}"
+    return what if short else f"{what}, {size(report.size_bytes)} in {duration(report.seconds)}"
+
+
+def job_snapshot(copies: pb.JobCopies) -> str:
+    """``step 120, 12 s ago, 1.5 GB in 0.8 s``."""
+    step, age = number(copies.snapshot_step), duration(copies.snapshot_age_s)
+    return f"step {step}, {age} ago, {size(copies.snapshot_bytes)} in {duration(copies.snapshot_seconds)}"
+
+
+def checkpoint(report: pb.CheckpointReport) -> str:
+    """``step 100, 3 min ago, 1.5 GB in 2.1 s``."""
+    age, took = duration(report.age_s), duration(report.seconds)
+    return f"step {number(report.step)}, {age} ago, {size(report.size_bytes)} in {took}"
 
 
 def size(size_bytes: int) -> str:

@@ -28,6 +28,7 @@ MAX_TEXT = 2048
 MAX_FACTS = 32
 MAX_RECENT = 64
 MAX_UNIQUE_IDS = 512
+MAX_PARTNERS = 64
 MAX_UNIQUE_ID_BYTES = 1024
 PACKED_FROM_BYTES = 4096
 """Bytes from which on an assignment is compressed, once for all members."""
@@ -415,7 +416,21 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "loss": _as_is,
         "pid": _whole(),
         "learning_rate": _as_is,
+        "snapshot": lambda what, body: _read(messages.SnapshotReport, body, f"{what}."),
+        "checkpoint": lambda what, body: _read(messages.CheckpointReport, body, f"{what}."),
     },
+    messages.SnapshotReport: {
+        "generation": _whole(),
+        "agreed": _whole(-1),
+        "taken": _whole(-1),
+        "complete": _as_is,
+        "passed": _whole(-1),
+        "age_s": _rate,
+        "size_bytes": _whole(),
+        "seconds": _rate,
+        "partners": _each(_RANK, "partner", 0, MAX_PARTNERS),
+    },
+    messages.CheckpointReport: {"step": _whole(), "age_s": _rate, "size_bytes": _whole(), "seconds": _rate},
     messages.Quiesced: {"generation": _GENERATION, "last_started_step": _whole()},
     messages.SuspectPeer: {"generation": _GENERATION, "rank": _whole(-1, MAX_COUNT - 1), "detail": _text},
     messages.Late: {"generation": _GENERATION, "seconds": _rate},
@@ -465,22 +480,26 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "round": _as_is,
         "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT),
     },
+    messages.SnapshotWord: {"generation": _GENERATION, "complete": _whole(-1), "next": _whole()},
     messages.Refused: {"code": _refusal_code, "sentence": _line},
     messages.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
 }
 
 
-_OPTIONAL: dict[type[Value], tuple[str, ...]] = {messages.Heartbeat: ("loss", "learning_rate")}
+_OPTIONAL: dict[type[Value], tuple[str, ...]] = {
+    messages.Heartbeat: ("loss", "learning_rate", "snapshot", "checkpoint")
+}
 """Fields that are None where they are missing."""
 
 
 def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:
     """Reads a value of this class, each field by its rule."""
     rules = _rules_of(cast(Any, kind), whose)
-    fields = {name: rule(label, getattr(body, name)) for name, label, rule in rules}
-    for name in _OPTIONAL.get(kind, ()):
-        if not body.HasField(name):
-            fields[name] = None
+    optional = _OPTIONAL.get(kind, ())
+    missing = {name for name in optional if not body.HasField(name)} if optional else ()
+    fields = {
+        name: None if name in missing else rule(label, getattr(body, name)) for name, label, rule in rules
+    }
     return kind(**fields)
 
 

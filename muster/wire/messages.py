@@ -200,6 +200,71 @@ class Built(Value):
     generation: int
 
 
+class SnapshotReport(Value):
+    """Which snapshots a worker keeps in its own and its partners' memory, of one generation.
+
+    Attributes:
+        generation: in which they were taken.
+        agreed: the newest of which it was told that it is complete everywhere; -1: none.
+        taken: the one that it has taken since; -1: none.
+        complete: of that one its part is whole here and at its partners.
+        passed: the newest step at which one was due and it took none; -1: none.
+        age_s: since the newest was taken that is complete here and at its partners; this and the rest is for
+            status.
+        size_bytes: of its part of that one.
+        seconds: that copying and sending it took.
+        partners: the ranks that keep it.
+    """
+
+    generation: int
+    agreed: int = -1
+    taken: int = -1
+    complete: bool = False
+    passed: int = -1
+    age_s: float = 0.0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    partners: tuple[int, ...] = ()
+
+    def holds(self, step: int) -> bool:
+        """Whether its part of this snapshot is kept here and at its partners."""
+        return step >= 0 and (step == self.agreed or (self.complete and step == self.taken))
+
+    @property
+    def newest(self) -> int:
+        """The newest snapshot that is complete here and at its partners; -1: none."""
+        return max(self.agreed, self.taken if self.complete else -1)
+
+
+class CheckpointReport(Value):
+    """The last checkpoint that a worker has written to disk: after how many steps, and how long ago."""
+
+    step: int
+    age_s: float
+    size_bytes: int
+    seconds: float
+
+
+class JobCopies(Value):
+    """The copies of a job's state by which it would go on: in its members' memory, and on disk.
+
+    Attributes:
+        snapshot_step: of the snapshot that all members keep; None: there is none yet.
+        snapshot_age_s: since it was taken.
+        snapshot_bytes: of all its parts.
+        snapshot_seconds: that copying and sending took the slowest rank.
+        checkpoint: the newest that a worker says it has written; None: there is none.
+        checkpoint_rank: who wrote it.
+    """
+
+    snapshot_step: int | None = None
+    snapshot_age_s: float = 0.0
+    snapshot_bytes: int = 0
+    snapshot_seconds: float = 0.0
+    checkpoint: CheckpointReport | None = None
+    checkpoint_rank: int = -1
+
+
 class Heartbeat(Value):
     """This worker lives, and how far it is. ``generation`` is the newest it knows of."""
 
@@ -212,6 +277,8 @@ class Heartbeat(Value):
     loss: float | None = None
     pid: int = 0
     learning_rate: float | None = None
+    snapshot: SnapshotReport | None = None
+    checkpoint: CheckpointReport | None = None
 
 
 class Quiesced(Value):
@@ -407,6 +474,20 @@ class Probe(Value):
     targets: tuple[tuple[str, str], ...]
 
 
+class SnapshotWord(Value):
+    """Which snapshot counts, and which is to be taken next.
+
+    Attributes:
+        generation: in which.
+        complete: the newest that all members keep, each here and at its partners; -1: none.
+        next: the next is taken at the first step due from here on. Older ones that are not complete lapse.
+    """
+
+    generation: int
+    complete: int
+    next: int
+
+
 class Refused(Value):
     """No place for this worker. Final: the scheduler closes the stream after it."""
 
@@ -427,7 +508,17 @@ class Ended(Value):
 
 
 SchedulerMessage = (
-    Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Probe | Refused | Ended
+    Welcome
+    | Waiting
+    | Assignment
+    | UniqueIds
+    | GroupBuilt
+    | Suspended
+    | Quiesce
+    | Probe
+    | SnapshotWord
+    | Refused
+    | Ended
 )
 
 

@@ -46,7 +46,7 @@ _LIBRARIES = (*_OURS, f"{Path(os.__file__).parent}{os.sep}", "<frozen")
 
 NOTES_VARIABLE = "MUSTER_LAST_WORDS"
 NOTES_FILE = "muster-last-words"
-SLOT_BYTES = 256
+SLOT_BYTES = 512
 """Bytes for the progress."""
 
 PROGRESS_EVERY_S = 0.2

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from tests.simulation.cluster import play_cluster
 from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
 from tests.simulation.mutants import MUTANTS, Mutant, hunt
+from tests.simulation.snapshot_mutants import SNAPSHOT_MUTANTS
+from tests.simulation.snapshots import play_snapshots
 from tests.simulation.world import play
 
 Play = Callable[..., str]
@@ -22,11 +24,14 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and print what happens")
     parser.add_argument("--mutants", action="store_true", help="prove that each planted bug is caught")
+    parser.add_argument("--snapshots", action="store_true", help="with snapshots in the workers' memory")
     parser.add_argument("--schedulers", action="store_true", help="with three schedulers on a simulated etcd")
     parser.add_argument("--only", help="with --mutants or --replay: this mutant alone")
     options = parser.parse_args()
     logging.getLogger("scheduler").setLevel(logging.CRITICAL)
     mutants, run = (CLUSTER_MUTANTS, play_cluster) if options.schedulers else (MUTANTS, play)
+    if options.snapshots:
+        mutants, run = SNAPSHOT_MUTANTS, play_snapshots
     if options.mutants:
         return _mutants(options.seeds, options.only, mutants, run)
     if options.replay is not None:

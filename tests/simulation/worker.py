@@ -257,6 +257,7 @@ class Worker:
                 self.client.check(generation)
             self._meet("syncing", "sync", generation)
             self.has_state = True
+            self.takes_up()
             while self.step < self.world.scenario.steps:
                 self.doing = "boundary"
                 self._stand_still()
@@ -264,11 +265,18 @@ class Worker:
                 self._meet("stepping", "step", generation, self.step)
                 self.world.judge.step_met(self, generation, self.step)
                 self.step += 1
+                self.has_stepped()
                 self.client.post(events.ProgressReported(self.step, 1.0))
             self.finished = True
         except MembershipChanged:
             self.doing = "entering"
             self.client.communicators.end(lambda _: self.world.data_plane.leave(self))
+
+    def takes_up(self) -> None:
+        """The members have met in a new generation, and have the state."""
+
+    def has_stepped(self) -> None:
+        """One more step is done."""
 
     def _meet(self, doing: str, *key: object) -> None:
         assert self._group is not None and self.place is not None

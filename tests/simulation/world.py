@@ -61,6 +61,10 @@ class World:
     timing: events.Timing | None = None
     """The workers' deadlines, where they are not those of one scheduler."""
 
+    worker: type[Worker] = Worker
+    grace_s = 4 * TOPO_TIMEOUT_S
+    """By when the job has ended after the last fault."""
+
     def note(self, line: str) -> None:
         """Writes a line of the transcript."""
         if self.trace is not None:
@@ -120,7 +124,7 @@ class World:
 
     def start(self, node_id: str, *, spare: bool = False) -> Worker:
         """Starts a worker process."""
-        worker = Worker(self, node_id, self.rng.getrandbits(63) | 1, spare=spare)
+        worker = self.worker(self, node_id, self.rng.getrandbits(63) | 1, spare=spare)
         self.note(f"!! {worker} starts{' as a spare' if spare else ''}")
         self.processes.append(worker)
         self.newest[node_id] = worker
@@ -164,7 +168,7 @@ class World:
             self.loop.at(at, lambda n=number: self.start(self.node(scenario.worker_num + n), spare=True))
         plan_faults(self)
         self.launchers.begin()
-        limit = scenario.fault_end + 4 * TOPO_TIMEOUT_S
+        limit = scenario.fault_end + self.grace_s
         try:
             self.loop.run(limit, self._over)
             self.note(f"ended: {self.judge.outcome}")

@@ -165,12 +165,16 @@ class Launch:
     launch: int
     state_source_rank: int = -1
     busy_with: list[str] = field(default_factory=list)
+    written: list[tuple[int, int, float]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
         self.busy_with.append(what)
         yield
         self.busy_with.append("")
+
+    def report_checkpoint(self, step: int, *, size_bytes: int, seconds: float) -> None:
+        self.written.append((step, size_bytes, seconds))
 
 
 def folder_of(directory: Path, launch: int, step: int = 0) -> tuple[checkpoint.Folder, TrainingState]:
@@ -223,6 +227,8 @@ def test_a_save_that_takes_long_is_no_standstill_to_the_scheduler(tmp_path: Path
     state.for_checkpoint = for_checkpoint  # type: ignore[method-assign]
     checkpoint.Folder(str(tmp_path), state, session).save()
     assert amid == [["saves a checkpoint"]] and session.busy_with == ["saves a checkpoint", ""]
+    [(step, size_bytes, seconds)] = session.written
+    assert size_bytes > 100 and seconds >= 0.0 and step == state.step
 
 
 def test_replacements_take_the_furthest_sound_checkpoint_of_their_own_launch(tmp_path: Path) -> None:

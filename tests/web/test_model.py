@@ -102,6 +102,32 @@ def test_steps_by_which_workers_are_heard_apart_are_no_lag() -> None:
     assert [worker.lag for worker in made.workers()] == [0, 300]
 
 
+def test_what_workers_keep_of_their_state_stands_at_their_seats() -> None:
+    made = job([(0, 0, False)] * 2)
+    columns = pb.Progress()
+    columns.CopyFrom(made.progress)
+    snapshot = rendezvous_pb.SnapshotReport(
+        agreed=120, taken=-1, age_s=12, size_bytes=10**9, seconds=0.8, partners=[0]
+    )
+    columns.seat_copies.add(seat=1, snapshot=snapshot)
+    columns.seat_copies.add(seat=0, snapshot=rendezvous_pb.SnapshotReport(agreed=-1, taken=3))
+    made.take(pb.WatchReply(progress=columns), 1.0)
+    first, second = made.workers()
+    assert first.snapshot is None, "none is complete yet"
+    assert second.snapshot == snapshot and second.checkpoint is None
+    assert words.snapshot(snapshot) == "step 120, 12 s ago, at rank 0, 1 GB in 0.8 s"
+    assert words.snapshot(snapshot, short=True) == "step 120, 12 s ago, at rank 0"
+
+
+def test_the_copies_of_a_job_in_words() -> None:
+    written = rendezvous_pb.CheckpointReport(step=100, age_s=180, size_bytes=2_000_000, seconds=2.1)
+    copies = rendezvous_pb.JobCopies(
+        snapshot_step=120, snapshot_age_s=12, snapshot_bytes=1500, snapshot_seconds=0.8
+    )
+    assert words.job_snapshot(copies) == "step 120, 12 s ago, 1.5 kB in 0.8 s"
+    assert words.checkpoint(written) == "step 100, 3 min ago, 2 MB in 2.1 s"
+
+
 # ---------------------------------------------------------------- jobs in words
 
 

@@ -19,6 +19,7 @@ from muster.web.live import Cell, Live
 from muster.web.logs import Log, logs_of, tail
 from muster.web.model import Followed
 from muster.web.pages import CARDS_AT_MOST, JobPage, JobsPage, cell_id
+from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
 
 HOSTILE = (
@@ -128,6 +129,37 @@ def test_what_strangers_choose_is_text_and_nothing_else(name: str, tmp_path: Pat
         assert (hostile.tags, hostile.attributes) == (calm.tags, calm.attributes)
         assert "style" not in hostile.tags | hostile.attributes
         assert any(name in text for text in hostile.texts)
+
+
+def test_the_copies_of_the_state_stand_in_the_head_and_with_each_worker() -> None:
+    found = known(("0", "1"))
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    before = page.html(flash="") + page.worker("0")
+    assert "snapshot" not in before and "checkpoint" not in before
+    columns = pb.Progress()
+    columns.CopyFrom(found.jobs["0"].progress)
+    written = rendezvous_pb.CheckpointReport(step=100, age_s=180, size_bytes=2_000_000, seconds=2.1)
+    columns.copies.CopyFrom(
+        rendezvous_pb.JobCopies(
+            snapshot_step=120,
+            snapshot_age_s=12,
+            snapshot_bytes=1500,
+            snapshot_seconds=0.8,
+            checkpoint=written,
+        )
+    )
+    kept = rendezvous_pb.SnapshotReport(
+        agreed=120, taken=-1, age_s=13, size_bytes=750, seconds=0.5, partners=[1]
+    )
+    columns.seat_copies.add(seat=0, snapshot=kept, checkpoint=written)
+    found.take_of("0", pb.WatchReply(progress=columns), 12.0)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    whole, one = page.html(flash=""), page.worker("0")
+    assert "step 120, 12 s ago, 1.5 kB in 0.8 s" in whole and "step 100, 3 min ago, 2 MB in 2.1 s" in whole
+    assert "step 120, 13 s ago, at rank 1<" in whole, "in the worker's card"
+    assert "step 120, 13 s ago, at rank 1, 750 B in 0.5 s" in one and "step 100, 3 min ago" in one
 
 
 def test_only_what_changes_is_sent() -> None:

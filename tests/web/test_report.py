@@ -19,9 +19,13 @@ from tests.scheduler.processes import environment
 
 SCRIPT = """
 import sys, numpy, muster
+from muster.wire.messages import SnapshotReport
 with muster.init() as session:
     for step in range(1, 6):
         muster.all_reduce(numpy.ones(4, "float32"))
+        kept = SnapshotReport(1, -1, step, True, size_bytes=4096, seconds=0.5, partners=(1,))
+        session.report_snapshot(kept)
+        session.report_checkpoint(step, size_bytes=2048, seconds=0.25)
         session.report(loss=1 / step, samples=8, learning_rate=0.25)
     if session.rank == 1 and "fail" in sys.argv:
         raise ValueError("</pre><script>alert(1)</script>")
@@ -64,6 +68,11 @@ def test_a_run_that_failed_is_told_with_its_fault(tmp_path: Path, monkeypatch: p
     told = load(tmp_path / "muster-runs/latest")
     assert (told.job_id, told.workers, told.codes) == ("default", 2, [1])
     assert [(g.number, g.members) for g in told.generations][:1] == [(1, 2)]
+    snapshot, checkpoint = told.copies["snapshot"], told.copies["checkpoint"]
+    assert (snapshot.size_bytes, snapshot.seconds, snapshot.partner) == (4096, 0.5, 1)
+    assert (checkpoint.size_bytes, checkpoint.seconds, checkpoint.partner) == (2048, 0.25, -1)
+    assert checkpoint.step == snapshot.step == told.series.points[-1].step
+    assert f"step {snapshot.step}, " in html and "before the end, 4.1 kB in 0.5 s, at rank 1" in html
     last = told.series.points[-1]
     assert last.loss == pytest.approx(1 / last.step) and last.learning_rate == 0.25
     assert any("Generation 1 stands with 2 members." in each.text for each in told.scheduler_said)

@@ -38,7 +38,17 @@ MESSAGES = (
     messages.PublishUniqueIds(2, (b"a", b"b")),
     messages.Built(2),
     messages.Heartbeat(
-        2, 5, 6, 9.5, (messages.Collective(9, "all_reduce", "world", "float32", 4096, True),), 1, 0.25, 7, 0.1
+        2,
+        5,
+        6,
+        9.5,
+        (messages.Collective(9, "all_reduce", "world", "float32", 4096, True),),
+        1,
+        0.25,
+        7,
+        0.1,
+        messages.SnapshotReport(2, 4, 5, True, 3, 1.5, 4096, 0.5, (1, 3)),
+        messages.CheckpointReport(5, 1.5, 4096, 0.5),
     ),
     messages.Quiesced(2, 7),
     messages.SuspectPeer(2, 1, "reset"),
@@ -54,6 +64,7 @@ MESSAGES = (
     messages.Suspended(2, "few", 9.0, LOST, True),
     messages.Quiesce(2, "drain"),
     messages.Probe(7, (("b", "x:1"),)),
+    messages.SnapshotWord(2, 5, 6),
     messages.Refused(messages.RefusalCode.JOB_FULL, "full"),
     messages.Ended(True, "done", True, LOST),
 )

@@ -525,10 +525,24 @@ def test_status_comes_through_whole() -> None:
         generation=3,
         worker_num=2,
         worker_min=1,
-        workers=(WorkerView(candidate("a"), "member", 0, 0, 0.5, 10, 99.5, last),),
+        workers=(
+            WorkerView(
+                candidate("a"),
+                "member",
+                0,
+                0,
+                0.5,
+                10,
+                99.5,
+                last,
+                snapshot=messages.SnapshotReport(3, 5, partners=(1,)),
+                checkpoint=messages.CheckpointReport(4, 1.0, 10, 0.5),
+            ),
+        ),
         missing=("node b",),
         reason="because",
         nccl_traffic="sealed",
+        copies=messages.JobCopies(0, 1.5, 4096, 0.5, messages.CheckpointReport(4, 1.0, 10, 0.5), 0),
     )
     reply = pb.StatusReply.FromString(encode_status(view, uptime_s=4.5, version="1"))
     assert (reply.job_id, reply.state, reply.generation, reply.worker_num, reply.worker_min) == (
@@ -555,6 +569,9 @@ def test_status_comes_through_whole() -> None:
     )
     assert (worker.silent_s, worker.step, worker.samples_per_s, worker.state) == (0.5, 10, 99.5, "member")
     assert (worker.topology, worker.address, worker.last_collective.sequence) == ("rack-1", "10.0.0.1", 9)
+    assert (worker.snapshot.agreed, list(worker.snapshot.partners), worker.checkpoint.step) == (5, [1], 4)
+    assert reply.copies.HasField("snapshot_step") and reply.copies.snapshot_bytes == 4096
+    assert (reply.copies.checkpoint.step, reply.copies.checkpoint_rank) == (4, 0)
 
 
 def test_drain_request() -> None:

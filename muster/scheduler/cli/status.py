@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from muster.scheduler.cli.client import UnreachableError
@@ -20,6 +20,7 @@ WIDE_COLUMNS = 120
 """Terminal width in columns from which a table also has addresses, models and last heartbeats."""
 
 SILENT_S = 5.0
+PARTNERS_SHOWN = 3
 
 
 def as_json(reply: pb.StatusReply) -> dict[str, Any]:
@@ -37,7 +38,51 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "version": reply.version,
         "leader": reply.leader or None,
         "nccl_traffic": reply.nccl_traffic or None,
+        "copies": _copies_json(reply.copies),
     }
+
+
+def _copies_json(copies: pb.JobCopies) -> dict[str, Any]:
+    return {
+        "snapshot": {
+            "step": copies.snapshot_step,
+            "age_s": round(copies.snapshot_age_s, 3),
+            "size_bytes": copies.snapshot_bytes,
+            "seconds": round(copies.snapshot_seconds, 3),
+        }
+        if copies.HasField("snapshot_step")
+        else None,
+        "checkpoint": {**_checkpoint_json(copies.checkpoint), "rank": copies.checkpoint_rank}
+        if copies.HasField("checkpoint")
+        else None,
+    }
+
+
+def _checkpoint_json(checkpoint: pb.CheckpointReport) -> dict[str, Any]:
+    return {
+        "step": checkpoint.step,
+        "age_s": round(checkpoint.age_s, 3),
+        "size_bytes": checkpoint.size_bytes,
+        "seconds": round(checkpoint.seconds, 3),
+    }
+
+
+def _snapshot_json(snapshot: pb.SnapshotReport) -> dict[str, Any]:
+    """Of the newest that is complete here and at its partners, and of one under way."""
+    newest = newest_of(snapshot)
+    return {
+        "step": newest if newest >= 0 else None,
+        "under_way": snapshot.taken if snapshot.taken > newest else None,
+        "age_s": round(snapshot.age_s, 3),
+        "size_bytes": snapshot.size_bytes,
+        "seconds": round(snapshot.seconds, 3),
+        "partners": list(snapshot.partners),
+    }
+
+
+def newest_of(snapshot: pb.SnapshotReport) -> int:
+    """The newest snapshot that is complete at a worker and its partners; -1: none."""
+    return max(snapshot.agreed, snapshot.taken if snapshot.complete else -1)
 
 
 def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
@@ -74,6 +119,8 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
         }
         if worker.HasField("last_collective")
         else None,
+        "snapshot": _snapshot_json(worker.snapshot) if worker.HasField("snapshot") else None,
+        "checkpoint": _checkpoint_json(worker.checkpoint) if worker.HasField("checkpoint") else None,
     }
 
 
@@ -174,10 +221,15 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
             table.add_column(title, overflow="fold", no_wrap=title == "rank")
         for title in ("pid", "step", "lag", "samples/s", "loss", *(["heard"] if wide else [])):
             table.add_column(title, justify="right", no_wrap=True)
+        keeps = wide and any(worker.HasField("snapshot") for worker in reply.workers)
+        if keeps:
+            table.add_column("snapshot", justify="right", no_wrap=True)
         furthest = max(worker.step for worker in reply.workers)
         for worker in reply.workers:
-            table.add_row(*map(Text, _row(worker, furthest, wide=wide)))
+            more = [_snapshot(worker)] if keeps else []
+            table.add_row(*map(Text, [*_row(worker, furthest, wide=wide), *more]))
         parts.append(table)
+    parts += map(Text, copies_in_words(reply.copies))
     parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
     if words := NCCL_WORDS.get(reply.nccl_traffic):
         parts.append(Text(f"NCCL between hosts: {words}"))
@@ -204,6 +256,31 @@ def _row(worker: pb.WorkerStatus, furthest: int, *, wide: bool) -> list[str]:
     ]
 
 
+def _snapshot(worker: pb.WorkerStatus) -> str:
+    """``120 at 3, 12 s``: the newest that is kept, by which ranks, and how old it is."""
+    newest = newest_of(worker.snapshot) if worker.HasField("snapshot") else -1
+    if newest < 0:
+        return "-"
+    partners = ", ".join(map(str, worker.snapshot.partners[:PARTNERS_SHOWN]))
+    return f"{newest}{f' at {partners}' if partners else ''}, {_seconds(worker.snapshot.age_s)}"
+
+
+def copies_in_words(copies: pb.JobCopies) -> Iterator[str]:
+    """The last snapshot that counts and the last checkpoint of a job, a sentence for each that there is."""
+    if copies.HasField("snapshot_step"):
+        age, took = _seconds(copies.snapshot_age_s), _seconds(copies.snapshot_seconds)
+        yield (
+            f"snapshot of step {copies.snapshot_step}: complete everywhere, {age} old,"
+            f" {_megabytes(copies.snapshot_bytes)}, copied and sent in {took}"
+        )
+    if copies.HasField("checkpoint"):
+        last = copies.checkpoint
+        yield (
+            f"checkpoint of step {last.step}: {_seconds(last.age_s)} old, {_megabytes(last.size_bytes)},"
+            f" written by rank {copies.checkpoint_rank} in {_seconds(last.seconds)}"
+        )
+
+
 def _device(device: pb.Device, *, wide: bool) -> str:
     index = f":{device.index}" if device.index >= 0 else ""
     more = (device.pci_bus_id, device.model) if wide else ()
@@ -220,3 +297,11 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"

@@ -28,7 +28,21 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
             sentence = f"Training goes on at step {event.step}."
             job.say(sentence)
             job.tell_members(sentence, wait=False)
+    if event.snapshot is not None:
+        _take_snapshots(job, node_id, event, event.snapshot)
     job.needs_advance = lacked_state and contact.has_moved  # who leaves may wait for that
+
+
+def _take_snapshots(job: Job, node_id: str, event: events.Heard, report: messages.SnapshotReport) -> None:
+    """Takes in what a worker keeps of snapshots, and tells all members what follows."""
+    agreement = job.snapshots
+    before = agreement.word
+    word = agreement.hear(node_id, report, event.step)
+    if word is None:
+        return
+    if before is None or before.complete != word.complete:
+        agreement.taken_at = job.now - report.age_s
+    job.send_to_members(word)
 
 
 def _came_to_build(job: Job, now: float) -> None:

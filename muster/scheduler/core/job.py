@@ -23,6 +23,7 @@ from muster.scheduler.core.ledger import (
 from muster.scheduler.core.members import Members, Patience
 from muster.scheduler.core.probing_state import Probing
 from muster.scheduler.core.records import Record
+from muster.scheduler.core.snapshots import SnapshotAgreement
 from muster.wire import messages
 from muster.wire.messages import SchedulerMessage
 
@@ -172,6 +173,7 @@ class Job:
         outbox: what the event that is dealt with brings about.
         current: the newest generation.
         probing: who has been found to reach which others.
+        snapshots: which snapshot in the members' memory counts.
         records: how many records it has taken in.
         trained: ranks in the generation that stood last, by node id.
         now: when the event that is dealt with happened.
@@ -190,6 +192,7 @@ class Job:
     current: GenerationState = field(default_factory=GenerationState)
     admissions: Admissions = field(default_factory=Admissions)
     probing: Probing = field(default_factory=Probing)
+    snapshots: SnapshotAgreement = field(default_factory=SnapshotAgreement)
     records: int = 0
     trained: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
@@ -310,6 +313,7 @@ class Job:
                 sent = tuple(map(as_sent, formed.members))
                 self.current = GenerationState(sent=sent, change=formed.reason)
             self.trained = dict(self.ledger.ranks)
+            self.snapshots = SnapshotAgreement(self.ledger.generation, self.ledger.ranks)
             self.members.enter_generation(
                 self.ledger.ranks,
                 (
@@ -327,6 +331,7 @@ class Job:
             self.current = GenerationState(sent=sent, change=record.reason)
             self.deadlines.begin_generation(self.now)
             self.probing.awaited = {}
+            self.snapshots = SnapshotAgreement(record.generation, self.ledger.ranks)
             members = record.members
             self.members.enter_generation(
                 self.ledger.ranks, (members[rank].candidate.node_id for rank in record.newcomer_ranks)
@@ -394,9 +399,9 @@ class Job:
         if rank >= 0 or (claim.leaving is not None and claim.since):
             self.outbox.send(session, self.assignment(rank))
         if rank >= 0:
-            self._send_rest(session, generation, phase)
+            self._send_rest(node_id, session, generation, phase)
 
-    def _send_rest(self, session: events.SessionId, generation: int, phase: Phase) -> None:
+    def _send_rest(self, node_id: str, session: events.SessionId, generation: int, phase: Phase) -> None:
         """Sends what a member needs besides its Assignment."""
         if phase is Phase.BUILDING and self.current.unique_ids:
             self.outbox.send(session, messages.UniqueIds(generation, self.current.unique_ids))
@@ -404,6 +409,9 @@ class Job:
             self.outbox.send(session, messages.GroupBuilt(generation))
         if phase is Phase.QUIESCING:
             self.outbox.send(session, messages.Quiesce(generation, self.current.plan or ""))
+        word = self.snapshots.word_for(node_id)
+        if word is not None:
+            self.outbox.send(session, word)
 
     def remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
         """Takes a worker's claim away."""

@@ -37,6 +37,8 @@ class Contact:
     loss: float | None = None
     pid: int = 0
     learning_rate: float | None = None
+    snapshot: messages.SnapshotReport | None = None
+    checkpoint: messages.CheckpointReport | None = None
     baseline: int = 0
     baseline_started: int = 0
     has_moved: bool = False
@@ -59,6 +61,7 @@ class Contact:
         self.samples_per_s = event.samples_per_s
         self.recent = event.recent
         self.loss, self.pid, self.learning_rate = event.loss, event.pid, event.learning_rate
+        self.snapshot, self.checkpoint = event.snapshot, event.checkpoint
         self.entered = event.entered_generation
         if settled:
             self._see_move()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
 from muster.scheduler.core.members import Contact
 from muster.scheduler.core.sentences import state_reason
 from muster.wire import messages
+
+ReportT = TypeVar("ReportT", messages.SnapshotReport, messages.CheckpointReport)
 
 
 class WorkerView(NamedTuple):
@@ -28,6 +30,8 @@ class WorkerView(NamedTuple):
     loss: float | None = None
     pid: int = 0
     learning_rate: float | None = None
+    snapshot: messages.SnapshotReport | None = None
+    checkpoint: messages.CheckpointReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class JobView:
     missing: tuple[str, ...]
     reason: str
     nccl_traffic: str = ""
+    copies: messages.JobCopies = field(default_factory=messages.JobCopies)
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
@@ -65,6 +70,32 @@ def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, 
         loss=contact.loss,
         pid=contact.pid,
         learning_rate=contact.learning_rate,
+        snapshot=_aged(contact.snapshot, now - contact.last_heard),
+        checkpoint=_aged(contact.checkpoint, now - contact.last_heard),
+    )
+
+
+def _aged(report: ReportT | None, seconds: float) -> ReportT | None:
+    """What a worker has told, so long ago."""
+    return None if report is None else report.replaced(age_s=report.age_s + max(0.0, seconds))
+
+
+def _copies(job: Job, workers: Sequence[WorkerView], now: float) -> messages.JobCopies:
+    written = [(worker.checkpoint.age_s, worker) for worker in workers if worker.checkpoint is not None]
+    _, writer = min(written, key=lambda each: each[0], default=(0.0, None))
+    checkpoint = None if writer is None else writer.checkpoint
+    rank = -1 if writer is None else writer.rank
+    word = job.snapshots.word
+    if word is None or word.complete < 0:
+        return messages.JobCopies(checkpoint=checkpoint, checkpoint_rank=rank)
+    kept = [worker.snapshot for worker in workers if worker.rank >= 0 and worker.snapshot is not None]
+    return messages.JobCopies(
+        word.complete,
+        max(0.0, now - job.snapshots.taken_at),
+        sum(report.size_bytes for report in kept),
+        max((report.seconds for report in kept), default=0.0),
+        checkpoint,
+        rank,
     )
 
 
@@ -99,6 +130,7 @@ def job_view(job: Job, now: float) -> JobView:
         missing=job.missing(),
         reason=state_reason(job),
         nccl_traffic=nccl_traffic(workers),
+        copies=_copies(job, workers, now),
     )
 
 

@@ -123,6 +123,42 @@ _JOB_METRICS: tuple[tuple[type[Any], str, str, Callable[[JobView, Counters], flo
     (CounterMetricFamily, "events", "Events handled.", lambda _, seen: seen.events),
     (
         GaugeMetricFamily,
+        "snapshot_age_seconds",
+        "Since the snapshot was taken that all members keep in memory.",
+        lambda view, _: view.copies.snapshot_age_s if view.copies.snapshot_step is not None else None,
+    ),
+    (
+        GaugeMetricFamily,
+        "snapshot_step",
+        "Of the snapshot that all members keep in memory.",
+        lambda view, _: view.copies.snapshot_step,
+    ),
+    (
+        GaugeMetricFamily,
+        "snapshot_bytes",
+        "Of all its parts.",
+        lambda view, _: view.copies.snapshot_bytes if view.copies.snapshot_step is not None else None,
+    ),
+    (
+        GaugeMetricFamily,
+        "snapshot_seconds",
+        "That copying and sending its part took the slowest rank.",
+        lambda view, _: view.copies.snapshot_seconds if view.copies.snapshot_step is not None else None,
+    ),
+    (
+        GaugeMetricFamily,
+        "checkpoint_age_seconds",
+        "Since a worker last said that it had written a checkpoint.",
+        lambda view, _: view.copies.checkpoint.age_s if view.copies.checkpoint is not None else None,
+    ),
+    (
+        GaugeMetricFamily,
+        "checkpoint_step",
+        "Of that checkpoint.",
+        lambda view, _: view.copies.checkpoint.step if view.copies.checkpoint is not None else None,
+    ),
+    (
+        GaugeMetricFamily,
         "formation_seconds",
         "From the first join to the first built group.",
         lambda _, seen: seen.formation_s,

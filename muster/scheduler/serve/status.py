@@ -24,6 +24,7 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         version=version,
         leader=leader,
         nccl_traffic=view.nccl_traffic,
+        copies=to_proto(view.copies),
     ).SerializeToString()
 
 
@@ -62,4 +63,6 @@ def _worker_status(worker: WorkerView) -> pb.WorkerStatus:
         last_collective=to_proto(worker.last_collective),
         pid=worker.pid,
         loss=worker.loss,
+        snapshot=to_proto(worker.snapshot),
+        checkpoint=to_proto(worker.checkpoint),
     )

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from muster.scheduler.core import events
-from muster.scheduler.core.views import JobView, WorkerView
+from muster.scheduler.core.views import JobView
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.stream import OutgoingStream
+from muster.wire.codec import to_proto
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
 
@@ -50,7 +51,7 @@ class Picture:
             roster = _roster(number, view, self.driver.sessions)
             self.roster = (number, pb.WatchReply(roster=roster).SerializeToString())
         self.line = _line(view, self._began)
-        progress = pb.WatchReply(progress=_progress(self.roster[0], self.line, view.workers))
+        progress = pb.WatchReply(progress=_progress(self.roster[0], self.line, view))
         data = progress.SerializeToString()
         if data != self.progress[1]:
             self.progress = (self.progress[0] + 1, data)
@@ -118,7 +119,8 @@ def _roster(number: int, view: JobView, sessions: Mapping[events.SessionId, Outg
     return roster
 
 
-def _progress(roster: int, line: pb.JobLine, workers: tuple[WorkerView, ...]) -> pb.Progress:
+def _progress(roster: int, line: pb.JobLine, view: JobView) -> pb.Progress:
+    workers = view.workers
     calls: dict[tuple[str, str, str, int], int] = {}
     last = [worker.last_collective for worker in workers]
     call = [
@@ -138,5 +140,13 @@ def _progress(roster: int, line: pb.JobLine, workers: tuple[WorkerView, ...]) ->
         calls=[
             rendezvous_pb.Collective(name=name, group=group, dtype=dtype, size_bytes=size)
             for name, group, dtype, size in calls
+        ],
+        copies=to_proto(view.copies),
+        seat_copies=[
+            pb.SeatCopies(
+                seat=seat, snapshot=to_proto(worker.snapshot), checkpoint=to_proto(worker.checkpoint)
+            )
+            for seat, worker in enumerate(workers)
+            if worker.snapshot is not None or worker.checkpoint is not None
         ],
     )

@@ -196,7 +196,7 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,8 @@ class Heartbeat(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
@@ -215,7 +217,43 @@ class Heartbeat(_message.Message):
     loss: float
     pid: int
     learning_rate: float
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+    snapshot: SnapshotReport
+    checkpoint: CheckpointReport
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ...) -> None: ...
+
+class SnapshotReport(_message.Message):
+    __slots__ = ("generation", "agreed", "taken", "complete", "passed", "age_s", "size_bytes", "seconds", "partners")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PARTNERS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    agreed: int
+    taken: int
+    complete: bool
+    passed: int
+    age_s: float
+    size_bytes: int
+    seconds: float
+    partners: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., agreed: _Optional[int] = ..., taken: _Optional[int] = ..., complete: bool = ..., passed: _Optional[int] = ..., age_s: _Optional[float] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., partners: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CheckpointReport(_message.Message):
+    __slots__ = ("step", "age_s", "size_bytes", "seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    age_s: float
+    size_bytes: int
+    seconds: float
+    def __init__(self, step: _Optional[int] = ..., age_s: _Optional[float] = ..., size_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Quiesced(_message.Message):
     __slots__ = ("generation", "last_started_step")
@@ -290,7 +328,7 @@ class Leave(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe")
+    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe", "snapshot_word")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +339,7 @@ class SchedulerMessage(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     GROUP_BUILT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_WORD_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     waiting: Waiting
     assignment: Assignment
@@ -311,7 +350,8 @@ class SchedulerMessage(_message.Message):
     ended: Ended
     group_built: GroupBuilt
     probe: Probe
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
+    snapshot_word: SnapshotWord
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., snapshot_word: _Optional[_Union[SnapshotWord, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare", "waiting_interval_s", "version")
@@ -423,6 +463,16 @@ class Quiesce(_message.Message):
     reason: str
     def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class SnapshotWord(_message.Message):
+    __slots__ = ("generation", "complete", "next")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    complete: int
+    next: int
+    def __init__(self, generation: _Optional[int] = ..., complete: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
+
 class Refused(_message.Message):
     __slots__ = ("code", "sentence")
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -456,7 +506,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss")
+    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss", "snapshot", "checkpoint")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +522,8 @@ class WorkerStatus(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host_name: str
     host_id: str
@@ -487,10 +539,28 @@ class WorkerStatus(_message.Message):
     address: str
     pid: int
     loss: float
-    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
+    snapshot: SnapshotReport
+    checkpoint: CheckpointReport
+    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ...) -> None: ...
+
+class JobCopies(_message.Message):
+    __slots__ = ("snapshot_step", "snapshot_age_s", "snapshot_bytes", "snapshot_seconds", "checkpoint", "checkpoint_rank")
+    SNAPSHOT_STEP_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_RANK_FIELD_NUMBER: _ClassVar[int]
+    snapshot_step: int
+    snapshot_age_s: float
+    snapshot_bytes: int
+    snapshot_seconds: float
+    checkpoint: CheckpointReport
+    checkpoint_rank: int
+    def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -503,6 +573,7 @@ class StatusReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -515,7 +586,8 @@ class StatusReply(_message.Message):
     version: str
     leader: str
     nccl_traffic: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ...) -> None: ...
+    copies: JobCopies
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
     __slots__ = ()

@@ -118,7 +118,7 @@ class Seat(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., topology: _Optional[str] = ..., device: _Optional[_Union[_rendezvous_pb2.Device, _Mapping]] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., certificate_ends: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls")
+    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls", "copies", "seat_copies")
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,8 @@ class Progress(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    SEAT_COPIES_FIELD_NUMBER: _ClassVar[int]
     roster: int
     job: JobLine
     step: _containers.RepeatedScalarFieldContainer[int]
@@ -139,7 +141,19 @@ class Progress(_message.Message):
     sequence: _containers.RepeatedScalarFieldContainer[int]
     done: _containers.RepeatedScalarFieldContainer[bool]
     calls: _containers.RepeatedCompositeFieldContainer[_rendezvous_pb2.Collective]
-    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ...) -> None: ...
+    copies: _rendezvous_pb2.JobCopies
+    seat_copies: _containers.RepeatedCompositeFieldContainer[SeatCopies]
+    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ..., copies: _Optional[_Union[_rendezvous_pb2.JobCopies, _Mapping]] = ..., seat_copies: _Optional[_Iterable[_Union[SeatCopies, _Mapping]]] = ...) -> None: ...
+
+class SeatCopies(_message.Message):
+    __slots__ = ("seat", "snapshot", "checkpoint")
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    seat: int
+    snapshot: _rendezvous_pb2.SnapshotReport
+    checkpoint: _rendezvous_pb2.CheckpointReport
+    def __init__(self, seat: _Optional[int] = ..., snapshot: _Optional[_Union[_rendezvous_pb2.SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[_rendezvous_pb2.CheckpointReport, _Mapping]] = ...) -> None: ...
 
 class Happenings(_message.Message):
     __slots__ = ("happenings",)

@@ -133,6 +133,7 @@ class Client:
             events.ChangePending: lambda notice: setattr(self._news, "pending", notice),
             events.ChangePutOff: lambda _: setattr(self._news, "pending", None),
             events.NoVerdict: lambda notice: self._news.note_no_verdict(notice),
+            events.SnapshotWordCame: lambda notice: setattr(self._news, "snapshot_word", notice.word),
             events.Failed: lambda notice: self._fail(failure_of(notice)),
             events.Left: lambda _: setattr(self._news, "left", True),
             events.StepGranted: lambda _: None,
@@ -320,6 +321,11 @@ class Client:
     def pending(self) -> events.ChangePending | None:
         """The planned change that is to come; None: there is none."""
         return self._news.pending
+
+    @property
+    def snapshot_word(self) -> messages.SnapshotWord | None:
+        """The scheduler's newest word on snapshots; None: none has come."""
+        return self._news.snapshot_word
 
     def adopt(self, generation: int, communicator: Communicator) -> None:
         """Registers a communicator that is aborted when ``generation`` ends; at once if it has."""

@@ -12,6 +12,8 @@ from muster.wire.messages import (
     FirstLoss,
     RefusalCode,
     SchedulerMessage,
+    SnapshotReport,
+    SnapshotWord,
     Value,
     WorkerMessage,
 )
@@ -158,6 +160,20 @@ class ProgressReported(Value):
     learning_rate: float | None = None
 
 
+class SnapshotChanged(Value):
+    """What this worker keeps of snapshots has changed; without ``age_s``, which follows from the time."""
+
+    report: SnapshotReport
+
+
+class CheckpointWritten(Value):
+    """This worker has written a checkpoint to disk."""
+
+    step: int
+    size_bytes: int
+    seconds: float
+
+
 class LeaveWanted(Value):
     """This worker should leave at the next step boundary."""
 
@@ -199,6 +215,8 @@ Event = (
     | ProbesDone
     | StepStarting
     | ProgressReported
+    | SnapshotChanged
+    | CheckpointWritten
     | LeaveWanted
     | Goodbye
     | Renewed
@@ -346,6 +364,12 @@ class LossKnown(Value):
     loss: FirstLoss
 
 
+class SnapshotWordCame(Value):
+    """The scheduler says which snapshot counts, and which is to be taken next."""
+
+    word: SnapshotWord
+
+
 class Left(Value):
     """The goodbye is done. ``heard``: the scheduler has confirmed it."""
 
@@ -370,6 +394,7 @@ Notice = (
     | NoVerdict
     | Failed
     | LossKnown
+    | SnapshotWordCame
     | Left
 )
 

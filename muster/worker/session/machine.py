@@ -23,6 +23,7 @@ from typing import Any
 from muster.version import __version__
 from muster.wire import messages
 from muster.worker.session import events
+from muster.worker.session.copies import Copies
 from muster.worker.session.incarnation import Incarnation
 from muster.worker.session.link import Link
 
@@ -49,6 +50,7 @@ class MembershipMachine:
         self._samples_per_s = 0.0
         self._loss: float | None = None
         self._learning_rate: float | None = None
+        self._copies = Copies()
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Started: self._on_started,
@@ -65,6 +67,8 @@ class MembershipMachine:
             events.ProbesDone: self._on_probes_done,
             events.StepStarting: self._on_step_starting,
             events.ProgressReported: self._on_progress,
+            events.SnapshotChanged: self._on_snapshot_changed,
+            events.CheckpointWritten: self._on_checkpoint_written,
             events.LeaveWanted: self._on_leave_requested,
             events.Goodbye: self._on_goodbye,
             events.Renewed: self._on_renewed,
@@ -77,6 +81,7 @@ class MembershipMachine:
             messages.Suspended: self._on_suspended,
             messages.Quiesce: self._on_quiesce,
             messages.Probe: self._on_probe,
+            messages.SnapshotWord: self._on_snapshot_word,
             messages.Refused: self._on_refused,
             messages.Ended: self._on_ended,
         }
@@ -190,6 +195,8 @@ class MembershipMachine:
                 entered_generation=state.generation,
                 loss=self._loss,
                 learning_rate=self._learning_rate,
+                snapshot=self._copies.snapshot(self._now),
+                checkpoint=self._copies.checkpoint(self._now),
             )
         )
 
@@ -488,6 +495,9 @@ class MembershipMachine:
     def _on_probe(self, message: messages.Probe) -> None:
         self._notices.append(events.ProbeWanted(message.round, message.targets))
 
+    def _on_snapshot_word(self, message: messages.SnapshotWord) -> None:
+        self._notices.append(events.SnapshotWordCame(message))
+
     def _on_refused(self, message: messages.Refused) -> None:
         if self._state.goodbye is not None:
             self._finish_leaving(heard=True)
@@ -614,6 +624,12 @@ class MembershipMachine:
         self._step = event.step
         self._samples_per_s = event.samples_per_s
         self._loss, self._learning_rate = event.loss, event.learning_rate
+
+    def _on_snapshot_changed(self, event: events.SnapshotChanged) -> None:
+        self._copies.note_snapshot(event.report, self._now)
+
+    def _on_checkpoint_written(self, event: events.CheckpointWritten) -> None:
+        self._copies.note_checkpoint(event, self._now)
 
     def _on_leave_requested(self, event: events.LeaveWanted) -> None:
         state = self._state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muster.errors import LeaveGranted, MembershipChanged, PeerFinishedError, WorkerError
+from muster.wire import messages
 from muster.worker.session import events
 from muster.worker.session.failures import sentence
 
@@ -22,6 +23,7 @@ class News:
         running: the newest generation that all members have built.
         no_verdict: the generation of which the scheduler knows no change.
         finished: which rank has, while this one waited in that.
+        snapshot_word: the scheduler's newest on snapshots.
         left: the goodbye was heard, or its deadline is over.
     """
 
@@ -33,6 +35,7 @@ class News:
     running: int = 0
     no_verdict: int = 0
     finished: PeerFinishedError | None = None
+    snapshot_word: messages.SnapshotWord | None = None
     left: bool = False
 
     def over(self, generation: int) -> WorkerError | None:

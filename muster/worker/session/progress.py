@@ -85,3 +85,16 @@ def count_of(name: str, value: SupportsIndex) -> int:
     if not 0 <= count <= MAX_NUMBER:
         raise ValueError(f"{name} must be from 0 to {MAX_NUMBER}; it is {str(count)[:40]}.")
     return count
+
+
+def seconds_of(name: str, value: SupportsFloat) -> float:
+    """A duration that messages can carry.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, or not finite.
+    """
+    seconds = float(value)
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ValueError(f"{name} must be a number of seconds from 0; it is {seconds}.")
+    return seconds

@@ -27,6 +27,7 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire import messages
+from muster.wire.codec import MAX_PARTNERS
 from muster.wire.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.ending import on_sigterm
@@ -36,7 +37,7 @@ from muster.worker.session.client import Client, Line
 from muster.worker.session.failures import exit_code_of, is_consequence, is_good_exit, reason_of
 from muster.worker.session.groups import WORLD, Groups
 from muster.worker.session.leave import LoneLeave
-from muster.worker.session.progress import Progress, count_of
+from muster.worker.session.progress import Progress, count_of, seconds_of
 from muster.worker.session.watcher import ProbeAll
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class Session:
         self._groups = Groups()
         self._left = False
         self._progress = Progress(time.monotonic)
+        self._noted: dict[
+            str, tuple[float, ...]
+        ] = {}  # of the last snapshot and checkpoint, for the launcher
+        self._snapshot_noted = (0, -1)
         self._error: BaseException | None = None
         self._release_lock = threading.Lock()
         self._rejoin_lock = threading.Lock()
@@ -331,7 +336,61 @@ class Session:
                 samples_per_s=round(progress.samples_per_s, 1),
                 loss=progress.loss,
                 learning_rate=progress.learning_rate,
+                **self._noted,
             )
+
+    # ------------------------------------------------------------ copies of the state
+
+    def report_snapshot(self, report: messages.SnapshotReport) -> None:
+        """Says which snapshots this worker keeps in memory, its own and its partners'. Returns at once.
+
+        Callable from any thread. It goes with the heartbeats from then on, and counts once all members of the
+        generation have said so much.
+
+        Args:
+            report: ``Retention.report()`` of :mod:`muster.training.snapshots.retention`, after each change of
+                it, and ``replaced`` with ``size_bytes``, ``seconds`` and ``partners`` for ``muster status``.
+                ``age_s`` is filled in here.
+
+        Raises:
+            TypeError, ValueError: ``size_bytes`` or a partner's rank is no count, or ``seconds`` no duration.
+        """
+        for name, counts in (("size_bytes", (report.size_bytes,)), ("partners", report.partners)):
+            for count in counts:
+                count_of(name, count)
+        seconds_of("seconds", report.seconds)
+        report = report.replaced(partners=report.partners[:MAX_PARTNERS])
+        self._client.post(events.SnapshotChanged(report))
+        if report.newest >= 0 and (report.generation, report.newest) != self._snapshot_noted:
+            self._snapshot_noted = report.generation, report.newest
+            figures = (report.size_bytes, round(report.seconds, 3), *report.partners[:1])
+            self._noted["snapshot"] = (report.newest, round(time.time()), *figures)
+
+    @property
+    def snapshot_word(self) -> messages.SnapshotWord | None:
+        """Which snapshot of the present generation is complete everywhere, and which is to be taken next.
+
+        None: nothing was heard of it in this generation. While the scheduler is away it stays what it was,
+        which is safe: what it says is kept until something newer counts.
+        """
+        word = self._client.snapshot_word
+        return word if word is not None and word.generation == self._place.generation else None
+
+    def report_checkpoint(self, step: int, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
+        """Says that a checkpoint of the state has been written to disk; ``muster status`` shows it.
+
+        Args:
+            step: steps finished in the state that it holds.
+            size_bytes: its size; 0: not known.
+            seconds: that writing it took.
+
+        Raises:
+            TypeError, ValueError: ``step`` or ``size_bytes`` is no count, or ``seconds`` no duration.
+        """
+        size_bytes, seconds = count_of("size_bytes", size_bytes), seconds_of("seconds", seconds)
+        written = events.CheckpointWritten(count_of("step", step), size_bytes, seconds)
+        self._client.post(written)
+        self._noted["checkpoint"] = (written.step, round(time.time()), size_bytes, round(seconds, 3))
 
     @contextlib.contextmanager
     def busy(self, what: str = "works alone") -> Iterator[None]:

@@ -100,6 +100,45 @@ def test_what_nccl_s_traffic_is_stands_below_the_workers(traffic: str, line: str
     assert as_json(reply)["nccl_traffic"] == (traffic or None)
 
 
+COPIES = pb.JobCopies(
+    snapshot_step=120,
+    snapshot_age_s=12.34,
+    snapshot_bytes=1_500_000_000,
+    snapshot_seconds=0.81,
+    checkpoint=pb.CheckpointReport(step=100, age_s=180.0, size_bytes=2_000_000, seconds=2.1),
+    checkpoint_rank=1,
+)
+
+
+def test_the_copies_of_the_state_are_shown_for_the_job_and_each_worker() -> None:
+    reply = pb.StatusReply()
+    reply.CopyFrom(REPLY)
+    reply.copies.CopyFrom(COPIES)
+    snapshot = pb.SnapshotReport(
+        generation=3, agreed=120, taken=140, age_s=12.3, size_bytes=7, partners=[2, 3]
+    )
+    reply.workers[0].snapshot.CopyFrom(snapshot)
+    out = io.StringIO()
+    show(reply, out)
+    text = out.getvalue()
+    row = next(line for line in text.splitlines() if "node-a" in line)
+    assert row.rstrip().endswith("120 at 2, 3, 12 s")
+    assert "snapshot of step 120: complete everywhere, 12 s old, 1,500.0 MB, copied and sent in 0.8 s" in text
+    assert "checkpoint of step 100: 180 s old, 2.0 MB, written by rank 1 in 2.1 s" in text
+    shown = as_json(reply)
+    assert shown["copies"]["snapshot"]["step"] == 120 and shown["copies"]["checkpoint"]["rank"] == 1
+    worker = shown["workers"][0]["snapshot"]
+    assert (worker["step"], worker["under_way"], worker["partners"]) == (120, 140, [2, 3])
+    assert shown["workers"][1]["snapshot"] is None and shown["workers"][1]["checkpoint"] is None
+
+
+def test_where_there_are_no_copies_none_are_shown() -> None:
+    out = io.StringIO()
+    show(REPLY, out)
+    assert "snapshot" not in out.getvalue() and "checkpoint" not in out.getvalue()
+    assert as_json(REPLY)["copies"] == {"snapshot": None, "checkpoint": None}
+
+
 def large(count: int) -> pb.StatusReply:
     """A job whose figures are as long as they get."""
     reply = pb.StatusReply(job_id="j" * 30, state="running", generation=12, worker_num=count)

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from muster.scheduler.serve import metrics
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.ports import free_port
 from tests.scheduler.processes import Pki, Stream, channel, environment, form, join, run_scheduler, scheduler
 
@@ -53,6 +54,15 @@ def test_a_running_job(pki: Pki) -> None:
         streams = form(over)
         after = read(port)
         assert not any(name.startswith("muster_nccl_sealed") for name in after)  # there is no NCCL
+        kept = pb.SnapshotReport(
+            generation=1, agreed=-1, taken=4, complete=True, passed=-1, size_bytes=10, seconds=0.5, age_s=2.0
+        )
+        written = pb.CheckpointReport(step=3, age_s=5.0)
+        for stream in streams:
+            beat = pb.Heartbeat(generation=1, step=5, snapshot=kept, checkpoint=written)
+            stream.put(pb.WorkerMessage(heartbeat=beat))
+        streams[0].next("snapshot_word")
+        keeping = read(port)
         for stream in streams:
             stream.call.cancel()
     assert before['muster_job_state{job="default",state="forming"}'] == 1.0
@@ -67,6 +77,15 @@ def test_a_running_job(pki: Pki) -> None:
     assert (
         after['muster_formation_seconds{job="default"}'] >= after['muster_build_seconds{job="default"}'] > 0
     )
+    assert not any("snapshot" in name or "checkpoint" in name for name in after)
+    figures = {
+        name: keeping[f'muster_{name}{{job="default"}}'] for name in ("snapshot_step", "snapshot_bytes")
+    }
+    assert figures == {"snapshot_step": 4.0, "snapshot_bytes": 20.0}
+    assert keeping['muster_snapshot_seconds{job="default"}'] == 0.5
+    assert 2.0 <= keeping['muster_snapshot_age_seconds{job="default"}'] < 60.0
+    assert keeping['muster_checkpoint_step{job="default"}'] == 3.0
+    assert 5.0 <= keeping['muster_checkpoint_age_seconds{job="default"}'] < 60.0
     left = (pki.credentials("server").not_after - dt.datetime.now(dt.UTC)).total_seconds()
     told = after['muster_certificate_expiry_seconds{what="certificate"}']
     assert left <= told < left + 600

@@ -88,6 +88,18 @@ def test_a_job_is_seen_from_its_first_join_to_its_end(pki: Pki, running: Schedul
         assert seat.certificate_ends == pki.credentials("client").not_after.timestamp()
         [formed] = [each for each in watch.happenings if each.kind == "formed"]
         assert (formed.generation, formed.count, formed.text) == (1, 2, "all 2 workers are in")
+        written = rendezvous_pb.CheckpointReport(step=3, age_s=5.0, size_bytes=9, seconds=0.5)
+        kept = rendezvous_pb.SnapshotReport(
+            generation=1, agreed=-1, taken=4, complete=True, passed=-1, size_bytes=10, partners=[1]
+        )
+        first.put(beat(6, snapshot=kept, checkpoint=written))
+        second.put(beat(5, snapshot=kept))
+        assert second.next("snapshot_word").snapshot_word.complete == 4
+        watch.until(lambda w: w.progress.copies.snapshot_bytes == 20)
+        assert watch.progress.copies.HasField("snapshot_step") and watch.progress.copies.snapshot_step == 4
+        assert watch.progress.copies.checkpoint.step == 3 and watch.progress.copies.checkpoint_rank == 0
+        assert [each.seat for each in watch.progress.seat_copies] == [0, 1]
+        assert list(watch.progress.seat_copies[0].snapshot.partners) == [1]
         first.put(beat(7, samples_per_s=3.0, loss=0.5, learning_rate=0.25))
         second.put(beat(5, samples_per_s=2.0))
         watch.until(lambda w: w.progress.job.furthest == 7 and w.progress.job.step == 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from muster.errors import (
     SettingsError,
     WorkerError,
 )
+from muster.wire import messages
 from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.host import DeviceChoice
@@ -389,6 +391,32 @@ def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
     assert (session.newcomer_ranks, session.state_source_rank, session.launch) == ((0,), 1, 7)
     assert session.membership_event is None
     session.step_boundary(6)
+
+
+def test_snapshots_and_checkpoints_are_told_and_the_word_of_this_generation_is_heard(stage: Stage) -> None:
+    report = messages.SnapshotReport(1, -1, 10, complete=True, size_bytes=4096, seconds=0.5, partners=(0,))
+    stage.session.report_snapshot(report)
+    stage.session.report_checkpoint(7, size_bytes=1000, seconds=2.0)
+    stage.line.say(probe=pb.Probe(round=1))  # a heartbeat goes before its answer
+    beat = stage.line.hear("heartbeat")
+    assert (beat.snapshot.taken, beat.snapshot.complete, list(beat.snapshot.partners)) == (10, True, [0])
+    assert (beat.checkpoint.step, beat.checkpoint.size_bytes) == (7, 1000)
+    assert stage.session.snapshot_word is None
+    stage.line.say(snapshot_word=pb.SnapshotWord(generation=1, complete=10, next=11))
+    wait_for(lambda: stage.session.snapshot_word == messages.SnapshotWord(1, 10, 11))
+    stage.line.say(snapshot_word=pb.SnapshotWord(generation=9, complete=10, next=11))
+    wait_for(lambda: stage.session.snapshot_word is None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size_bytes": -1}, {"seconds": math.nan}, {"seconds": -1.0}, {"partners": (-1,)}]
+)
+def test_figures_that_no_message_can_carry_are_refused(stage: Stage, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        stage.session.report_snapshot(messages.SnapshotReport(1, -1, 10).replaced(**wrong))
+    if "partners" not in wrong:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            stage.session.report_checkpoint(1, **wrong)
 
 
 def test_a_probe_is_answered_with_what_the_rank_does_alone(stage: Stage) -> None:

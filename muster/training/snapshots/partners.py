@@ -1,0 +1,74 @@
+"""Which ranks keep a rank's parts besides itself."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from muster.wire import messages
+
+
+def partners(members: Sequence[messages.Member], copies: int = 1) -> tuple[tuple[int, ...], ...]:
+    """For each rank the ranks that keep a copy of its parts, the same on all ranks.
+
+    They are on other hosts, each on another one, and as far as there are enough in other failure domains,
+    which is what the hosts' topology labels name. Every rank keeps for equally many others, or nearly so. On
+    a single host they are other processes.
+
+    Args:
+        members: of the generation, in order of rank.
+        copies: how many partners each rank is to have. Where there are fewer other hosts it gets one on each
+            of them; a rank that is alone gets none.
+
+    Raises:
+        ValueError: ``copies`` is less than 1.
+    """
+    if copies < 1:
+        raise ValueError(f"copies must be 1 or more; it is {copies}")
+    hosts = {member.host.id for member in members}
+    domain = [member.host.id if len(hosts) > 1 else member.node_id for member in members]
+    count = min(copies, len(set(domain)) - 1)
+    chosen = _by_rotation(members, domain, count)
+    return chosen if chosen is not None else _one_by_one(members, domain, count)
+
+
+def _by_rotation(
+    members: Sequence[messages.Member], domain: Sequence[str], count: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Each rank's partners are as far on in the order of labels and hosts as can be; None: on its own host.
+
+    A rotation gives each rank as many ranks to keep for as it has partners. What lies together in this order,
+    a label or a host, is left by each of them if it is no longer than the shortest distance.
+    """
+    order = sorted(range(len(members)), key=lambda rank: (members[rank].host.topology, domain[rank], rank))
+    size = len(order)
+    chosen: list[tuple[int, ...]] = [()] * size
+    for place, rank in enumerate(order):
+        mine = tuple(order[(place + k * size // (count + 1)) % size] for k in range(1, count + 1))
+        if len({domain[each] for each in (rank, *mine)}) <= count:
+            return None
+        chosen[rank] = mine
+    return tuple(chosen)
+
+
+def _one_by_one(
+    members: Sequence[messages.Member], domain: Sequence[str], count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each rank's partners are those with the least to keep: one host has too many ranks for a rotation."""
+    idlest: dict[str, list[tuple[int, int]]] = {}  # heaps of how many a rank keeps for, and its number
+    for rank, name in enumerate(domain):
+        idlest.setdefault(name, []).append((0, rank))
+    chosen = []
+    for rank, name in enumerate(domain):
+        label = members[rank].host.topology
+        others = [
+            (members[each].host.topology == label, load, each, other)
+            for other, heap in idlest.items()
+            for load, each in heap[:1]
+            if other != name
+        ]
+        mine = heapq.nsmallest(count, others)
+        for _, load, each, other in mine:
+            heapq.heapreplace(idlest[other], (load + 1, each))
+        chosen.append(tuple(each for _, _, each, _ in mine))
+    return tuple(chosen)

@@ -1,0 +1,224 @@
+"""To which snapshot all go back when a generation has formed, and who hands which parts to whom.
+
+Every rank tells all others what it holds (:func:`encode`, one ``all_gather`` over the new group), and all
+come to the same decision from the same words. Nothing of this is journaled, nor known to the scheduler.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from muster.training.snapshots.parts import PartKey, SnapshotId
+
+MAX_HOLDINGS = 256
+"""How many parts one rank tells of at most."""
+
+_MAGIC = b"parts1"
+_HEAD = struct.Struct("<6s?QQI")
+_HOLDING = struct.Struct("<QQIIQQ?")
+
+MAX_BYTES = _HEAD.size + MAX_HOLDINGS * _HOLDING.size
+"""Bytes of what one rank tells at most: the size of each rank's piece in the exchange."""
+
+
+class Holding(NamedTuple):
+    """One part in one rank's memory, whole as far as it can tell.
+
+    Attributes:
+        part: the part.
+        announced: its owner's checksum, from 0 to 2**64 - 1: for its own part what it has announced, for
+            another's what came in the header.
+        found: the checksum of what lies in memory now.
+        is_own: the holder is the owner, in the same process.
+    """
+
+    part: PartKey
+    announced: int
+    found: int
+    is_own: bool
+
+
+class Told(NamedTuple):
+    """What one rank tells the others.
+
+    Attributes:
+        agreed: the newest snapshot of which it has heard that it is complete everywhere, or the one that it
+            was to keep when it last entered a generation; None: there is none.
+        holdings: what it holds.
+    """
+
+    agreed: SnapshotId | None = None
+    holdings: tuple[Holding, ...] = ()
+
+
+class Handing(NamedTuple):
+    """One part that goes from one rank of the new generation to another, which does not hold it."""
+
+    part: PartKey
+    source: int
+    target: int
+
+
+class Restoration(NamedTuple):
+    """All go back to one snapshot.
+
+    Attributes:
+        snapshot: which.
+        world_size: of the generation in which it was taken.
+        needs: for each new rank the ranks of then whose parts it loads.
+        handings: which parts travel; in the same order on all ranks.
+        keep: what is to be kept until a snapshot of the new generation counts (``Retention.enter``): the one
+            that was known to be complete everywhere, which may be older than ``snapshot``.
+    """
+
+    snapshot: SnapshotId
+    world_size: int
+    needs: tuple[tuple[int, ...], ...]
+    handings: tuple[Handing, ...]
+    keep: SnapshotId
+
+
+class PartsMissing(NamedTuple):
+    """There is no snapshot that is found as a whole: the job takes its last durable checkpoint.
+
+    Attributes:
+        snapshot: the newest that counted, or else the newest that there was; None: nobody holds anything.
+        world_size: of the generation in which it was taken.
+        ranks: the ranks of then whose parts are nowhere, or in no copy that is as its owner announced.
+    """
+
+    snapshot: SnapshotId | None = None
+    world_size: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+Needs = Callable[[int, int], Sequence[Sequence[int]]]
+"""From the world sizes of then and now: for each new rank, the ranks of then whose parts it needs."""
+
+
+def overlapping(then: int, now: int) -> tuple[tuple[int, ...], ...]:
+    """For each new rank the parts that overlap its share, where each rank's is an equal piece of one line.
+
+    With as many ranks as then each needs the part of its own number.
+    """
+    return tuple(tuple(range(rank * then // now, -(-(rank + 1) * then // now))) for rank in range(now))
+
+
+# ---------------------------------------------------------------- the exchange
+
+
+def encode(told: Told) -> bytes:
+    """Encodes what one rank tells, in at most :data:`MAX_BYTES`.
+
+    Raises:
+        ValueError: there are more than :data:`MAX_HOLDINGS`.
+    """
+    count = len(told.holdings)
+    if count > MAX_HOLDINGS:
+        raise ValueError(f"a rank tells of at most {MAX_HOLDINGS} parts; these are {count}")
+    agreed = told.agreed or SnapshotId(0, 0)
+    pieces = [_HEAD.pack(_MAGIC, told.agreed is not None, *agreed, count)]
+    for part, announced, found, is_own in told.holdings:
+        pieces.append(_HOLDING.pack(*part.snapshot, part.world_size, part.rank, announced, found, is_own))
+    return b"".join(pieces)
+
+
+def decode(data: bytes) -> Told:
+    """Decodes what one rank has told; zeros behind it are padding.
+
+    Raises:
+        ValueError: it is nothing that :func:`encode` makes.
+    """
+    if len(data) < _HEAD.size:
+        raise ValueError(f"what a rank holds takes {_HEAD.size} bytes or more; these are {len(data)}")
+    magic, has_agreed, generation, step, count = _HEAD.unpack_from(data)
+    end = _HEAD.size + count * _HOLDING.size
+    if magic != _MAGIC or count > MAX_HOLDINGS or len(data) < end or any(data[end:]):
+        raise ValueError("these bytes do not say what a rank holds")
+    holdings = []
+    for fields in _HOLDING.iter_unpack(data[_HEAD.size : end]):
+        *snapshot, world_size, rank, announced, found, is_own = fields
+        if rank >= world_size:
+            raise ValueError(f"a part is of rank {rank} of {world_size}")
+        holdings.append(Holding(PartKey(SnapshotId(*snapshot), world_size, rank), announced, found, is_own))
+    return Told(SnapshotId(generation, step) if has_agreed else None, tuple(holdings))
+
+
+# ---------------------------------------------------------------- the decision
+
+
+def decide(told: Sequence[Told], needs: Needs = overlapping) -> Restoration | PartsMissing:
+    """Decides for all: the newest snapshot all of whose parts are found, and who hands them to whom.
+
+    A copy counts if it is as its owner announced. Where copies of one part were announced with different
+    checksums, those count that agree with the owner's own; without it none does.
+
+    Args:
+        told: what each rank of the new generation has told, in order of rank.
+        needs: which parts each new rank loads.
+    """
+    holders = _holders(told)
+    kinds = {(part.snapshot, part.world_size) for part in holders}
+    found = {kind for kind in kinds if not _missing(holders, *kind)}
+    counted = {each.agreed for each in told if each.agreed is not None}
+    if not found:
+        snapshot, world_size = max(
+            (kind for kind in kinds if kind[0] in counted), default=max(kinds, default=(None, 0))
+        )
+        return PartsMissing(
+            snapshot, world_size, () if snapshot is None else _missing(holders, snapshot, world_size)
+        )
+    snapshot, world_size = max(found)
+    wanted = tuple(tuple(each) for each in needs(world_size, len(told)))
+    return Restoration(
+        snapshot,
+        world_size,
+        wanted,
+        tuple(_handings(holders, snapshot, world_size, wanted)),
+        max((kind[0] for kind in found if kind[0] in counted), default=snapshot),
+    )
+
+
+def _missing(
+    holders: dict[PartKey, tuple[int, ...]], snapshot: SnapshotId, world_size: int
+) -> tuple[int, ...]:
+    keys = (PartKey(snapshot, world_size, rank) for rank in range(world_size))
+    return tuple(key.rank for key in keys if not holders.get(key))
+
+
+def _holders(told: Sequence[Told]) -> dict[PartKey, tuple[int, ...]]:
+    """For each part of which anybody tells, the ranks with a copy that counts."""
+    copies: dict[PartKey, list[tuple[int, Holding]]] = {}
+    for rank, each in enumerate(told):
+        for holding in each.holdings:
+            copies.setdefault(holding.part, []).append((rank, holding))
+    return {part: _good(each) for part, each in copies.items()}
+
+
+def _good(copies: Iterable[tuple[int, Holding]]) -> tuple[int, ...]:
+    copies = list(copies)
+    announced = {holding.announced for _, holding in copies if holding.is_own}
+    announced = announced or {holding.announced for _, holding in copies}
+    if len(announced) != 1:
+        return ()
+    [right] = announced
+    return tuple(rank for rank, holding in copies if holding.announced == holding.found == right)
+
+
+def _handings(
+    holders: dict[PartKey, tuple[int, ...]],
+    snapshot: SnapshotId,
+    world_size: int,
+    wanted: Sequence[Sequence[int]],
+) -> Iterable[Handing]:
+    """What travels: each part from the holder that hands out the least so far."""
+    load: dict[int, int] = {}
+    for target, ranks in enumerate(wanted):
+        for rank in ranks:
+            part = PartKey(snapshot, world_size, rank)
+            if target not in holders[part]:
+                source = min(holders[part], key=lambda each: (load.get(each, 0), each))
+                load[source] = load.get(source, 0) + 1
+                yield Handing(part, source, target)

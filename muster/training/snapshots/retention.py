@@ -1,0 +1,196 @@
+"""Which snapshots a rank takes, keeps and drops, of its own and for others.
+
+A snapshot counts once the scheduler has said that it is complete everywhere: every member has its part whole
+in its own memory and in its partners'. Copies finish at different paces, so:
+
+* A rank drops what counts only after it has heard that a newer one does. It keeps at most two of its own: the
+  one that counts, and one under way. For each rank whose partner it is, likewise.
+* All must take the same ones. The first of a generation is taken as it begins. Each further one is named by
+  the scheduler: the first step due from ``next`` on. Who hears that too late, or has no room, lets the step
+  pass and says so; the scheduler then names a later one, and who has taken the missed one gives it up.
+* Who does not hear the scheduler takes no more than the one that was named, and grows no further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from muster.training.snapshots.parts import PartKey, SnapshotId
+from muster.wire import messages
+
+
+class Change(NamedTuple):
+    """What a rank is to do.
+
+    Attributes:
+        take: its own part of the snapshot that begins now; None: none.
+        drop: parts whose memory is free; they are no longer kept, and not offered in an exchange.
+    """
+
+    take: PartKey | None = None
+    drop: tuple[PartKey, ...] = ()
+
+
+class Retention:
+    """The parts that one rank keeps.
+
+    Calls come from one thread, or under one lock. Steps count those finished; they are the same on all ranks.
+    A step that may yet be undone is none: call :meth:`at_step` when it is known to have ended well.
+
+    Args:
+        every: a snapshot is due after each so many steps; the same on all ranks.
+
+    Attributes:
+        agreed: the newest snapshot that counts, for all that this rank has heard; None: there is none.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every must be 1 or more; it is {every}")
+        self.every = every
+        self.agreed: SnapshotId | None = None
+        self._generation = 0
+        self._rank = 0
+        self._world_size = 0
+        self._first = 0
+        self._taken: int | None = None
+        self._is_complete = False
+        self._passed = -1
+        self._next: int | None = None
+        self._kept: set[PartKey] = set()
+
+    @property
+    def kept(self) -> tuple[PartKey, ...]:
+        """All parts that are to be in this rank's memory, those under way among them."""
+        return tuple(sorted(self._kept))
+
+    def enter(
+        self, generation: int, *, rank: int, world_size: int, step: int, keep: SnapshotId | None
+    ) -> Change:
+        """Begins a generation: all but ``keep`` is dropped, and the first snapshot is taken at once.
+
+        Args:
+            generation: its number.
+            rank: this rank in it.
+            world_size: its number of ranks.
+            step: steps finished, after what was decided at its formation has been carried out.
+            keep: what ``restoration.decide`` says is to be kept; None: nothing.
+        """
+        self.agreed = keep
+        self._generation, self._rank, self._world_size = generation, rank, world_size
+        self._first, self._passed, self._next = step, -1, None
+        # Others may have entered before, and sent theirs.
+        older = (part for part in self._kept if part.snapshot.generation < generation)
+        drop = self._drop(part for part in older if part.snapshot != keep)
+        return Change(self._take(step), drop)
+
+    def at_step(self, step: int, word: messages.SnapshotWord | None) -> Change:
+        """To be called between two steps, with the scheduler's newest word (``session.snapshot_word``).
+
+        What is to be dropped of the snapshot under way may still be being copied or sent: that is to end
+        first.
+
+        Args:
+            step: steps finished.
+            word: None: none has come in this generation.
+        """
+        drop = self._hear(word)
+        if step <= self._first or step % self.every:
+            return Change(drop=drop)
+        if self._taken is None and self._next is not None and self._passed < self._next <= step:
+            return Change(self._take(step), drop)
+        if step != self._taken:
+            self._passed = max(self._passed, step)
+        return Change(drop=drop)
+
+    def completed(self, part: PartKey) -> None:
+        """Notes that this rank's own part is whole in its memory and its partners'; if it is still wanted."""
+        if self._is_under_way(part):
+            self._is_complete = True
+
+    def failed(self, part: PartKey) -> Change:
+        """Notes that this rank's own part does not become complete: no memory, say, or a partner is gone."""
+        if not self._is_under_way(part) or self._is_complete:
+            return Change()
+        return Change(drop=self._give_up())
+
+    def accept(self, part: PartKey, agreed: SnapshotId | None) -> Change:
+        """Makes room for another rank's part, whose header has come.
+
+        Of that rank this part and the one that counts for it are kept from then on. The part is to be offered
+        in an exchange only once it has come whole. One that comes too late to be of use is dropped itself.
+
+        Args:
+            part: the part.
+            agreed: the sender's ``agreed``, which travels in the header.
+        """
+        generation = part.snapshot.generation
+        if generation < self._generation or (self.agreed is not None and part.snapshot < self.agreed):
+            return Change(drop=(part,))
+        same_rank = (each for each in self._kept if each.rank == part.rank)
+        drop = self._drop(
+            each
+            for each in same_rank
+            if each.snapshot.generation == generation and each.snapshot not in (part.snapshot, agreed)
+        )
+        self._kept.add(part)
+        return Change(drop=drop)
+
+    def report(self) -> messages.SnapshotReport:
+        """What the scheduler is to know; for ``session.report_snapshot``, after each call that changes it."""
+        agreed = self.agreed
+        return messages.SnapshotReport(
+            self._generation,
+            agreed.step if agreed is not None and agreed.generation == self._generation else -1,
+            -1 if self._taken is None else self._taken,
+            self._is_complete,
+            self._passed,
+        )
+
+    # ------------------------------------------------------------ one under way
+
+    def _own(self, step: int) -> PartKey:
+        return PartKey(SnapshotId(self._generation, step), self._world_size, self._rank)
+
+    def _is_under_way(self, part: PartKey) -> bool:
+        return self._taken is not None and part == self._own(self._taken)
+
+    def _take(self, step: int) -> PartKey:
+        self._taken, self._is_complete = step, False
+        part = self._own(step)
+        self._kept.add(part)
+        return part
+
+    def _give_up(self) -> tuple[PartKey, ...]:
+        assert self._taken is not None
+        part = self._own(self._taken)
+        self._passed = max(self._passed, self._taken)
+        self._taken, self._is_complete = None, False
+        return self._drop((part,))
+
+    def _hear(self, word: messages.SnapshotWord | None) -> tuple[PartKey, ...]:
+        if word is None or word.generation != self._generation:
+            return ()
+        self._next = word.next
+        taken = self._taken
+        if taken is None:
+            return ()
+        if word.complete == taken:
+            return self._count() if self._is_complete else ()
+        return self._give_up() if taken < word.next else ()
+
+    def _count(self) -> tuple[PartKey, ...]:
+        """What is complete here is so everywhere: nothing older is needed, nor others' of that time."""
+        assert self._taken is not None
+        agreed = self.agreed = SnapshotId(self._generation, self._taken)
+        self._taken, self._is_complete = None, False
+        return self._drop(part for part in self._kept if part.snapshot < agreed)
+
+    def _drop(self, parts: Iterable[PartKey]) -> tuple[PartKey, ...]:
+        gone = tuple(sorted(parts))
+        self._kept.difference_update(gone)
+        return gone
