@@ -1,17 +1,20 @@
 """Who comes and goes at a scheduler that may open few files, and at ``muster web``; what it costs over time.
 
-``python -m tests.attacks.scarce scheduler|web SECONDS`` does it for so long, and prints a line now and then.
-A job goes on meanwhile. Strangers connect and keep silent, send nonsense or half of a hello; members and
-operators come, ask, and go; operators watch and never read.
+``python -m tests.attacks.scarce scheduler|web SECONDS [--slower N] [--json FILE]`` does it for so long, and
+prints a line now and then. A job goes on meanwhile. Strangers connect and keep silent, send nonsense or half
+of a hello; members and operators come, ask, and go; operators watch and never read.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import os
 import random
 import resource
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -20,10 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
+from muster.bench.report import describe_machine, write
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.field import WORKERS, environment_of, make_pki, start_victims
@@ -57,8 +62,15 @@ class Sample:
 
 @dataclass
 class Crowd:
-    """Threads that each do one thing again and again, and how often that went well."""
+    """Threads that each do one thing again and again, and how often that went well.
 
+    Attributes:
+        slower: stretches the pauses of all.
+        done: how often what went well, by name.
+        failed: how often it did not.
+    """
+
+    slower: float = 1.0
     done: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -69,7 +81,7 @@ class Crowd:
 
         def again() -> None:
             self.done[name] = self.failed[name] = 0
-            while not self._over.wait(pause_s):
+            while not self._over.wait(pause_s * self.slower):
                 try:
                     act()
                     self.done[name] += 1
@@ -149,7 +161,11 @@ def no_words(_: Sample) -> None:
 
 
 def at_the_scheduler(
-    directory: Path, seconds: float, every_s: float = 1.0, say: Callable[[Sample], object] = no_words
+    directory: Path,
+    seconds: float,
+    every_s: float = 1.0,
+    say: Callable[[Sample], object] = no_words,
+    slower: float = 1.0,
 ) -> Outcome:
     """A scheduler of few files, a job that trains, and a crowd."""
     pki = make_pki(directory / "pki")
@@ -159,7 +175,7 @@ def at_the_scheduler(
         victims = start_victims(directory, env, running.port, 1_000_000, 0.05)
         try:
             running.await_log(f"Generation 1 stands with {WORKERS} members")
-            idle, crowd = sample(running.process.pid, 0.0), Crowd()
+            idle, crowd = sample(running.process.pid, 0.0), Crowd(slower=slower)
             stranger = Stranger(running.port, SAID)
             slow = [Slow(running, pki) for _ in range(SLOW_WATCHERS)]
             crowd.add("strangers", stranger.connect, PAUSE_S)
@@ -225,12 +241,16 @@ class Slow:
 
 
 def at_the_web(
-    directory: Path, seconds: float, every_s: float = 1.0, say: Callable[[Sample], object] = no_words
+    directory: Path,
+    seconds: float,
+    every_s: float = 1.0,
+    say: Callable[[Sample], object] = no_words,
+    slower: float = 1.0,
 ) -> Outcome:
     """``muster web`` and its owner, among other users of the host."""
     pki = Pki.make(directory / "pki")
     with scheduler("--serve", **pki.env(), MS_WORKER_NUM="") as running, web(running) as page:
-        inside, crowd = Visitor(page), Crowd()
+        inside, crowd = Visitor(page), Crowd(slower=slower)
         assert inside.enter(page.link()).status == 303
         assert inside.ask("jobs").status == 200
         parts = urlsplit(page.origin)
@@ -270,14 +290,56 @@ def owner_asks(inside: Visitor) -> None:
         raise ConnectionError("the page was not there")
 
 
+def figures(outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """What is worth keeping of an outcome."""
+    quarter = [each.memory_mb for each in outcome.samples if each.at_s >= 0.75 * seconds]
+    second = [each.memory_mb for each in outcome.samples if 0.25 * seconds <= each.at_s < 0.5 * seconds]
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "descriptors_allowed": FILES,
+        "idle": dataclasses.asdict(outcome.idle),
+        "after": dataclasses.asdict(outcome.after),
+        "descriptors_most": max(each.descriptors for each in outcome.samples),
+        "memory_mb_most": max(each.memory_mb for each in outcome.samples),
+        "memory_mb_second_quarter": statistics.median(second),
+        "memory_mb_last_quarter": statistics.median(quarter),
+        "share_of_a_core": (outcome.samples[-1].cpu_s - outcome.samples[0].cpu_s) / seconds,
+        "done": outcome.crowd.done,
+        "failed": outcome.crowd.failed,
+        "exit_codes": outcome.codes,
+        "lines_of_log": outcome.log.count("\n"),
+        "generation_1_is_over": "Generation 1 is over" in outcome.log,
+        "tracebacks": outcome.log.count("Traceback"),
+    }
+    if outcome.losses:
+        found["steps"] = len(outcome.losses[0])
+        found["all_losses_equal"] = all(each == outcome.losses[0] for each in outcome.losses)
+    return found
+
+
 def main() -> None:
-    where, seconds = sys.argv[1], float(sys.argv[2])
-    begin = {"scheduler": at_the_scheduler, "web": at_the_web}[where]
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks.scarce")
+    parser.add_argument("where", choices=("scheduler", "web"))
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--slower", type=float, default=1.0, help="stretches the pauses of all who come")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args()
+    begin = {"scheduler": at_the_scheduler, "web": at_the_web}[args.where]
+    command = " ".join(["-m tests.attacks.scarce", *sys.argv[1:]])
+    facts = {"machine": describe_machine(), "command": command, "slower": args.slower}
     with tempfile.TemporaryDirectory(prefix="muster-scarce-") as scratch:
-        outcome = begin(Path(scratch), seconds, 15.0, lambda each: print(each, flush=True))
-    print(outcome.idle, outcome.after, outcome.crowd.done, outcome.crowd.failed, outcome.codes, sep="\n")
-    print("lines of log:", outcome.log.count("\n"), "steps:", [len(each) for each in outcome.losses])
-    print("generation 1 is over:", "Generation 1 is over" in outcome.log, "Traceback" in outcome.log)
+        outcome = begin(
+            Path(scratch),
+            args.seconds,
+            min(15.0, args.seconds / 10),
+            lambda each: print(each, flush=True),
+            args.slower,
+        )
+    found = figures(outcome, args.seconds)
+    for name, value in found.items():
+        print(f"{name:28} {value}")
+    if args.json:
+        write(args.json, f"scarce {args.where}", {**facts, **found})
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ class StoreService:
             of_job = None
         if of_job is not None and opening.generation in of_job.over:
             raise GenerationOverError(of_job.over[opening.generation])
-        self._check_member(driver, caller, opening)
+        check_member(driver, caller, opening)
         if of_job is None:
             of_job = self._of_jobs[opening.job_id] = _OfJob(driver)
             driver.watch_records(lambda record: self._observe(opening.job_id, driver, record))
@@ -331,35 +331,6 @@ class StoreService:
                 self._end(served, str(error))
                 raise _end_of(served.store) from None
         return served
-
-    def _check_member(self, driver: JobDriver, caller: Caller, opening: wire.Opening) -> None:
-        """Lets in only the process that holds a member's session, with the certificate of that."""
-        if opening.generation:
-            formed = driver.formed
-            newest = formed.generation if formed is not None else 0
-            if opening.generation > newest and not driver.formed_here:  # the journal is older
-                raise NotBackError(f"Generation {opening.generation} is not known to this scheduler.")
-            if driver.generation_over or formed is None or opening.generation < newest:
-                over = driver.generation_over or "a newer one has formed"
-                raise GenerationOverError(f"Generation {opening.generation} is over: {over}.")
-            member = next((m for m in formed.members if m.candidate.node_id == opening.node_id), None)
-            is_member = member is not None and member.candidate.incarnation == opening.incarnation
-            if opening.generation > newest or not is_member:
-                raise NotPermittedError(
-                    f"This process is no member of generation {opening.generation}.",
-                    remedy="The store of a generation is for its members alone.",
-                )
-        for session in driver.sessions.values():
-            candidate = session.candidate
-            if (
-                candidate is not None
-                and (candidate.node_id, candidate.incarnation) == (opening.node_id, opening.incarnation)
-                and not session.over
-            ):
-                if _identity(session.caller) != _identity(caller):
-                    raise NotPermittedError("The certificate is not that of the member's session.")
-                return
-        raise NotBackError("The session of this member is not there.")
 
     def _serve(self, driver: JobDriver, generation: int) -> _Served:
         links: dict[Member, _Link] = {}
@@ -448,6 +419,41 @@ class StoreService:
             "streams": sum(len(each.links) for each in served),
             "members": sum(each.store.members for each in served),
         }
+
+
+def check_member(driver: JobDriver, caller: Caller, opening: wire.Opening) -> None:
+    """Lets in only the process that holds a member's session, with the certificate of that.
+
+    Raises:
+        NotPermittedError: it is another one's, or no member.
+        GenerationOverError, NotBackError: the generation, or the session, is not there.
+    """
+    if opening.generation:
+        formed = driver.formed
+        newest = formed.generation if formed is not None else 0
+        if opening.generation > newest and not driver.formed_here:  # the journal is older
+            raise NotBackError(f"Generation {opening.generation} is not known to this scheduler.")
+        if driver.generation_over or formed is None or opening.generation < newest:
+            over = driver.generation_over or "a newer one has formed"
+            raise GenerationOverError(f"Generation {opening.generation} is over: {over}.")
+        member = next((m for m in formed.members if m.candidate.node_id == opening.node_id), None)
+        is_member = member is not None and member.candidate.incarnation == opening.incarnation
+        if opening.generation > newest or not is_member:
+            raise NotPermittedError(
+                f"This process is no member of generation {opening.generation}.",
+                remedy="The store of a generation is for its members alone.",
+            )
+    for session in driver.sessions.values():
+        candidate = session.candidate
+        if (
+            candidate is not None
+            and (candidate.node_id, candidate.incarnation) == (opening.node_id, opening.incarnation)
+            and not session.over
+        ):
+            if _identity(session.caller) != _identity(caller):
+                raise NotPermittedError("The certificate is not that of the member's session.")
+            return
+    raise NotBackError("The session of this member is not there.")
 
 
 def _end_of(store: KeyValueStore) -> GenerationOverError:

@@ -69,10 +69,12 @@ class WatchLimits:
 
     Attributes:
         watchers: streams at the same time.
+        of_one_job: of these, whose callers' certificates are for the same job: others find a place, too.
         write_timeout_s: how long one may not read.
     """
 
-    watchers: int = 32
+    watchers: int = 64
+    of_one_job: int = 32
     write_timeout_s: float = 30.0
 
 
@@ -203,6 +205,9 @@ class WatchService:
             self._access.allow(caller, roles=ROLES, job=caller.certificate.identity.job)
         if len(self._watchers) >= self._limits.watchers:
             raise LimitError(f"The scheduler already has {self._limits.watchers} watchers.")
+        whose = _job_of(caller)
+        if sum(_job_of(each.caller) == whose for each in self._watchers) >= self._limits.of_one_job:
+            raise LimitError(f"Operators of job {whose!r} already have {self._limits.of_one_job} watchers.")
         watcher = _Watcher(caller, job_id)
         self._watchers.append(watcher)
         self._tend()
@@ -351,6 +356,11 @@ class WatchService:
     def _keep(self, kind: str, text: str, code: str, facts: Mapping[str, object]) -> None:
         self._history.note(kind, text, code, facts)
         self._happened.set()
+
+
+def _job_of(caller: Caller) -> str:
+    """The job that a caller's certificate is for; empty without one."""
+    return caller.certificate.identity.job if caller.certificate is not None else ""
 
 
 def _decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:

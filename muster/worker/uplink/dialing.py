@@ -16,6 +16,7 @@ from muster.forking import not_for_children
 from muster.wire.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.session.connection import Dial, Stream
+from muster.worker.uplink.attempt import Attempt
 from muster.worker.uplink.door import OUTER, inherited
 from muster.worker.uplink.frames import (
     HEAD,
@@ -34,12 +35,16 @@ FIRST_ANSWER_S = 10.0
 LATER_ANSWER_S = 1.0
 """The same where a worker has had a stream before: members have the node time-out to come back."""
 
+MOVED_S = 0.5
+"""How long a frame that is being written may keep a worker from noting that it goes on by another stream."""
+
 
 def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> Dial:
     """Opens streams through the uplink that this process's launcher has started; without one directly.
 
     An uplink that is dead, or stands still, keeps nobody from the scheduler: the worker goes directly then,
-    and tries the uplink again when it opens its next stream.
+    and tries the uplink again when it opens its next stream. An uplink that moves again before the worker has
+    come anywhere has it after all.
 
     Args:
         env: the process's environment.
@@ -68,28 +73,36 @@ class _Dialing:
     def dial(self, outbox: SimpleQueue[bytes | None]) -> Stream:
         """See :data:`muster.worker.session.connection.Dial`."""
         hung, self._hung = self._hung, False
-        end = None if hung else self._handed_in()
-        self._answer_s = LATER_ANSWER_S
+        answer_s, self._answer_s = self._answer_s, LATER_ANSWER_S
+        end = self._handed_in()
         if end is None:
-            log.debug("no uplink answers; connecting directly")
+            log.debug("no uplink is there; connecting directly")
             return self._direct(outbox)
-        return self._stream_on(end, outbox)
+        if not hung and _is_alive(end, answer_s):
+            return self._stream_on(end, outbox)
+        log.debug("the uplink does not answer; connecting directly, unless it does first")
+        attempt = Attempt(self._direct, outbox)
+        if attempt.loses_to(end):
+            attempt.give_up()
+            return self._stream_on(end, outbox)
+        end.close()
+        return attempt.result()
 
     def _handed_in(self) -> socket.socket | None:
-        """Hands a stream to the uplink; None: it does not answer."""
+        """Hands a stream to the uplink; None: there is none."""
         door = inherited(self._env, OUTER)
         if door is None:
             return None
         own, theirs = socket.socketpair()
-        with contextlib.suppress(OSError):
-            with door, theirs:
-                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
+        with door, theirs:
+            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+            ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
+            try:
                 door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags
-            if _next_frame(own, self._answer_s) == (UplinkFrameKind.ALIVE, b""):
-                return own
-        own.close()
-        return None
+            except OSError:
+                own.close()
+                return None
+        return own
 
     def _stream_on(self, end: socket.socket, outbox: SimpleQueue[bytes | None]) -> Stream:
         out = end.dup()  # each thread closes what it uses itself
@@ -97,18 +110,22 @@ class _Dialing:
             not_for_children(each)
         whole = threading.Lock()  # a frame is written as a whole
         taken = threading.Lock()  # by the reader, which closes ``end``, or by what closes the stream before
+        moved = threading.Event()  # nothing may follow that word: behind it a heartbeat would take it back
 
         def send() -> None:
             with out, contextlib.suppress(OSError):
                 for data in iter(outbox.get, None):
                     with whole:
+                        if moved.is_set():
+                            return
                         out.sendall(frame(UplinkFrameKind.MESSAGE, data))
 
         def say_moved() -> None:
             """Notes in a stream that the worker goes on by another, for an uplink that reads it late."""
-            if whole.acquire(timeout=0.1):
+            if whole.acquire(timeout=MOVED_S):
                 with contextlib.suppress(OSError):
                     end.send(frame(UplinkFrameKind.MOVED), socket.MSG_DONTWAIT)
+                moved.set()
                 whole.release()
 
         def replies() -> Iterator[bytes]:
@@ -139,6 +156,14 @@ class _Dialing:
 
         start_thread(send, name="muster-send")
         return replies(), close
+
+
+def _is_alive(end: socket.socket, limit_s: float) -> bool:
+    """Whether the uplink has taken this stream, or does so within the time."""
+    try:
+        return _next_frame(end, limit_s) == (UplinkFrameKind.ALIVE, b"")
+    except OSError:
+        return False
 
 
 def _next_frame(end: socket.socket, limit_s: float) -> tuple[int, bytes]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,3 +45,10 @@ def check(attack: Attack, folder: Path) -> None:
     with patched as patch:
         attack.without(patch)
         assert attack.succeeds(without_it), f"not the defence named here stops it: {attack.name}"
+
+
+def folder_until_the_end() -> Path:
+    """A folder for what several tests share; it goes with the process."""
+    made = Path(tempfile.mkdtemp(prefix="muster-test-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made

@@ -1,19 +1,25 @@
-"""Attacks by somebody who may write the folder of a run, or the file of a rank table."""
+"""Attacks by somebody who may write the folder of a run, of checkpoints or of launches, or a rank table."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
+import signal
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from muster.scheduler.core.ledger import missing
+from muster.training import checkpoint
+from muster.training.sampler import ShardedSampler
+from muster.training.state import TrainingState
 from muster.web import logs, past, report
-from muster.wire import launches, rank_table
+from muster.wire import files, launches, rank_table
 from muster.wire.launches import RunRecord, read_records
 from muster.wire.rank_table import parse_rank_table
 from tests.attacks.defences.attack import Attack, check
@@ -146,7 +152,78 @@ def ranks_beyond_all(_: Path) -> bool:
         return False
 
 
+# ---------------------------------------------------------------- other users of the host
+
+ENEMY = 65534
+
+
+def record_in_another_users_file(folder: Path) -> bool:
+    """Makes the file first in which a run's record will be, and so reads it."""
+    mine = folder / "record_here.jsonl"
+    mine.touch()
+    os.chown(mine, ENEMY, ENEMY)
+    RunRecord(folder, "here").note("began", job_id="j")
+    return mine.stat().st_size > 0
+
+
+def read_what_is_anothers(folder: Path) -> bool:
+    """Reads the file of a run's record, in a folder that everybody may enter."""
+    before = os.umask(0)
+    try:
+        RunRecord(folder, "here").note("began", job_id="j")
+    finally:
+        os.umask(before)
+    return bool((folder / "record_here.jsonl").stat().st_mode & 0o044)
+
+
+def readable_by_all(patch: pytest.MonkeyPatch) -> None:
+    opened = files.open_regular
+    patch.setattr(files, "open_regular", lambda path, flags=os.O_RDONLY: opened(path, flags, 0o666))
+
+
+def lead_to_another_scheduler(folder: Path) -> bool:
+    """Makes the folder first in which this user's launches say where their schedulers are."""
+    listed = folder / "muster"
+    listed.mkdir(mode=0o700)
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    lie = launches.Launched("job", "127.0.0.1", "5", "", "", str(folder), os.getpid(), began)
+    (listed / "1.json").write_text(json.dumps(dataclasses.asdict(lie)))
+    for each in (listed / "1.json", listed):
+        os.chown(each, ENEMY, ENEMY)
+    return bool(launches.running({"XDG_RUNTIME_DIR": str(folder)}))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def fifo_among_checkpoints(folder: Path) -> bool:
+    """A training that starts again looks for its last checkpoint, and waits for ever."""
+
+    def state() -> TrainingState:
+        return TrainingState({"w": np.ones(10)}, ShardedSampler(8, 8))
+
+    checkpoint.save(folder, state())
+    fifo = folder / "step_000000009.safetensors"
+    os.mkfifo(fifo)
+
+    child = os.fork()  # who opens it here holds the interpreter's lock
+    if not child:
+        with contextlib.suppress(Exception):
+            checkpoint.load_latest(folder, state(), say=lambda _: None)
+        os._exit(0)
+    waits = False
+    while not waits and os.waitpid(child, os.WNOHANG) == (0, 0):
+        with contextlib.suppress(OSError):  # there is nobody who reads it
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+            waits = True
+    if waits:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return waits
+
+
 FOLDER, TABLE = "may write the folder of the run", "may write the file"
+HOST = "another user of the host, who may write the folder"
 ENDLESS = 1 << 60
 ATTACKS = (
     Attack(
@@ -197,7 +274,31 @@ ATTACKS = (
         "more ranks than a job may have", "memory", TABLE, ranks_beyond_all,
         lambda patch: patch.setattr(rank_table, "MAX_WORKERS", ENDLESS),
     ),
+    Attack(
+        "a FIFO among checkpoints", "the training", "may write the folder", fifo_among_checkpoints,
+        lambda patch: patch.setattr(Path, "is_file", Path.exists),
+    ),
 )  # fmt: skip
+OTHER_USERS = (
+    Attack(
+        "have a run recorded in one's own file", "who trains what", HOST, record_in_another_users_file,
+        lambda patch: patch.setattr(launches, "open_own", lambda path: os.open(path, os.O_WRONLY)),
+    ),
+    Attack(
+        "read the record of a run", "who trains what", "reads the folder", read_what_is_anothers,
+        readable_by_all,
+    ),
+    Attack(
+        "lead to another scheduler", "what an operator believes", HOST, lead_to_another_scheduler,
+        lambda patch: patch.setattr(os, "getuid", lambda: ENEMY),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("attack", OTHER_USERS, ids=lambda attack: attack.name)
+def test_its_defence_and_nothing_else_stops_another_user(attack: Attack, tmp_path: Path) -> None:
+    check(attack, tmp_path)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)

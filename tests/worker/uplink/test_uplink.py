@@ -145,6 +145,53 @@ def test_who_moves_to_another_stream_is_not_lost(here: Host, running: Scheduler)
     assert "is lost" not in running.log
 
 
+def test_what_is_still_sent_on_a_stream_that_is_left_costs_nobody_his_place(
+    here: Host, running: Scheduler
+) -> None:
+    """A heartbeat that comes due between the two is not behind the word that the worker goes on elsewhere."""
+    other = here.join("node-0")
+    member = here.join("node-1")
+    other.next("assignment")
+    member.next("assignment")
+    uplink = here.uplink
+    assert uplink is not None
+    uplink.send_signal(signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        for _ in member.replies:
+            pass
+    member.put(pb.WorkerMessage(heartbeat=pb.Heartbeat(generation=1)))
+    wait_for(member.outbox.empty)
+    member.close()
+    uplink.send_signal(signal.SIGCONT)
+    running.await_log("it has")  # so many seconds to come back
+    assert "is lost" not in running.log
+
+
+def test_an_uplink_that_moves_again_has_who_has_not_come_anywhere_yet(here: Host) -> None:
+    """As where a firewall drops what workers themselves send: to find that out takes seconds."""
+    answers, closed = threading.Event(), threading.Event()
+    uplink = here.uplink
+    assert uplink is not None
+
+    def direct(_: SimpleQueue[bytes | None]) -> Stream:
+        uplink.send_signal(signal.SIGCONT)
+        answers.wait(2 * WAIT_S)
+        return (), closed.set
+
+    dial = here.dial(direct)
+    member = here.join("node-0", dial)
+    member.next("welcome")
+    uplink.send_signal(signal.SIGSTOP)
+    assert isinstance(member.end(), TimeoutError)
+    again = here.join("node-0", dial)
+    again.next("welcome")
+    assert not answers.is_set()
+    answers.set()
+    assert closed.wait(WAIT_S)  # nobody needs it
+    here.join("node-1", dial).next("assignment")  # which a worker gets that is there
+    again.next("assignment")
+
+
 def test_a_scheduler_that_is_started_again_gets_its_workers_back_by_the_same_uplink(
     tmp_path: Path, pki: Pki
 ) -> None:
