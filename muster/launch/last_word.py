@@ -20,7 +20,9 @@ from muster.launch.plan import ENDED_VARIABLE
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import load_settings
-from muster.worker.session.connection import DeniedError, Dial, MessageRejectedError, grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.streams import DeniedError, Dial, MessageRejectedError
 
 METHOD = "/rendezvous.v1.Rendezvous/ProcessEnded"
 AGAIN_S = 0.25

@@ -53,7 +53,7 @@ from muster.worker.program_environment import (
     place_of,
     torch_variables,
 )
-from muster.worker.session.connection import load_keyring
+from muster.worker.session.credentials import load_keyring
 
 if TYPE_CHECKING:
     from muster.worker.session.session import Session

@@ -23,7 +23,8 @@ from muster.wire.settings import client_options
 from muster.wire.threads import Pool, start_thread
 from muster.wire.v1 import store_pb2 as pb
 from muster.worker.config import Settings
-from muster.worker.session.connection import CONNECT_TIMEOUT_S, guard_grpc_log
+from muster.worker.session.grpc_log import guard_grpc_log
+from muster.worker.session.schedulers import CONNECT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower

@@ -41,7 +41,7 @@ from muster.wire.variables import default_of
 from muster.worker.config import SecurityContext
 from muster.worker.program_environment import HOST, NCCL_SECRET_VARIABLE
 from muster.worker.runtime import open_session
-from muster.worker.session.connection import load_keyring
+from muster.worker.session.credentials import load_keyring
 from muster.worker.session.session import Session
 
 CLOSED = b"closed"

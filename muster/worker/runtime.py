@@ -35,7 +35,9 @@ from muster.worker.ending import (
     watch_the_end,
 )
 from muster.worker.program_environment import AGENT_VARIABLE
-from muster.worker.session.connection import SchedulerConnection, grpc_dial, load_keyring
+from muster.worker.session.connection import SchedulerConnection
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.failures import is_consequence, is_good_exit, reason_of
 from muster.worker.uplink.dialing import dial_by_uplink
 from muster.worker.uplink.door import OUTER

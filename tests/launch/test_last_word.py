@@ -9,7 +9,7 @@ import pytest
 
 from muster.launch.last_word import tell
 from muster.wire.v1 import rendezvous_pb2 as pb
-from muster.worker.session.connection import DeniedError, Stream
+from muster.worker.session.streams import DeniedError, Stream
 
 WORDS = [
     pb.ProcessEndedRequest(job_id="job", node_id=node_id, incarnation=7, detail="was killed by SIGKILL")

@@ -27,8 +27,8 @@ from muster.scheduler.etcd.leadership import Leadership
 from muster.scheduler.jobs.storage import Storage
 from muster.wire import codec, patience
 from muster.wire.v1 import etcd_pb2 as pb
-from muster.worker.session import connection
 from muster.worker.session import events as worker_events
+from muster.worker.session.schedulers import Turns
 from tests.scheduler.etcd.store import Store
 from tests.simulation import worker as worker_module
 from tests.simulation.judge import Violation
@@ -509,10 +509,10 @@ class ClusterNetwork(Network):
 
     def __init__(self, world: ClusterWorld) -> None:
         super().__init__(world)
-        self.turns: dict[Worker, connection.Turns] = {}
+        self.turns: dict[Worker, Turns] = {}
 
     def connect(self, worker: Worker, number: int) -> None:
-        turns = self.turns.setdefault(worker, connection.Turns(SCHEDULERS))
+        turns = self.turns.setdefault(worker, Turns(SCHEDULERS))
         self.world.loop.after(self.delay(), self._try, worker, number, turns.order())
 
     def _try(self, worker: Worker, number: int, order: list[int]) -> None:

@@ -13,7 +13,7 @@ from muster.scheduler.etcd.leadership import Leadership
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver
 from muster.wire.v1 import etcd_pb2 as pb
-from muster.worker.session.connection import Turns
+from muster.worker.session.schedulers import Turns
 from tests.simulation.mutants import Mutant, instead, no_grace, nothing, sends_first
 
 

@@ -31,7 +31,7 @@ from muster.wire.variables import TABLE
 from muster.worker import host, runtime
 from muster.worker.config import SecurityContext, Settings
 from muster.worker.host import DeviceChoice
-from muster.worker.session.connection import load_keyring
+from muster.worker.session.credentials import load_keyring
 from tests.scheduler.processes import environment
 from tests.worker.session.scripted import StubBackend
 

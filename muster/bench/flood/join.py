@@ -15,7 +15,9 @@ from muster.wire import messages
 from muster.wire.codec import decode_scheduler_message, encode
 from muster.worker.config import load_settings
 from muster.worker.host import describe_host, join_facts
-from muster.worker.session.connection import DeniedError, Dial, grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.streams import DeniedError, Dial
 
 LIMIT_S = 30.0
 PAUSE_S = 0.05

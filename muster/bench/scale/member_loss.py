@@ -25,7 +25,8 @@ VICTIM = """
 import os, sys
 from queue import SimpleQueue
 from muster.worker.config import load_settings
-from muster.worker.session.connection import grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
 from muster.worker.uplink.dialing import dial_by_uplink
 settings = load_settings(os.environ)
 outbox = SimpleQueue()
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _lose_one(folder: Path, port: int, job: str, *, by_uplink: bool) -> float:
     from muster.worker.config import load_settings
-    from muster.worker.session.connection import grpc_dial, load_keyring
+    from muster.worker.session.credentials import load_keyring
+    from muster.worker.session.dialing import grpc_dial
     from muster.worker.uplink.door import INNER, OUTER, make_door, named
 
     env = environment(

@@ -17,14 +17,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from muster.worker.config import Settings, load_settings
-from muster.worker.session.connection import (
-    Dial,
-    SchedulerConnection,
-    Stream,
-    connect_timeout_s,
-    grpc_dial,
-    load_keyring,
-)
+from muster.worker.session.connection import SchedulerConnection
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.schedulers import connect_timeout_s
+from muster.worker.session.streams import Dial, Stream
 from muster.worker.session.session import Session, new_incarnation
 from muster.worker.uplink.dialing import dial_by_uplink
 

@@ -10,7 +10,7 @@ import threading
 from queue import SimpleQueue
 
 from muster.wire.threads import start_thread
-from muster.worker.session.connection import Dial, Stream
+from muster.worker.session.streams import Dial, Stream
 
 
 class _Claim(SimpleQueue[bytes | None]):

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from muster.forking import not_for_children
 from muster.wire.threads import start_thread
 from muster.worker.config import Settings
-from muster.worker.session.connection import Dial, Stream
+from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.attempt import Attempt
 from muster.worker.uplink.door import OUTER, inherited
 from muster.worker.uplink.frames import (
@@ -71,7 +71,7 @@ class _Dialing:
         self._hung = False
 
     def dial(self, outbox: SimpleQueue[bytes | None]) -> Stream:
-        """See :data:`muster.worker.session.connection.Dial`."""
+        """See :data:`muster.worker.session.streams.Dial`."""
         hung, self._hung = self._hung, False
         answer_s, self._answer_s = self._answer_s, LATER_ANSWER_S
         end = self._handed_in()

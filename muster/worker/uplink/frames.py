@@ -9,7 +9,7 @@ import enum
 import struct
 
 from muster.worker.config import Settings
-from muster.worker.session.connection import DeniedError, MessageRejectedError
+from muster.worker.session.streams import DeniedError, MessageRejectedError
 
 MAX_FROM_WORKER_BYTES = 900 * 1024
 """The scheduler takes messages of 1 MiB."""

@@ -25,7 +25,9 @@ from muster.wire.threads import Pool, start_thread
 from muster.wire.v1 import host_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2
 from muster.worker.config import load_settings
-from muster.worker.session.connection import Dial, error_of, grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.streams import Dial, error_of
 from muster.worker.uplink.batches import Batches, Item, StreamEnded
 from muster.worker.uplink.door import INNER, inherited
 from muster.worker.uplink.frames import (

@@ -28,7 +28,9 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.wire.v1 import watch_pb2
 from muster.worker.config import load_settings
-from muster.worker.session.connection import DeniedError, grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.streams import DeniedError
 from tests.attacks.defences.attack import Attack, Try, Without, check
 from tests.attacks.defences.service import SETUP, pki, served
 from tests.attacks.defences.test_transport import look_at_no_list, revocations

@@ -19,9 +19,10 @@ from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import Settings
 from muster.worker.host import DeviceChoice
-from muster.worker.session.connection import SchedulerConnection, Stream
+from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.events import Timing
 from muster.worker.session.session import Session
+from muster.worker.session.streams import Stream
 from tests.worker.session.machine import assignment as make_assignment
 from tests.worker.session.machine import profile
 

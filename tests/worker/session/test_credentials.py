@@ -15,7 +15,7 @@ from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.watcher import Change, CredentialsWatcher
 from muster.communicators import tls_policies
 from muster.worker.config import Settings
-from muster.worker.session.connection import load_keyring
+from muster.worker.session.credentials import load_keyring
 from tests.scheduler.processes import Pki
 
 HOSTS = ("127.0.0.1",)

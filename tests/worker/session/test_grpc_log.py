@@ -12,7 +12,7 @@ from tests.scheduler.processes import environment
 
 BEGIN = """
 import ctypes, logging, os, sys
-from muster.worker.session.connection import guard_grpc_log
+from muster.worker.session.grpc_log import guard_grpc_log
 C = ctypes.CDLL(None)
 def native(text): C.write(2, text.encode(), len(text.encode()))
 logging.basicConfig(format="%(levelname)s %(message)s")

@@ -33,9 +33,9 @@ from muster.wire import messages
 from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.host import DeviceChoice
-from muster.worker.session.connection import DeniedError, MessageRejectedError
 from muster.worker.session.events import Timing
 from muster.worker.session.session import Session, describe_devices
+from muster.worker.session.streams import DeniedError, MessageRejectedError
 from tests.waiting import wait_for
 from tests.worker.session.scripted import (
     WAIT_S,

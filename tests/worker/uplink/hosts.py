@@ -12,7 +12,9 @@ from queue import SimpleQueue
 
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import load_settings
-from muster.worker.session.connection import Dial, Stream, grpc_dial, load_keyring
+from muster.worker.session.credentials import load_keyring
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.dialing import dial_by_uplink
 from muster.worker.uplink.door import INNER, OUTER, make_door, named
 from tests.scheduler.processes import WAIT_S, Pki, Scheduler, environment, join

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from muster.wire.v1 import host_pb2 as pb
-from muster.worker.session.connection import Stream
+from muster.worker.session.streams import Stream
 from muster.worker.uplink.batches import MAX_WAITING
 from muster.worker.uplink.door import make_door
 from muster.worker.uplink.frames import UplinkFrameKind, frame

@@ -17,7 +17,7 @@ import pytest
 
 from muster.certs.pki.identity import Identity
 from muster.wire.v1 import rendezvous_pb2 as pb
-from muster.worker.session.connection import DeniedError, Dial, MessageRejectedError, Stream
+from muster.worker.session.streams import DeniedError, Dial, MessageRejectedError, Stream
 from muster.worker.uplink.door import OUTER, inherited, named
 from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
 from muster.worker.uplink.process import FAREWELL_S

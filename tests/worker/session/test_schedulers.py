@@ -13,7 +13,9 @@ import pytest
 
 from muster.wire.patience import TRY_S
 from muster.worker.config import Settings
-from muster.worker.session.connection import DeniedError, Schedulers, grpc_dial
+from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.schedulers import Schedulers
+from muster.worker.session.streams import DeniedError
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
