@@ -362,17 +362,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     check_rank_ids(workers, here.env)
     shown = parse_tail(options.tail, workers, counts.world_size)
     starts = options.scheduler and counts.first_host
-    notes = list(options.notes)
-    meeting = here.request.meeting
-    if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
-        notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
-    gpus = len(here.devices)
-    if gpus and len(workers) > gpus:
-        which = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        notes.append(f"{len(workers)} workers share {which}, for trying: results hold, speeds mean nothing")
     forked = _forks(options, here, len(workers))
-    if here.no_fork and options.start == "fork":
-        notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")
     return LaunchPlan(
         counts=counts,
         workers=workers,
@@ -392,10 +382,25 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         config_path=common.get("MS_CONFIG_FILE") or here.env.get("MS_CONFIG_FILE", ""),
         password_file=str(here.directory / options.password_file) if options.password_file else "",
         log_dir=options.log_dir,
-        notes=tuple(notes),
+        notes=_notes(options, here, len(workers), starts=starts),
         start=options.start,
         last_word=_last_word_recipe(workers, options, here) if "," in address[0] else None,
     )
+
+
+def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, starts: bool) -> tuple[str, ...]:
+    """What the user should know before anything starts; ``starts``: the scheduler starts here."""
+    notes = list(options.notes)
+    meeting = here.request.meeting
+    if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
+        notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
+    gpus = len(here.devices)
+    if gpus and workers > gpus:
+        which = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        notes.append(f"{workers} workers share {which}, for trying: results hold, speeds mean nothing")
+    if here.no_fork and options.start == "fork":
+        notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")
+    return tuple(notes)
 
 
 def _forks(options: argparse.Namespace, here: Surroundings, count: int) -> bool:

@@ -202,12 +202,9 @@ def parallelize(
     group = communicator if communicator is not None else _communicator_of(session)
     if communicator is None:
         inherited.check_place(group.world_size, group.rank)
-    if elastic and (chosen.plain or not chosen.parameter_broadcast):
-        raise SettingsError(
-            'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
-            " muster.DataParallel(elastic=True) with a muster.TorchTrainingState"
-        )
-    if chosen.parameter_broadcast and not elastic:
+    if elastic:
+        _check_elastic(chosen)
+    elif chosen.parameter_broadcast:
         _broadcast(own, group)
     given = _Given(
         chosen,
@@ -225,27 +222,7 @@ def parallelize(
         if elastic or asked or not chosen.simple:
             raise
         return _without_graph(own, group, chosen, error)
-    if autocast is not None:
-        mark_autocast(traced.graph, autocast.itemsize)
-    found = given.plan(traced.graph, group)
-    seed = _seed(group, seed, shared=not elastic)
-    if not elastic:
-        _check_same(group, found, chosen.mode, chosen.gradients_mean, autocast, seed)
-    if chosen.save and group.rank == 0:
-        found.save(chosen.save)
-    if chosen.mode == "data_parallel" and chosen.simple:
-        return _data_parallel(own, group, chosen, found)
-    return ParallelModule(
-        net if loss is None else _bare(own),
-        traced,
-        found,
-        group,
-        summed=not chosen.gradients_mean,
-        seed=seed,
-        autocast=autocast,
-        planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
-        connect=not elastic,
-    )
+    return _planned(own, traced, given, group, seed=seed, elastic=elastic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +337,34 @@ class _Given:
         return found
 
 
+def _planned(
+    own: Any, traced: Traced, given: _Given, group: Communicator, *, seed: int | None, elastic: bool
+) -> Any:
+    """Plans a recorded module, makes sure that the ranks came to the same, and wraps it as the plan says."""
+    chosen, autocast = given.chosen, given.chosen.autocast
+    if autocast is not None:
+        mark_autocast(traced.graph, autocast.itemsize)
+    found = given.plan(traced.graph, group)
+    seed = _seed(group, seed, shared=not elastic)
+    if not elastic:
+        _check_same(group, found, chosen.mode, chosen.gradients_mean, autocast, seed)
+    if chosen.save and group.rank == 0:
+        found.save(chosen.save)
+    if chosen.mode == "data_parallel" and chosen.simple:
+        return _data_parallel(own, group, chosen, found)
+    return ParallelModule(
+        _bare(own) if isinstance(own, _WithLoss) else own,
+        traced,
+        found,
+        group,
+        summed=not chosen.gradients_mean,
+        seed=seed,
+        autocast=autocast,
+        planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
+        connect=not elastic,
+    )
+
+
 def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced:
     leaves, structure = pytree.tree_flatten(tuple(example) if isinstance(example, list) else example)
     if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in leaves):
@@ -414,6 +419,14 @@ def _bare(own: Any) -> Any:
         elif [*own.loss.parameters(), *own.loss.buffers()]:
             raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
     return bare
+
+
+def _check_elastic(chosen: ParallelSettings) -> None:
+    if chosen.plain or not chosen.parameter_broadcast:
+        raise SettingsError(
+            'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
+            " muster.DataParallel(elastic=True) with a muster.TorchTrainingState"
+        )
 
 
 def _check_layerwise(own: Any, mode: str) -> None:

@@ -140,13 +140,12 @@ class DataParallel(ModuleWrapper):
             "last_bytes": last_bytes,
             "in_place_bytes": in_place_bytes,
         }
-        for name, value in (("compression", compression), ("weights", weights)):
-            if value not in _DTYPES:
-                raise SettingsError(f'{name} is None or "bf16", not {value!r}')
+        wire_dtype = _dtype_of("compression", compression)
+        weights_dtype = _dtype_of("weights", weights)
         self.communicator = communicator or communicator_of(session)
         self._comm_stream = CommStream(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
-        self._wire_dtype = _DTYPES[compression]
+        self._wire_dtype = wire_dtype
         for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
             array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
         self._caps: dict[str, Any] = {
@@ -164,25 +163,29 @@ class DataParallel(ModuleWrapper):
             self._begin_alike(parameter_broadcast, broadcast_buffers)
         self._follow_structure()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
-        self._synchronize = True
-        self._scale: Any = None
-        self._task = -1  # the last pass's number
-        self._whole = False
-        self.backward_pass: BackwardPass | None = None
         self._settled = weights is not None  # masters cannot move any more
-        self._passes = UnfinishedPasses()
-        self._apart: WorkerError | None = None
-        self._ran = False
-        self._asks_frameworks = True
+        self._before_the_first_pass()
         self._sparse = SparseGradients(module)
         if weights is not None and self._sparse.parameters:
             raise SettingsError('weights="bf16" keeps masters, which sparse gradients cannot train')
         self._index()
         if weights is not None:
-            self._masters = MasterWeights(module, self.buckets, _DTYPES[weights])
+            self._masters = MasterWeights(module, self.buckets, weights_dtype)
         self._hook(self._ready)  # after the masters: a hook fixes the gradient's dtype
         self._show_signature()
         self._made = frozenset(vars(self)) | {"_made"}
+
+    def _before_the_first_pass(self) -> None:
+        """Sets what passes change."""
+        self._synchronize = True
+        self._scale: Any = None
+        self._task = -1  # the last pass's number
+        self._whole = False
+        self.backward_pass: BackwardPass | None = None
+        self._passes = UnfinishedPasses()
+        self._apart: WorkerError | None = None
+        self._ran = False
+        self._asks_frameworks = True
 
     def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
         """Compares the ranks' modules, and takes rank 0's values if wanted.
@@ -578,6 +581,13 @@ class DataParallel(ModuleWrapper):
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
+
+
+def _dtype_of(name: str, value: str | None) -> Any:
+    """The dtype that a setting asks for; None: the parameters' own."""
+    if value not in _DTYPES:
+        raise SettingsError(f'{name} is None or "bf16", not {value!r}')
+    return _DTYPES[value]
 
 
 def _nothing() -> None:

@@ -119,16 +119,10 @@ def find_plan(
     Raises:
         SettingsError: something fixed does not fit, sizes do not divide, or nothing fits into memory.
     """
-    if search not in SEARCHES:
-        raise SettingsError(f"search is one of {', '.join(SEARCHES)}, not {search!r}")
-    if not 0 < memory <= 1:
-        raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
+    _check_search(search, memory)
     pins = pins_of(graph, strategies or {})
     check_divides(mode, strategies or {})
-    if rest not in RESTS or (rest != "search" and mode != "semi_auto"):
-        raise SettingsError(
-            f'rest is one of {", ".join(RESTS)}, the second in mode "semi_auto" only, not {rest!r}'
-        )
+    _check_rest(rest, mode)
     limit = memory * machine.memory_bytes
     base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
@@ -138,10 +132,7 @@ def find_plan(
         return _plan(graph, mesh, machine, options, found, mode, baseline, limit, texts)
 
     if mode == "data_parallel":
-        if mesh is not None and _checked(mesh, world) != (world,):
-            raise SettingsError(
-                f'mode "data_parallel" arranges ranks as {[world]}: the mesh {list(mesh)} needs "auto"'
-            )
+        _check_one_dimension(mesh, world)
         if baseline is None:
             raise SettingsError(_indivisible(graph, world, dataset))
         found, options = baseline
@@ -159,6 +150,27 @@ def find_plan(
             bounded = Solution(plain.choice, plain.seconds, plain.nbytes, solution.bound_s)
             return plan_of((world,), exact, (bounded, plain_states))
     return plan_of(found_mesh, given[found_mesh], (solution, states))
+
+
+def _check_search(search: str, memory: float) -> None:
+    if search not in SEARCHES:
+        raise SettingsError(f"search is one of {', '.join(SEARCHES)}, not {search!r}")
+    if not 0 < memory <= 1:
+        raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
+
+
+def _check_one_dimension(mesh: Mesh | None, world: int) -> None:
+    if mesh is not None and _checked(mesh, world) != (world,):
+        raise SettingsError(
+            f'mode "data_parallel" arranges ranks as {[world]}: the mesh {list(mesh)} needs "auto"'
+        )
+
+
+def _check_rest(rest: str, mode: str) -> None:
+    if rest not in RESTS or (rest != "search" and mode != "semi_auto"):
+        raise SettingsError(
+            f'rest is one of {", ".join(RESTS)}, the second in mode "semi_auto" only, not {rest!r}'
+        )
 
 
 def _best_of(
