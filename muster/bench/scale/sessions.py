@@ -21,8 +21,8 @@ from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.credentials import load_keyring
 from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.schedulers import connect_timeout_s
-from muster.worker.session.streams import Dial, Stream
 from muster.worker.session.session import Session, new_incarnation
+from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.dialing import dial_by_uplink
 
 STEP_S = 0.05
