@@ -17,14 +17,14 @@ from xdist.scheduler import LoadFileScheduling
 settings.register_profile("muster", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("muster")
 
-ATTACKS = "tests/attacks"
+ONE_JOB = "tests/attacks/on_one_job"
 
 
 class _AttacksTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """All tests of a file run in one process, and all attacks: they are on one job, judged at last."""
+    """All tests of a file run in one process, and all attacks on one job, which is judged at last."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return ATTACKS if nodeid.startswith(f"{ATTACKS}/") else super()._split_scope(nodeid)
+        return ONE_JOB if nodeid.startswith(f"{ONE_JOB}/") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -35,6 +35,11 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Takes the place of ``--dist loadfile``."""
     return _AttacksTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what is slow."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 # ---------------------------------------------------------------- skips that are allowed

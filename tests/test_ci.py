@@ -1,8 +1,7 @@
-"""``.ci/run``: what fails once may race, what fails twice fails the run."""
+"""``.ci/run`` with a stand-in for make: what it asks for, and that a failure of any part fails the run."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,71 +11,60 @@ import pytest
 
 from tests.scheduler.processes import ROOT
 
-MAKEFILE = """
-test test-torch test-system test-newest docs .venv-torch-oldest/.ready-torch test-torch-oldest:
-\t@echo "$@ TORCH=$(TORCH) $(PYTEST_ARGS)" >> made
-\t@[ $@ != test-torch ] || ./play $(filter tests/attacks/ --last-failed,$(PYTEST_ARGS))
-"""
-PLAY = """#!/bin/sh
-mkdir -p .pytest_cache/v/cache
-[ -z "$1" ] && cp failed.json .pytest_cache/v/cache/lastfailed
-[ -n "$1" ] && [ -e passes ]
-"""
+PARTS = ["test", "test-newest", "test-torch", "test-torch-oldest", "test-system", "test-frameworks", "docs"]
+INSTALLED_FIRST = ["test-torch-oldest", "test-frameworks"]
+INSTALL = "NOX_ARGS=--install-only"
 
 
-@pytest.mark.parametrize(
-    ("failed", "passes", "well"), [(1, True, True), (3, True, True), (4, True, False), (1, False, False)]
-)
-def test_a_few_that_fail_are_run_once_more_alone(
-    tmp_path: Path, failed: int, passes: bool, well: bool
-) -> None:
-    names = [f"tests/test_{i}.py::test_it[a b]" for i in range(failed)]
-    ran, made = ci_of(tmp_path, names, passes)
-    assert (ran.returncode == 0) == well, ran.stdout + ran.stderr
-    assert made.count("test-torch ") == (2 if failed <= 3 else 1)
-    assert ("docs" in made) == well
-    assert ("passed alone:\n" + "\n".join(names) in ran.stdout) == well
-
-
-def test_all_of_torch_s_tests_run_on_the_newest_and_a_short_set_on_the_oldest(tmp_path: Path) -> None:
-    ran, made = ci_of(tmp_path, ["tests/test_0.py::test_it"], passes=True, CI_TORCH="")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    asked = {line.split()[0]: line.split()[1] for line in made.splitlines()}
-    assert asked["test-torch"] == "TORCH=torch"
-    assert asked[".venv-torch-oldest/.ready-torch"] == "TORCH=torch==2.5.1"
-    assert "tests/skips/torch-oldest.txt" in made
-
-
-def test_of_the_attacks_all_are_run_once_more(tmp_path: Path) -> None:
-    names = ["tests/attacks/test_5_the_job_went_on.py::test_it", "tests/test_0.py::test_it"]
-    ran, made = ci_of(tmp_path, names, passes=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    first, attacks, others = [line for line in made.splitlines() if line.startswith("test-torch ")]
-    assert "tests/attacks/" not in first
-    assert "tests/attacks/" in attacks
-    assert "--last-failed" not in attacks
-    assert "--last-failed" in others
-
-
-def ci_of(
-    tmp_path: Path, names: list[str], passes: bool, **env: str
-) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Runs ``.ci/run`` where torch fails at first; returns how it ended, and what was made."""
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    (tmp_path / "Makefile").write_text(MAKEFILE)
-    for name, text in (("play", PLAY), ("apt-get", "#!/bin/sh\n"), ("npm", "#!/bin/sh\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "failed.json").write_text(json.dumps(dict.fromkeys(names, True)))
-    if passes:
-        (tmp_path / "passes").touch()
+def ci(folder: Path, fails: str = "") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs it where make fails for what begins with these words; returns how it ended, and what was made."""
+    tools = folder / "tools"
+    tools.mkdir()
+    (folder / ".ci").mkdir()
+    shutil.copy2(ROOT / ".ci" / "run", folder / ".ci" / "run")
+    (tools / "make").write_text(
+        f'#!/bin/sh\necho "$*" >> {folder}/asked\ncase "$*" in "$FAILS"*) [ -z "$FAILS" ] ;; esac\n'
+    )
+    (tools / "id").write_text("#!/bin/sh\necho 1000\n")  # an ordinary user: no packages are installed
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
     ran = subprocess.run(
-        [tmp_path / ".ci" / "run"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKEFLAGS": "", **env},
+        ["sh", ".ci/run"],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "FAILS": fails},
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
-    return ran, (tmp_path / "made").read_text()
+    return ran, (folder / "asked").read_text().splitlines()
+
+
+def test_each_part_is_run_once_and_only_listed_skips_are_allowed(tmp_path: Path) -> None:
+    ran, asked = ci(tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [line.split()[0] for line in asked if INSTALL not in line] == PARTS
+    assert [line.split()[0] for line in asked if INSTALL in line] == INSTALLED_FIRST
+    for line in asked:
+        if line.startswith("test") and INSTALL not in line:
+            assert (ROOT / line.rpartition("PYTEST_ARGS=--allowed-skips ")[2]).is_file(), line
+    for part in PARTS:
+        assert f"== make {part} " in ran.stdout and " took " in ran.stdout
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_fails_fails_the_run_and_ends_it(tmp_path: Path, part: str) -> None:
+    words = f"{part} PYTEST_ARGS" if part.startswith("test") else part
+    ran, asked = ci(tmp_path, words)
+    assert ran.returncode != 0
+    assert asked[-1].split()[0] == part
+    assert [line.startswith(words) for line in asked].count(True) == 1
+
+
+@pytest.mark.parametrize("part", INSTALLED_FIRST)
+def test_what_cannot_be_installed_today_is_named_and_left_out(tmp_path: Path, part: str) -> None:
+    ran, asked = ci(tmp_path, f"{part} {INSTALL}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"== make {part} was NOT run" in ran.stdout
+    assert not [line for line in asked if line.startswith(f"{part} PYTEST_ARGS")]
+    assert asked[-1] == "docs"

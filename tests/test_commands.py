@@ -79,7 +79,7 @@ def test_bash_completes_commands_and_their_options() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=100,
         ).stdout.split()
         for words in (["sta"], ["run", "--max"], ["status", "--wa"], ["certs", "rev"])
     ]

@@ -259,7 +259,7 @@ class Shell:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
                 try:
-                    process.wait(timeout=60)
+                    process.wait(timeout=100)
                 finally:
                     if process.poll() is None:
                         os.killpg(process.pid, signal.SIGKILL)
@@ -356,7 +356,7 @@ def test_the_launcher_s_commands(shell: Shell) -> None:
     assert (shell.folder / "table.json").exists()
 
 
-def await_shown(shell: Shell, words: str, *, within_s: float = 60.0) -> str:
+def await_shown(shell: Shell, words: str, *, within_s: float = 100.0) -> str:
     """Asks for the job's state until it has these words."""
     deadline = time.monotonic() + within_s
     while True:
@@ -392,7 +392,7 @@ def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
         await_shown(shell, "2 of")
         shell.interrupted(watch, after="running")
         (shell.folder / "stop").touch()
-        assert launch.wait(timeout=60) == 0, (shell.folder / "beside.log").read_text()
+        assert launch.wait(timeout=100) == 0, (shell.folder / "beside.log").read_text()
 
 
 def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:

@@ -103,7 +103,7 @@ def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, modu
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
     assert done.stdout == f"muster {muster.__version__}\n", done.stderr
 

@@ -26,7 +26,7 @@ def piped(command: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
     return done.returncode, done.stderr
 
@@ -60,7 +60,7 @@ def test_nccl_that_is_not_there_is_told_in_one_sentence(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 1
     assert done.stderr.startswith(
@@ -127,7 +127,13 @@ def test_each_process_that_is_started_by_hand_reports_it(command: tuple[str, ...
     env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     env |= {"MS_WORKER_MUN": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *program], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, *program],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert "nothing reads MS_WORKER_MUN; did you mean MS_WORKER_MIN?" in done.stderr
 

@@ -141,7 +141,7 @@ def started(tmp_path: Path) -> Started:
                 said += line
                 if stop_at and stop_at in line:
                     process.send_signal(signal.SIGTERM)
-            code = process.wait(60)
+            code = process.wait(100)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -89,15 +89,13 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
             assert anchor in slugs, f"{name} links to {target}"
 
 
-def test_files_that_documents_and_make_name_exist() -> None:
+def test_files_that_documents_name_exist() -> None:
     files = [each.relative_to(ROOT).as_posix() for each in ROOT.glob("*/**/*.*") if "." not in each.parts[0]]
     named = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|sh|nft|proto|md))`")
     for name in (each for each in DOCUMENTS if each != "CHANGELOG.md"):
         for path in named.findall((ROOT / name).read_text()):
             exists = (ROOT / path).exists() or any(each.endswith(f"/{path}") for each in files)
             assert exists or path in OF_USERS, f"{name} names {path}"
-    for path in re.findall(r"\btests/[\w/.]+", (ROOT / "Makefile").read_text()):
-        assert (ROOT / path).exists(), f"Makefile names {path}"
 
 
 def test_public_names_are_told_as_muster_has_them() -> None:

@@ -174,6 +174,8 @@ def test_cifar10_trains_when_data_path_is_given(
 def test_errors_are_told_in_one_sentence_with_their_exit_code() -> None:
     command = [sys.executable, "train.py", "--data=cifar10"]
     env = {**os.environ, "DATA_PATH": "", "MS_LOG_LEVEL": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 1
     assert done.stderr == "muster: CIFAR-10 needs the folder of its files. Set DATA_PATH to it.\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 300.0
 MUSTER = (sys.executable, "-m", "muster")
+_LOWEST_PORT, _HIGHEST_PORT = 10_000, 32_000
 
 
 def make_keys(directory: Path) -> tuple[Path, Path]:
@@ -35,6 +38,21 @@ def environment(**more: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return {**env, "PYTHONPATH": path, **more}
+
+
+def free_ports(count: int = 1, host: str = "127.0.0.1") -> list[int]:
+    """Ports at which nothing listens, and which stay free while what listens there is started again.
+
+    They are below those that Linux gives to connections: of these one may be taken at any time.
+    """
+    chance = random.SystemRandom()  # what runs beside draws others
+    ports: list[int] = []
+    while len(ports) < count:
+        port = chance.randrange(_LOWEST_PORT, _HIGHEST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            ports += [port] if port not in ports else []
+    return ports
 
 
 def stopwatch() -> Callable[[str], None]:

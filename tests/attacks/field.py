@@ -23,7 +23,7 @@ from tests.ports import free_port
 from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler
 
 WORKERS = 3
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 
 @dataclass

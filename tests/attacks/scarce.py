@@ -194,7 +194,7 @@ def at_the_scheduler(
             wait_for(lambda: sample(running.process.pid, 0.0).descriptors <= idle.descriptors + 4)
             after = sample(running.process.pid, seconds)
             (directory / "stop").touch()
-            codes = [victim.wait(60) for victim in victims]
+            codes = [victim.wait(100) for victim in victims]
             assert running.wait() == 0
         finally:
             for victim in victims:

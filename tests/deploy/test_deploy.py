@@ -310,7 +310,7 @@ def slurm_job(directory: Path, python: str, srun: str, **env: str) -> subprocess
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.scheduler.processes import ROOT, environment
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 PORT = 6667
 _CLUSTERS = itertools.count()
 

@@ -15,14 +15,14 @@ from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, 
 from tests.scheduler.processes import Pki
 from tests.waiting import wait_for
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 LATE_S = 10.0
 
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.system,
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces cannot be made here"),
-    pytest.mark.timeout(200, method="signal"),
+    pytest.mark.timeout(300, method="signal"),
 ]
 
 

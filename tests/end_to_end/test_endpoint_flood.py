@@ -20,7 +20,7 @@ from muster.bench.recovery.cpu import Digits, kill_one
 from tests.scheduler.processes import environment
 
 RATE = 3000
-FLOOD_S = 60.0
+FLOOD_S = 40.0
 CHANGES_APART_S = 4.0
 
 
@@ -55,7 +55,7 @@ def flooded(job: Digits, figures: dict[str, Any]) -> Iterator[subprocess.Popen[s
     )
     try:
         yield flood
-        figures.update(json.loads(flood.communicate(timeout=60)[0]))
+        figures.update(json.loads(flood.communicate(timeout=100)[0]))
     finally:
         over.set()
         follower.join()
@@ -65,6 +65,7 @@ def flooded(job: Digits, figures: dict[str, Any]) -> Iterator[subprocess.Popen[s
 
 
 @pytest.mark.system
+@pytest.mark.alone
 @pytest.mark.timeout(300, method="signal")
 def test_members_change_while_strangers_flood_the_workers_ports(tmp_path: Path, record_property: Any) -> None:
     chance, changes = random.Random(5), []

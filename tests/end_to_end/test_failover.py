@@ -16,6 +16,7 @@ from muster.wire.patience import takeover_patience_s
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed"),
     pytest.mark.timeout(400),
 ]

@@ -17,7 +17,7 @@ STEPS = 200
 EXIT_CODES = {"SIGTERM": 143, "drain": 0}
 COMPLETED = "has completed the training"
 
-pytestmark = pytest.mark.timeout(90, method="signal")
+pytestmark = pytest.mark.timeout(240, method="signal")
 
 
 class Worker(Process):
@@ -71,6 +71,10 @@ class Workers:
         self.all.append(Worker(self._directory, self._running, node_id, **self._env, **env))
         return self.all[-1]
 
+    def go(self) -> None:
+        """Lets them come to the end: until then they have steps left, whatever the test waits for."""
+        (self._directory / "go").touch()
+
     def close(self) -> None:
         for each in self.all:
             each.process.kill()
@@ -98,6 +102,7 @@ def test_a_leave_below_the_minimum_is_granted_and_the_others_wait_for_a_replacem
             leaver.process.send_signal(signal.SIGTERM)
         else:
             assert running.command("drain", "0").returncode == 0
+        workers.go()
         code, last = leaver.end()
         assert (code, last.split()[1]) == (EXIT_CODES[how], "left"), leaver.log
         assert "Traceback" not in leaver.log
@@ -115,6 +120,7 @@ def test_who_leaves_while_it_waits_for_members_has_not_completed_the_training(tm
         leaver, victim = workers.start("0"), workers.start("1")
         leaver.await_step(5)
         victim.process.kill()
+        workers.go()
         running.await_log("MS_WORKER_MIN is 2; waiting")
         leaver.process.send_signal(signal.SIGTERM)
         code, last = leaver.end()
@@ -133,6 +139,7 @@ def test_who_leaves_beside_one_that_dies_does_not_end_the_training_of_the_others
         leaver.await_step(5)
         leaver.process.send_signal(signal.SIGTERM)
         victim.process.kill()
+        workers.go()
         code, last = leaver.end()
         assert (code, last.split()[1]) == (143, "left"), leaver.log
         replacement = workers.start("1")
@@ -175,6 +182,7 @@ def test_a_spare_that_is_asked_to_leave_ends_well(how: str, tmp_path: Path) -> N
         else:
             assert running.command("drain", "1", "--reason", "SIGTERM").returncode == 0
         assert spare.end()[0] == EXIT_CODES[how], spare.log
+        workers.go()
         assert spare.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
         assert "Traceback" not in spare.log
         assert only.end() == (0, f"{STEPS} done")
@@ -186,6 +194,8 @@ def test_a_spare_that_is_not_needed_ends_well_with_the_job(tmp_path: Path) -> No
         only = workers.start("0")
         only.await_step(5)
         spare = workers.start("1", MS_WORKER_SPARE="1")
+        running.await_log("as a spare")
+        workers.go()
         assert only.end() == (0, f"{STEPS} done")
         assert spare.end()[0] == 0, spare.log
         assert "Traceback" not in spare.log
@@ -219,6 +229,7 @@ def test_a_spare_takes_the_state_over_when_all_members_leave(size: int, how: str
         spare = workers.start("9", MS_WORKER_SPARE="1")
         running.await_log("as a spare")
         ask_to_leave(how, running, *members)
+        workers.go()
         check_handed_over(how, spare, *members)
         assert running.wait() == 0
         assert "no member is known" not in running.log
@@ -232,6 +243,7 @@ def test_who_leaves_when_the_other_member_dies_hands_over_to_a_spare(tmp_path: P
         running.await_log("as a spare")
         victim.process.kill()
         ask_to_leave("SIGTERM", running, leaver)
+        workers.go()
         check_handed_over("SIGTERM", spare, leaver)
         assert running.wait() == 0
 

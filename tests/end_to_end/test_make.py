@@ -16,7 +16,26 @@ import pytest
 from tests.launch.launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = ("Makefile", "pyproject.toml", "train.py", "muster", "packaging", "scheduler", "worker", "certs")
+SOURCES = (
+    "Makefile",
+    "noxfile.py",
+    "pyproject.toml",
+    "train.py",
+    "muster",
+    "packaging",
+    "scheduler",
+    "worker",
+    "certs",
+)
+SESSIONS = [
+    "test-torch",
+    "test-torch-oldest",
+    "test-system",
+    "test-frameworks",
+    "test-newest",
+    "test-jax",
+    "docs",
+]
 
 STAND_IN = """#!/bin/sh
 # Does what make asks of Python, and writes down what it was.
@@ -151,54 +170,24 @@ def test_a_python_without_venv_is_explained_and_leaves_nothing(checkout: Path) -
 def test_help_names_the_targets(checkout: Path) -> None:
     code, printed = make(checkout)
     assert code == 0
-    for target in ("train", "test", "lint", "format", "proto", "clean"):
+    for target in ("train", "test", "lint", "format", "proto", "clean", *SESSIONS):
         assert f"make {target} " in printed
 
 
-def test_continuous_integration_runs_all_parts_and_allows_only_listed_skips(checkout: Path) -> None:
-    """With a stand-in for make: what it is asked for, and that a failure of any part ends the run."""
-    (checkout / ".ci").mkdir()
-    shutil.copy2(ROOT / ".ci" / "run", checkout / ".ci" / "run")
-    tools = checkout / "tools"
-    tools.mkdir()
-    (tools / "make").write_text(f'#!/bin/sh\necho "$@" >> {checkout}/asked\n[ "$1" != "$FAILS" ]\n')
-    (tools / "id").write_text("#!/bin/sh\necho 1000\n")  # an ordinary user: no packages are installed
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    torch, frameworks = "VENV=.venv-torch-oldest", "VENV=.venv-frameworks"
-    parts = ["test", "test-newest", "test-torch", torch, "test-torch-oldest", "test-system"]
-    parts += [frameworks, "test-frameworks", "docs"]
-    needs = {torch: "test-torch-oldest", frameworks: "test-frameworks"}
-    for fails, run_parts in (
-        ("", parts),
-        ("test-torch", parts[:3]),
-        ("test-torch-oldest", parts[:5]),
-        ("test-frameworks", parts[:8]),
-        *((each, [part for part in parts if part != needs[each]]) for each in needs),
-    ):
-        env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "FAILS": fails}
-        run = subprocess.run(["sh", ".ci/run"], cwd=checkout, env=env, capture_output=True, check=False)
-        assert bool(run.returncode) == (fails in parts and fails not in needs)
-        for each, needed in needs.items():
-            assert (f"{needed} was NOT run".encode() in run.stdout) == (fails == each)
-        lines = asked(checkout)
-        assert [line.split()[0] for line in lines] == run_parts
-        for line in lines:
-            if line.startswith("test"):
-                allowed = line.rpartition("--allowed-skips ")[2]
-                assert (ROOT / allowed).is_file()
-
-
-def test_a_python_that_is_too_new_for_what_the_tests_need_is_no_failure(checkout: Path) -> None:
-    newest = checkout / "tools" / "python3.20"
-    newest.parent.mkdir()
-    newest.write_text('#!/bin/sh\n[ "$1" = -c ] || { echo "no module named venv"; exit 1; }\n')
-    newest.chmod(0o755)
-    code, printed = make(
-        checkout, "test-newest", f"PYTHON={sys.executable}", f"PATH={newest.parent}:{os.environ['PATH']}"
-    )
+@pytest.mark.parametrize("target", SESSIONS)
+def test_what_has_an_environment_of_its_own_is_a_session_of_nox(checkout: Path, target: str) -> None:
+    python = stand_in(checkout)
+    code, printed = make(checkout, target, python, "CUDA=", "PYTEST_ARGS=-x --last-failed", "NOX_ARGS=-v")
     assert code == 0, printed
-    assert "What the tests need cannot be installed for Python 3.20" in printed
+    assert asked(checkout)[-1] == f"-m nox -s {target} -v -- -x --last-failed"
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-f", ROOT / "noxfile.py", "-l"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert re.search(rf"^[*-] {target}(?:-3\.\d+)? -> ", listed.stdout, re.MULTILINE)
 
 
 def equip(checkout: Path) -> None:

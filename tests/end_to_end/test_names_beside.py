@@ -39,7 +39,7 @@ def muster(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
 
 

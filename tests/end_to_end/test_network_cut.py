@@ -17,12 +17,12 @@ from tests.waiting import wait_for
 
 NODE_TIMEOUT_S = 3.0
 RECONNECT_TIMEOUT_S = 4.0
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces cannot be made here"),
-    pytest.mark.timeout(120, method="signal"),
+    pytest.mark.timeout(240, method="signal"),
 ]
 
 

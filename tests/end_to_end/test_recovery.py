@@ -14,9 +14,9 @@ from muster.bench.recovery.job import WorkerProcess
 from muster.training import checkpoint
 
 PACE_S = 0.02
-WAIT_S = 60.0
+WAIT_S = 100.0
 
-pytestmark = pytest.mark.timeout(120, method="signal")
+pytestmark = pytest.mark.timeout(240, method="signal")
 
 
 def digits(directory: Path, workers: int, worker_min: int, epochs: int = 20, **env: str) -> Digits:

@@ -35,7 +35,7 @@ def run(directory: Path, script: str, **env: str) -> subprocess.CompletedProcess
         env=environment(**own),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 

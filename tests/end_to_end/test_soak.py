@@ -16,6 +16,7 @@ SEED = os.environ.get("MUSTER_SOAK_SEED", "1")
 
 
 @pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.timeout(900, method="signal")
 def test_no_step_of_any_process_is_wrong(tmp_path: Path, record_property: Any) -> None:
     options = ["--hours", str(HARM_S / 3600), "--seed", SEED, "--json", "soak.json", "--keep", "logs"]

@@ -15,7 +15,7 @@ from tests.waiting import wait_for
 ENV = {"MS_NODE_TIMEOUT": "1"}
 ASKS_ANEW = "this worker has lost its place and asks for one as a newcomer"
 
-pytestmark = pytest.mark.timeout(90, method="signal")
+pytestmark = pytest.mark.timeout(240, method="signal")
 
 
 def stop_until_lost(worker: Worker, running: Scheduler, node_id: str) -> None:

@@ -15,6 +15,9 @@ import pytest
 from tests.scheduler.processes import ROOT, environment, scheduler
 
 PAGES = ("torch.md", "jax.md")
+RANKS = 4
+"""In the place of the page's eight: each takes seconds to load torch."""
+
 CERTIFICATES = "muster certs init --dir keys --password-file keys/password"
 LAUNCH = "muster run -n {} --scheduler --config keys/config.json --password-file keys/password -- python {}"
 TORCHRUN = (
@@ -62,13 +65,13 @@ dist.destroy_process_group()
 
 
 def trained_alone() -> float:
-    """The sum of weights that one process ends with on the samples of eight."""
+    """The sum of weights that one process ends with on the samples of all ranks."""
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
-    samples = torch.arange(1.0, 9.0)[:, None].expand(8, 4)
+    samples = torch.arange(1.0, RANKS + 1.0)[:, None].expand(RANKS, 4)
     for _ in range(3):
         loss = (model(samples) - 1).pow(2).mean()
         optimizer.zero_grad()
@@ -134,7 +137,7 @@ def trained(output: str) -> tuple[set[str], set[str], set[str]]:
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_what_torch_s_page_says_trains_and_all_ways_to_the_same_weights(folder: Path) -> None:
-    launch = LAUNCH.format(8, "ddp.py").replace("muster run", "muster run --tail all")
+    launch = LAUNCH.format(RANKS, "ddp.py").replace("muster run", "muster run --tail all")
     plain = trained(play(folder, launch))
     encrypted = trained(play(folder, "MS_TORCH_GLOO=muster " + launch))
     keys = {"MS_CONFIG_FILE": "keys/config.json", "MS_CLIENT_PASSWORD_FILE": "keys/password"}
@@ -142,9 +145,10 @@ def test_what_torch_s_page_says_trains_and_all_ways_to_the_same_weights(folder: 
     password = {"MS_SERVER_PASSWORD_FILE": str(folder / "keys" / "password")}
     with scheduler("--serve", **held, **password) as served:
         alone = TORCHRUN.replace("--nnodes=1:4", "--nnodes=1:1")  # no other host
+        alone = alone.replace("--nproc-per-node=8", f"--nproc-per-node={RANKS}")
         here = alone.replace("head:6667", f"127.0.0.1:{served.port}")
         torchrun = trained(play(folder, here, **keys))
-    ranks = {f"{rank} of 8" for rank in range(8)}
+    ranks = {f"{rank} of {RANKS}" for rank in range(RANKS)}
     assert plain[0] == encrypted[0] == torchrun[0] == ranks
     assert plain[1] == torchrun[1]
     for found in (plain, encrypted):  # whose sums are of another order

@@ -69,7 +69,12 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 
 def run(
-    directory: Path, pki: Pki, *command: str, options: tuple[str, ...] = (), timeout_s: float = 60, **env: str
+    directory: Path,
+    pki: Pki,
+    *command: str,
+    options: tuple[str, ...] = (),
+    timeout_s: float = 100,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``muster run --scheduler`` to its end."""
     launch = [sys.executable, "-m", "muster", "run", "--scheduler", "--tail", "all", *options, "--", *command]
@@ -150,7 +155,7 @@ class Recorder:
         """Once all that were connected have gone."""
         self._listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(30)
+            thread.join(100)
         for each in self._sockets:
             each.close()
 
@@ -421,7 +426,7 @@ def test_a_scheduler_that_is_killed_and_started_again_has_each_change_once(
         first.signal(signal.SIGKILL)
         first.wait()
     with scheduler(port=str(first.port), MS_SCHED_HOST=next_host, **kept) as second:
-        output = "".join([*lines, launcher.communicate(timeout=60)[0]])
+        output = "".join([*lines, launcher.communicate(timeout=100)[0]])
         assert launcher.returncode == 0, output + second.log
     assert sorted(re.findall(r"counted (\d+)", output)) == ["201", "202"], output
 
@@ -512,6 +517,7 @@ def test_with_the_plug_in_off_no_store_is_opened_and_the_program_runs(pki: Pki, 
 
 
 @pytest.mark.system
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_what_one_rank_writes_to_the_store_others_read_after_a_barrier(pki: Pki, tmp_path: Path) -> None:
     """Beside processes that want the processors too."""

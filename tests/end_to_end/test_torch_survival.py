@@ -12,7 +12,7 @@ from tests.end_to_end.test_torch_programs import run
 from tests.scheduler.processes import ROOT, Pki
 
 PROGRAM = str(ROOT / "tests" / "end_to_end" / "torch_survival.py")
-LIMIT_S = 500
+LIMIT_S = 300
 pytestmark = pytest.mark.timeout(LIMIT_S + 40)
 
 
@@ -30,12 +30,13 @@ def lines_of(pki: Pki, folder: Path, name: str, **env: str) -> list[str]:
 
 
 @pytest.mark.system
+@pytest.mark.alone  # Gloo's threads run when nothing else wants to
 @pytest.mark.parametrize("gloo", ["", "muster"])
-def test_a_hundred_processes_end_well_without_destroying_their_groups(
+def test_fifty_processes_end_well_without_destroying_their_groups(
     pki: Pki, tmp_path: Path, gloo: str
 ) -> None:
     said = lines_of(pki, tmp_path, "exits", MS_TORCH_GLOO=gloo)
-    assert said == [f"{rank} ends {{0: 100}}" for rank in range(2)]
+    assert said == [f"{rank} ends {{0: 25}}" for rank in range(2)]
 
 
 @pytest.mark.system

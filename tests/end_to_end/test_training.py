@@ -20,8 +20,8 @@ from muster.training import checkpoint
 from muster.training.sampler import ShardedSampler
 from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
 
-WAIT_S = 30.0
-HANG_S = 60  # of one test; a hung one then shows where it hangs
+WAIT_S = 100.0
+HANG_S = 240  # of one test; a hung one then shows where it hangs
 LINE = re.compile(r"epoch: (\d+) step: (\d+), loss is ([0-9.e-]+)$")
 STEPS_PER_EPOCH = 23
 

@@ -39,7 +39,7 @@ def script(tmp_path: Path) -> Path:
 
 def ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     try:
-        return [(process.wait(60), process.communicate()[0]) for process in started]
+        return [(process.wait(100), process.communicate()[0]) for process in started]
     finally:
         for process in started:
             if process.poll() is None:
@@ -224,7 +224,7 @@ def test_a_wrong_setting_of_the_scheduler_s_role_is_one_sentence(script: Path) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

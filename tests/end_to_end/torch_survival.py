@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
-TIMES = 100
+TIMES = 25  # of plain torch, without what the plug-in waits for, every third process aborts
 
 
 def say(*what: object) -> None:

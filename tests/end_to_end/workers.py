@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.scheduler.processes import Pki, Scheduler, environment
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 class Process:

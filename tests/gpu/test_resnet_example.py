@@ -161,7 +161,7 @@ def run_example(
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -74,7 +74,7 @@ def test_the_shares_of_two_hosts_make_one_job(here: Place) -> None:
     second = here.start(*common, "--node-rank", "1", "--scheduler", command=(PYTHON, script))
     code, _, err = here.run(*common, "--node-rank", "0", "--scheduler", command=(PYTHON, script))
     assert code == 0, err
-    assert second.wait(timeout=60) == 0
+    assert second.wait(timeout=100) == 0
     assert [here.log(label).splitlines()[-1] for label in "0123"] == [f"{rank} 4 15.0" for rank in range(4)]
 
 
@@ -239,7 +239,7 @@ def test_a_restarted_worker_that_comes_after_the_end_is_not_waited_for(
     assert f"{late} was ended by SIGKILL; starting it again (1 of 1)" in err
     assert f"{late} is not needed any more: the job has ended well without it" in err
     assert "ended well after" in err
-    assert hosts == 1 or first.wait(timeout=60) == 0
+    assert hosts == 1 or first.wait(timeout=100) == 0
 
 
 def test_what_fails_after_the_job_has_ended_well_is_a_failure_and_not_started_again(here: Place) -> None:
@@ -270,7 +270,7 @@ def test_an_interrupt_ends_workers_and_scheduler(here: Place) -> None:
     for name in ("ready0", "ready1"):
         here.until(name)
     launch.send_signal(signal.SIGINT)
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
     assert launch.returncode == 128 + signal.SIGINT
 
 
@@ -292,7 +292,7 @@ def test_each_host_names_who_failed_first_wherever_that_runs(here: Place) -> Non
     host_0 = here.start(*common, "--node-rank", "0", "--scheduler", command=(PYTHON, script))
     options = ("--node-rank", "1", "--scheduler", "--log-dir", "second")
     code, _, own = here.run(*common, *options, command=(PYTHON, script))
-    other = host_0.communicate(timeout=60)[1].decode()
+    other = host_0.communicate(timeout=100)[1].decode()
     assert code == host_0.returncode == 3
     assert "muster: worker 2 failed first: exit code 3\n" in own
     assert "the first to fail runs elsewhere, where its log says more: rank 2 (node 2 on host" in other
@@ -382,7 +382,7 @@ def muster(here: Place, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
 
 
@@ -432,7 +432,7 @@ def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) ->
     wait_for(lambda: replacement.pid in [worker["pid"] for worker in moving()], lambda: line)
     assert workers[0]["pid"] in [worker["pid"] for worker in moving()]
     launch.send_signal(signal.SIGINT)
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
     assert not list((runtime / "muster").iterdir())
 
 
@@ -507,7 +507,7 @@ def test_a_hang_is_shown_on_the_terminal_once_with_what_helps_and_that_it_is_ove
     more = next(launch.stderr).decode()
     assert more.startswith("muster: Training goes on at step ")
     (here.directory / "end").touch()
-    _, rest = launch.communicate(timeout=60)
+    _, rest = launch.communicate(timeout=100)
     assert launch.returncode == 0 and b"No progress" not in rest, rest
 
 
@@ -526,7 +526,7 @@ def test_a_rank_that_sleeps_is_named_on_the_terminal_with_the_first_late_report(
     (here.directory / "woken").touch()
     assert next(line for line in launch.stderr if b"Training goes on at step" in line)
     (here.directory / "end").touch()
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
     assert launch.returncode == 0
 
 
@@ -542,6 +542,14 @@ with muster.init() as session:
     print("generation", session.generation, flush=True)
 """
 """Sums until all ranks have seen the file ``end``."""
+
+BY_UPLINK = """
+import os
+from tests.worker.uplink.hosts import answers
+while not answers(os.environ):
+    pass
+"""
+"""Waits for the uplink: a worker to which it does not answer soon goes to the scheduler directly."""
 
 
 def uplink_of(launch: subprocess.Popen[bytes]) -> int:
@@ -559,7 +567,7 @@ def uplink_of(launch: subprocess.Popen[bytes]) -> int:
 @pytest.mark.parametrize("start", ["exec", "fork"])
 def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Place, start: str) -> None:
     options = ("-n", "2", "--scheduler", "--uplink", "on", "--start", start)
-    launch = here.start(*options, command=(PYTHON, here.script(TRAIN)), MS_NODE_TIMEOUT="20")
+    launch = here.start(*options, command=(PYTHON, here.script(BY_UPLINK + TRAIN)), MS_NODE_TIMEOUT="20")
     for name in ("in0", "in1"):
         here.until(name)
     uplink = uplink_of(launch)
@@ -569,7 +577,7 @@ def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Pla
     os.kill(uplink, signal.SIGKILL)
     wait_for(lambda: here.scheduler_log().count(" is back") == 2)
     (here.directory / "end").touch()
-    _, err = launch.communicate(timeout=60)
+    _, err = launch.communicate(timeout=100)
     assert launch.returncode == 0, err
     assert b"the uplink was killed" in err or b"starting it again" in err
     assert [here.log(label).splitlines()[-1] for label in "01"] == ["generation 1"] * 2
@@ -577,7 +585,7 @@ def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Pla
 
 def test_a_worker_that_is_killed_behind_an_uplink_is_lost_at_once(here: Place) -> None:
     options = ("-n", "2", "--scheduler", "--uplink", "on", "--start", "exec", "--max-restarts", "1")
-    script = here.script("import os\nprint('pid', os.getpid(), flush=True)\n" + TRAIN)
+    script = here.script("import os\nprint('pid', os.getpid(), flush=True)\n" + BY_UPLINK + TRAIN)
     launch = here.start(*options, command=(PYTHON, script), MS_NODE_TIMEOUT="60")
     for name in ("in0", "in1"):
         here.until(name)
@@ -585,7 +593,7 @@ def test_a_worker_that_is_killed_behind_an_uplink_is_lost_at_once(here: Place) -
     os.kill(int(here.log("1").split("pid ")[1].split()[0]), signal.SIGKILL)
     wait_for(lambda: "its stream ended (no goodbye was said)" in here.scheduler_log())
     launch.terminate()
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
 
 
 def test_an_uplink_ends_with_a_launcher_that_is_killed_after_the_workers(here: Place) -> None:

@@ -144,7 +144,7 @@ def test_signals_reach_the_workers(here: Place, start: str, number: signal.Signa
     for name in ("ready0", "ready1"):
         here.until(name)
     launch.send_signal(number)
-    _, err = launch.communicate(timeout=60)
+    _, err = launch.communicate(timeout=100)
     assert launch.returncode == 128 + number
     assert f"{number.name}: ending the workers" in err.decode()
     assert [here.log(label) for label in "01"] == [f"leaving for {int(number)}\n"] * 2
@@ -158,7 +158,7 @@ def test_other_signals_are_passed_on(here: Place) -> None:
     for name in ("ready0", "ready1"):
         here.until(name)
     launch.send_signal(signal.SIGUSR1)
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
     assert launch.returncode == 0
 
 
@@ -193,7 +193,7 @@ def test_the_scheduler_is_not_killed_with_a_worker_that_will_not_end(here: Place
     launch = here.start("-n", "1", "--grace", "2", "--scheduler", command=(PYTHON, script))
     here.until("ready")
     launch.send_signal(signal.SIGINT)
-    _, err = launch.communicate(timeout=60)
+    _, err = launch.communicate(timeout=100)
     assert "worker 0 (pid " in err.decode()
     assert "scheduler" not in err.decode()
     assert "stopping on SIGTERM" in (here.directory / "muster-runs" / "latest" / "scheduler.log").read_text()
@@ -208,7 +208,7 @@ def test_a_second_interrupt_kills_at_once(here: Place) -> None:
     launch.send_signal(signal.SIGINT)
     here.until("asked")
     launch.send_signal(signal.SIGINT)
-    launch.communicate(timeout=60)
+    launch.communicate(timeout=100)
     assert launch.returncode == 128 + signal.SIGINT
 
 
@@ -331,7 +331,7 @@ def test_enough_workers_go_on_and_it_is_said_how_to_start_another(here: Place, e
     assert said.startswith(f"muster: worker 2 {told}. To start another in its place: env "), said
     assert "MS_NODE_ID=2" in said and said.endswith(" script.py\n")
     (here.directory / "go").touch()
-    assert launch.wait(timeout=60) == 0
+    assert launch.wait(timeout=100) == 0
     assert here.log("0") == "enough\n"
 
 
@@ -345,7 +345,7 @@ def test_a_worker_that_ends_long_before_the_others_is_named_once_unless_asked_to
     note = next(line for line in launch.stderr if b"ended well:" in line).decode()
     assert "ended well: worker 1, 2; still running: worker 0; their logs say" in note
     here.script("", "go")
-    assert b"ended well:" not in launch.communicate(timeout=60)[1]
+    assert b"ended well:" not in launch.communicate(timeout=100)[1]
     assert launch.returncode == 0
 
 
@@ -452,7 +452,7 @@ def test_a_disk_that_is_full_at_the_start_is_told_in_one_sentence(
         env=environment(MS_SCHED_PORT=""),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

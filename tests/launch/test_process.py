@@ -42,7 +42,7 @@ def test_a_signal_right_after_the_fork_ends_the_new_process(tmp_path: Path) -> N
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "at_fork").read_text()) == [

@@ -218,6 +218,7 @@ def test_a_plan_within_memory_where_data_parallelism_does_not_fit() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.alone
 def test_ten_seconds_for_32_layers() -> None:
     import time
 

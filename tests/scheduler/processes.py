@@ -26,7 +26,7 @@ from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 
 PASSWORD = b"not a secret here"
 ROOT = Path(__file__).parents[2]
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 from tests.scheduler.processes import ROOT, WAIT_S, environment
 from tests.web.processes import Web, web
 
-STARTING_S = 60.0
+STARTING_S = 100.0
 
 
 @dataclass

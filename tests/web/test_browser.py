@@ -40,7 +40,7 @@ from tests.web.processes import Web, web
 pytestmark = [pytest.mark.system, needed, pytest.mark.timeout(300)]
 
 WIDTHS = (360, 1280, 2560)
-WAIT_S = 40
+WAIT_S = 100
 
 
 @pytest.fixture(scope="module")

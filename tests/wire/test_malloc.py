@@ -46,7 +46,7 @@ def arenas(into: Path, how: str, **env: str) -> int:
     """How many there are while nine threads hold memory."""
     command = [sys.executable, "-c", THREADS, str(into), how]
     plain = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
-    subprocess.run(command, env=plain | env, check=True, timeout=60)
+    subprocess.run(command, env=plain | env, check=True, timeout=100)
     return len(re.findall(r"<heap nr=", into.read_text()))
 
 

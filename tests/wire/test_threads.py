@@ -28,7 +28,7 @@ def ended(script: str, *arguments: str, **env: str) -> tuple[int, str]:
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     return done.returncode, done.stderr
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
-from muster.bench.launches import MUSTER, ROOT, environment
+from muster.bench.launches import MUSTER, ROOT, environment, free_ports
 
 START_TIMEOUT_S = 30.0
 POLL_S = 0.05
@@ -51,7 +50,7 @@ class EtcdCluster:
         self.directory, self.keys, self.size = directory, keys, size
         self._quota_bytes = quota_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        ports = _free_ports(2 * size)
+        ports = free_ports(2 * size)
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
         self._peers = [f"https://127.0.0.1:{port}" for port in ports[size:]]
         self.members: list[subprocess.Popen[bytes] | None] = [None] * size
@@ -159,14 +158,3 @@ class EtcdCluster:
             if member is not None and member.poll() is None:
                 member.kill()
                 member.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muster.bench.failover.etcd import EtcdCluster, make_keys
+from muster.bench.launches import free_ports
 from muster.bench.recovery.job import MeasuredJob
 from muster.bench.recovery.loop import PACE_VARIABLE
 
@@ -120,9 +121,7 @@ class SeveralSchedulers(MeasuredJob):
         self.schedulers: list[Scheduler] = []
         pace = directory / "pace"
         pace.write_text(str(pace_s))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.metrics_port = probe.getsockname()[1]
+        self.metrics_port = free_ports()[0]
         command = ["-m", worker, "--epochs=1000000", "--checkpoint-dir="]
         if launched:
             shape = ("--nnodes", str(workers), "--nproc-per-node", "1", "--start", "exec")

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from muster.bench.launches import environment, make_keys
+from muster.bench.launches import environment, free_ports, make_keys
 from muster.bench.recovery.loop import RECORD_VARIABLE
 
 POLL_S = 0.005
@@ -125,9 +124,7 @@ class MeasuredJob:
         self._command = list(command)
         self._launched = launched
         self.config, password = make_keys(directory / "keys")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_ports()[0]
         self.env = environment() | {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",

@@ -41,7 +41,7 @@ from muster.wire.settings import Environment
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.defences.attack import Attack, check
 from tests.attacks.defences.test_connections import ATTACKS as ON_CONNECTIONS
-from tests.attacks.test_1_transport import FORGED
+from tests.attacks.on_one_job.test_transport import FORGED
 from tests.ports import free_port
 from tests.scheduler.fakes import FakeClock
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, adopting, joined

@@ -318,7 +318,7 @@ def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
         cwd=tmp_path,
     )
 

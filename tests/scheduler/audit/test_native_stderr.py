@@ -29,7 +29,7 @@ def run(code: str, *options: str, code_wanted: int = 0) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == code_wanted, done.stderr
@@ -102,7 +102,7 @@ def test_a_line_without_an_end_is_not_kept_back() -> None:
     )
     assert process.stderr is not None
     assert b"C code says: Continue?" in process.stderr.read(100)  # while the process still waits
-    process.communicate(timeout=60)
+    process.communicate(timeout=100)
     assert process.returncode == 0
 
 

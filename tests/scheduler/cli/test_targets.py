@@ -92,7 +92,7 @@ def test_jobs_lists_what_can_be_asked_and_names_what_cannot(publish: Publish) ->
 def muster(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "muster", *arguments]
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=100
     )
 
 
@@ -101,7 +101,7 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
     ours, end = os.openpty()
     os.write(ours, answer.encode())
     done = subprocess.Popen([sys.executable, "-m", "muster", *arguments], stdin=end, stdout=end, stderr=end)
-    code = done.wait(60)
+    code = done.wait(100)
     os.write(end, b"\0")
     shown = b""
     while not shown.endswith(b"\0"):

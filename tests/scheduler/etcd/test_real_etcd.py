@@ -365,7 +365,7 @@ def test_who_leads_after_it_has_stood_by_shows_what_was_renewed_meanwhile(rig: R
         go(test())
     finally:
         standby.terminate()
-        standby.communicate(timeout=60)
+        standby.communicate(timeout=100)
 
 
 def _scheduler(rig: Rig, job: str) -> subprocess.CompletedProcess[str]:
@@ -375,7 +375,7 @@ def _scheduler(rig: Rig, job: str) -> subprocess.CompletedProcess[str]:
         env=_environment(rig, job),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 

@@ -436,7 +436,7 @@ def test_an_end_that_hangs_is_cut_short_and_says_so() -> None:
         env=environment(MS_ROLE="MS_SCHED"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == -signal.SIGALRM

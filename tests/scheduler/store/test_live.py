@@ -42,7 +42,7 @@ class Link:
         opening = {"job_id": "default", "node_id": "node-0", "incarnation": 1000, "generation": 1} | said
         self._say(store_pb.StoreRequest(open=store_pb.StoreOpen(**opening)))  # type: ignore[arg-type]
         open_stream: Any = over.stream_stream(OPEN)
-        self.call = open_stream(iter(self._out.get, None), timeout=60)
+        self.call = open_stream(iter(self._out.get, None), timeout=100)
 
     def _say(self, request: store_pb.StoreRequest) -> None:
         self._out.put(request.SerializeToString())
@@ -113,7 +113,7 @@ def test_strangers_and_floods_do_the_job_no_harm(running: Scheduler, pki: Pki, t
                 shown = running.command("status", MS_OPERATOR_CERT_PATH=str(pki.directory / "operator.p12"))
             finally:
                 over.set()
-                pouring.join(30)
+                pouring.join(100)
                 flood.close()
             sentences = {answer.sentence for answers in statuses for answer in answers if answer.status}
             assert sentences == {"The store of a generation holds at most 128 MiB."}

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -36,6 +36,19 @@ for _ in messages:
     pass
 """
 """Joins and stays; with another argument a child in a session of its own holds its socket, too."""
+
+
+def answers(env: Mapping[str, str]) -> bool:
+    """Whether the uplink behind the door takes streams: who waits for one too long goes directly."""
+    directly: list[bool] = []
+
+    def direct(_: SimpleQueue[bytes | None]) -> Stream:
+        directly.append(True)
+        return (), lambda: None
+
+    _, close = dial_by_uplink(env, direct, load_settings(env))(SimpleQueue())
+    close()
+    return not directly
 
 
 class Host:
@@ -116,6 +129,7 @@ def host(directory: Path, scheduler: Scheduler, pki: Pki | None = None, **env: s
     made = Host(directory, scheduler, pki, **env)
     try:
         made.start()
+        wait_for(lambda: answers({**made.env, OUTER: named(made.outer)}))
         yield made
     finally:
         made.end()

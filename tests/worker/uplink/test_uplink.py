@@ -25,6 +25,10 @@ from tests.scheduler.processes import WAIT_S, Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 from tests.worker.uplink.hosts import Host, Member, host
 
+NODE_TIMEOUT_S = "20"
+SOON = {"MS_NODE_TIMEOUT": "8"}
+"""Of a worker that takes an uplink that is silent for two seconds for one that stands still."""
+
 HELD = {"held_generation": 1, "held_world_size": 2, "built": True}
 
 
@@ -37,13 +41,13 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @pytest.fixture
 def running(pki: Pki) -> Iterator[Scheduler]:
-    with scheduler(**pki.env(), MS_NODE_TIMEOUT="8") as running:
+    with scheduler(**pki.env(), MS_NODE_TIMEOUT=NODE_TIMEOUT_S) as running:
         yield running
 
 
 @pytest.fixture
 def here(tmp_path: Path, running: Scheduler, pki: Pki) -> Iterator[Host]:
-    with host(tmp_path, running, pki, MS_NODE_TIMEOUT="8") as here:
+    with host(tmp_path, running, pki, MS_NODE_TIMEOUT=NODE_TIMEOUT_S) as here:
         yield here
 
 
@@ -113,7 +117,7 @@ def test_an_uplink_that_is_killed_takes_nobody_along(here: Host, running: Schedu
 def test_an_uplink_that_stands_still_is_left_and_calls_nobody_dead_later(
     here: Host, running: Scheduler
 ) -> None:
-    dials = [here.dial(here.direct()) for _ in range(2)]
+    dials = [here.dial(here.direct(), **SOON) for _ in range(2)]
     members = [here.join(f"node-{index}", dial) for index, dial in enumerate(dials)]
     for member in members:
         member.next("assignment")
@@ -134,7 +138,7 @@ def test_who_moves_to_another_stream_is_not_lost(here: Host, running: Scheduler)
     """The uplink reads the word that a worker lives before it reads the end of its stream."""
     dial = here.dial(here.direct())
     here.join("node-0", dial).next("welcome")
-    other = here.join("node-1")
+    other = here.join("node-1", here.dial(**SOON))
     other.next("assignment")
     uplink = here.uplink
     assert uplink is not None

@@ -100,7 +100,7 @@ def test_a_servers_name_forges_no_line_of_the_log(field: Field) -> None:
 
     Taken away: that the scheduler escapes what gRPC says, and each line of its log.
     """
-    before = len(field.running.log.splitlines())
+    before, audited = len(field.running.log.splitlines()), len(field.audit())
     names = [*FORGED.values(), *(b"%s%d" % (FORGED["a line of the log"], number) for number in range(300))]
     for name in names:
         with socket.create_connection(("127.0.0.1", field.port), 20.0) as sock:
@@ -115,7 +115,7 @@ def test_a_servers_name_forges_no_line_of_the_log(field: Field) -> None:
     said = [line for line in field.running.log.splitlines()[before:] if "server name" in line]
     assert len(said) < 20
     assert all(len(line) <= 300 for line in said)
-    assert not any("forged" in str(entry) or "6.6.6.6" in str(entry) for entry in field.audit())
+    assert not any("forged" in str(entry) or "6.6.6.6" in str(entry) for entry in field.audit()[audited:])
 
 
 def test_plaintext_grpc_is_dropped(field: Field) -> None:

@@ -15,9 +15,10 @@ import pytest
 from muster.wire.v1 import host_pb2, store_pb2, watch_pb2
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.field import Field
-from tests.attacks.test_1_transport import answer_to, bare
-from tests.attacks.test_2_identity import join
+from tests.attacks.on_one_job.test_identity import join
+from tests.attacks.on_one_job.test_transport import answer_to, bare
 from tests.scheduler.processes import WAIT_S, Stream, error_of
+from tests.waiting import wait_for
 
 HOST_STREAM = "/rendezvous.v1.HostStream/Open"
 STORE = "/rendezvous.v1.Store/Open"
@@ -40,8 +41,7 @@ def _nothing_is_left(field: Field) -> Iterator[None]:
 def step_on(field: Field, steps: int = 1) -> None:
     """Waits until the job has done so many more."""
     before = field.steps()
-    while field.steps() < before + steps:
-        pass
+    wait_for(lambda: field.steps() >= before + steps)
 
 
 def exchanged(over: grpc.Channel, path: str, messages: Iterable[bytes]) -> tuple[list[bytes], str, str]:

@@ -68,7 +68,7 @@ def here(folder: Path) -> Iterator[Place]:
 def as_enemy(code: str, *arguments: object) -> str:
     """Runs Python as the other user; returns what it prints."""
     command = [sys.executable, "-c", BECOME + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -137,9 +137,9 @@ def test_nothing_that_a_launch_leaves_shows_another_user_what_its_program_printe
     seen = as_enemy(LOOK, here.directory / "muster-runs", SECRET)
     seen += as_enemy(LOOK_AT_PROCESSES, SECRET, *processes_of(launch.pid))
     (here.directory / "end").touch()
-    assert launch.wait(60) == 0
+    assert launch.wait(100) == 0
     report = [sys.executable, "-m", "muster", "report"]
-    subprocess.run(report, cwd=here.directory, check=True, capture_output=True, timeout=60)
+    subprocess.run(report, cwd=here.directory, check=True, capture_output=True, timeout=100)
     assert SECRET in (run / "report.html").read_text()
     seen += as_enemy(LOOK, here.directory / "muster-runs", SECRET)
     assert seen == ""
@@ -182,7 +182,7 @@ def test_nobody_is_led_to_another_users_scheduler(folder: Path, how: str) -> Non
             env=environment(TMPDIR=str(folder), XDG_RUNTIME_DIR="", MS_SCHED_PORT=""),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
         false.settimeout(0)

@@ -17,18 +17,13 @@ import pytest
 from muster.bench.failover.job import SeveralSchedulers
 from muster.bench.soak.clock import CLOCK_VARIABLE, shift
 from muster.scheduler.etcd.leadership import STEP_DOWN_S
-from tests.attacks.test_6_clocks_disks_orphans import DAY_S, JUMPING
+from tests.attacks.test_clocks_disks_orphans import DAY_S, JUMPING
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: this attack has a job of its own."""
 
 
 def no_words(_: str) -> None:

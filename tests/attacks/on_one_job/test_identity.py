@@ -19,7 +19,7 @@ from muster.scheduler import __version__
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.field import Field
-from tests.attacks.test_1_transport import bare
+from tests.attacks.on_one_job.test_transport import bare
 from tests.certs.servers import server_credentials
 from tests.scheduler.processes import PASSWORD, Pki, Stream, environment, error_of
 from tests.scheduler.processes import join as plain_join

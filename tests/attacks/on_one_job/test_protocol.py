@@ -14,8 +14,8 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks import http2
 from tests.attacks.field import Field
-from tests.attacks.test_1_transport import bare
-from tests.attacks.test_2_identity import join, refusal
+from tests.attacks.on_one_job.test_identity import join, refusal
+from tests.attacks.on_one_job.test_transport import bare
 from tests.fuzzing.engine import Target, mutated
 from tests.fuzzing.shapes import filled
 from tests.scheduler.processes import Stream, error_of

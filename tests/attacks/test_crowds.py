@@ -11,7 +11,7 @@ import pytest
 
 from tests.attacks.scarce import FILES, at_the_scheduler, at_the_web
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.alone]
 
 SECONDS = 8.0
 MB_FOR_ALL = 60.0

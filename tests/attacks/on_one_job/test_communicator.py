@@ -25,8 +25,8 @@ from muster.communicators.tcp.frames import FRAME, MAGIC, FrameKind
 from muster.communicators.tcp.handshake import PROOF, REPLY, Hello, group_label
 from muster.errors import CommunicatorError, WorkerError
 from tests.attacks.field import Field
+from tests.attacks.on_one_job.test_transport import CLIENT_HELLO, PLAIN
 from tests.attacks.proxy import Change, Proxy
-from tests.attacks.test_1_transport import CLIENT_HELLO, PLAIN
 from tests.communicators.tcp.world import Office, World, make_world, together
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for

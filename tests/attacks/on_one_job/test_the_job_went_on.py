@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from muster.communicators.tcp.frames import FRAME, MAGIC, FrameKind
-from tests.attacks.field import WORKERS, Field, environment_of, memory_of, start_victims
-from tests.attacks.test_1_transport import HALF_HANDSHAKES
+from tests.attacks.field import WAIT_S, WORKERS, Field, environment_of, memory_of, start_victims
+from tests.attacks.on_one_job.test_transport import HALF_HANDSHAKES
 from tests.scheduler.processes import PASSWORD, scheduler
+from tests.waiting import wait_for
 
 MB = 1 << 20
 LEAST_STEPS = 20
@@ -22,14 +23,13 @@ LEAST_ATTACKS = 100
 @pytest.fixture(scope="module")
 def losses(field: Field) -> list[str]:
     """Ends the job under attack in good order."""
-    assert len(field.attacks) >= LEAST_ATTACKS, "there is nothing to judge: run all of tests/attacks at once"
-    while field.steps() < LEAST_STEPS:
-        pass
+    assert len(field.attacks) >= LEAST_ATTACKS, "nothing to judge: run the whole folder at once"
+    wait_for(lambda: field.steps() >= LEAST_STEPS)
     field.memory_after = field.memory()
     field.memory_peak = memory_of(field.running.process.pid, "VmHWM")
     (field.directory / "stop").touch()
     for victim in field.victims:
-        assert victim.wait(60) == 0
+        assert victim.wait(WAIT_S) == 0
     assert field.running.wait() == 0
     found = [(field.directory / f"losses-{rank}").read_text().split() for rank in range(WORKERS)]
     assert all(each == found[0] for each in found)
@@ -47,7 +47,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(field: Field, losses: list[s
     env = environment_of(tmp_path, field.pki)
     with scheduler(**env) as quiet:
         workers = start_victims(tmp_path, env, quiet.port, len(losses), 0.0)
-        assert [worker.wait(90) for worker in workers] == [0] * WORKERS
+        assert [worker.wait(WAIT_S) for worker in workers] == [0] * WORKERS
         assert quiet.wait() == 0
     assert len(losses) >= LEAST_STEPS
     assert (tmp_path / "losses-0").read_text().split() == losses

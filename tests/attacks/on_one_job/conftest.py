@@ -1,3 +1,5 @@
+"""The job that all of these attacks are on, and who judges it."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,10 +10,18 @@ from tests.attacks.field import Field
 from tests.attacks.field import field as make_field
 from tests.scheduler.processes import Stream
 
+JUDGE = "test_the_job_went_on.py"
 
-@pytest.fixture(scope="session")
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the judge's tests after all others: they end the job that the attacks are on."""
+    items.sort(key=lambda item: item.path.name == JUDGE)
+
+
+@pytest.fixture(scope="package")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    """One job that trains through all the attacks."""
+    """One job that trains through all the attacks, and no longer."""
     with make_field(tmp_path_factory.mktemp("field")) as made, made.channel("client") as over:
         made.silent = Stream(over)
         yield made

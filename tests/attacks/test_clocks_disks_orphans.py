@@ -30,7 +30,7 @@ from muster.wire.errors import RemediedError
 from muster.wire.files import beside
 from muster.worker.config import load_settings as worker_settings
 from tests.attacks.field import environment_of, make_pki, start_victims
-from tests.attacks.test_2_identity import join
+from tests.attacks.on_one_job.test_identity import join
 from tests.disks import small_disk
 from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, Pki, Stream, channel, environment, scheduler
