@@ -49,6 +49,17 @@ def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FIL
     return data
 
 
+@contextlib.contextmanager
+def unheard_warnings() -> Iterator[None]:
+    """Has nothing said within, for this time only: a process that is forked later says it."""
+    LOG.disabled = True
+    try:
+        yield
+    finally:
+        LOG.disabled = False
+        _warn_once.cache_clear()
+
+
 @functools.cache
 def _warn_once(sentence: str) -> None:
     LOG.warning("%s", sentence)

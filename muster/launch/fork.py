@@ -1,30 +1,37 @@
-"""Starts workers as forks of one process that has imported what they need.
+"""Starts scheduler and workers as forks of one process that has imported what they need.
 
-Most of a short start is imports: Python, NumPy, gRPC, cryptography, once per worker. With ``--start
+Most of a short start is imports: Python, NumPy, gRPC, cryptography, once per process. With ``--start
 fork`` the launcher imports them once and each worker is a copy of it that runs the script as
 ``python SCRIPT`` would: same ``sys.argv``, ``__main__``, ``__file__``, ``sys.path``, exit code and
 traceback. gRPC allows this as long as none of its objects exists before the fork. Nothing that is
 imported here makes one, and the launcher looks for threads to be sure.
+
+The scheduler is forked first, before gRPC and NumPy: it has no use for NumPy, and gRPC, which reads its
+variables when it is imported, is to trace handshakes there and to be silent in workers.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
+import logging
 import os
 import runpy
 import signal
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from muster.launch.plan import Recipe
+from muster.launch.plan import SCHEDULER, Recipe
 from muster.worker.ending import exit_noted, set_title
 
 SAFE_PATH = "-P"
@@ -40,6 +47,21 @@ def own_flags() -> tuple[str, ...]:
     return () if found_by == Path(__file__).resolve().parents[2] else (SAFE_PATH,)
 
 
+WARM_FOR_ALL = (
+    "asyncio",
+    "concurrent.futures.thread",
+    "muster.wire.codec",
+    "muster.wire.grpc_stderr",
+    "muster.wire.log_lines",
+    "muster.wire.v1.watch_pb2",
+)
+"""What scheduler and workers import, gRPC excepted."""
+
+WARM_FOR_ALL_WITH_TLS = (
+    "muster.certs.runtime.follower",
+    "cryptography.hazmat.backends.openssl.backend",
+)
+
 WARM_MODULES = (
     "numpy",
     "muster.worker.host",
@@ -47,15 +69,15 @@ WARM_MODULES = (
     "muster.worker.runtime",
     "muster.worker.collectives",
     "muster.communicators.tcp.backend",
+    "muster.communicators.tcp.probe",
+    "muster.roles",
 )
 """What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
 
 WARM_WITH_TLS = (
     "muster.worker.session.connection",
-    "muster.certs.runtime.follower",
     "muster.certs.runtime.grpc_credentials",
     "muster.certs.runtime.preflight",
-    "cryptography.hazmat.backends.openssl.backend",
     "grpc",
     "grpc._channel",
     "grpc.experimental",
@@ -63,24 +85,72 @@ WARM_WITH_TLS = (
     "encodings.idna",
 )
 
+AHEAD = "muster.certs.runtime.ahead"
 
-def warm_up(config_path: str) -> None:
-    """Imports what workers will need, then makes the heap cheap to share.
+
+def warmed_scheduler(recipe: Recipe, config_path: str) -> Recipe:
+    """Imports what a scheduler to be forked needs; returns how to start it after that.
+
+    Args:
+        recipe: the scheduler's.
+        config_path: the job's config.json; empty for none.
+    """
+    if recipe.forked:
+        _warm_up_for_all(config_path)
+    return replace(recipe, forked=recipe.forked and threads() == 1)
+
+
+def _warm_up_for_all(config_path: str) -> None:
+    with _cheap_to_share():
+        _import(WARM_FOR_ALL)
+        if config_path:
+            _import(WARM_FOR_ALL_WITH_TLS)
+
+
+def warm_up(config_path: str, env: Mapping[str, str]) -> None:
+    """Imports what workers will need, and opens their certificate, which :func:`forget` is to close again.
 
     Args:
         config_path: the job's config.json; empty for none. gRPC reads its cipher list when it is
             imported, so without a configuration that is left to the workers.
+        env: the environment of a worker.
     """
-    for name in WARM_MODULES:
+    _warm_up_for_all(config_path)
+    with _cheap_to_share():
+        _import(WARM_MODULES)
+        if config_path:
+            certs_config = importlib.import_module("muster.certs.config")
+            certs_config.apply_cipher_list(certs_config.load_config(config_path))
+            with _quiet_grpc():
+                _import(WARM_WITH_TLS)
+            importlib.import_module(AHEAD).open_ahead(config_path, "worker", env)
+
+
+def forget() -> None:
+    """Lets go of the workers' key, if it was opened, when they are forked."""
+    if AHEAD in sys.modules:
+        sys.modules[AHEAD].close_again()
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
         importlib.import_module(name)
-    if config_path:
-        certs_config = importlib.import_module("muster.certs.config")
-        certs_config.apply_cipher_list(certs_config.load_config(config_path))
-        with _quiet_grpc():
-            for name in WARM_WITH_TLS:
-                importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+
+
+@contextlib.contextmanager
+def _cheap_to_share() -> Iterator[None]:
+    """Takes what is made within out of the garbage collector's sight, which would write to all of it.
+
+    Nothing is collected first: hardly any of it is garbage, and to look would take longer than to keep it.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -122,8 +192,9 @@ def become(recipe: Recipe) -> None:
     argv, safe = recipe.argv, recipe.argv[1] == SAFE_PATH
     argv = (argv[0], *argv[2:]) if safe else argv
     who = f"rank {recipe.label}" if recipe.label.isdecimal() else f"worker {recipe.label}"
-    who = recipe.label if recipe.last else who  # an uplink
+    who = recipe.label if recipe.last or recipe.label == SCHEDULER else who  # not a worker
     set_title(who, argv[2] if argv[1] == "-m" else argv[1])
+    _share_to_the_end(dict(sys.modules))
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -139,6 +210,30 @@ def become(recipe: Recipe) -> None:
     except BaseException as error:
         _report(error)
         raise
+
+
+def _share_to_the_end(modules: dict[str, types.ModuleType]) -> None:
+    """Has the interpreter, when it ends, take apart what the script has made and not what was there before.
+
+    All of that is shared with the launcher and the other workers until somebody writes to it, and to take it
+    apart is to write to all of it: a third of a short worker's processor time. The script's own modules and
+    objects go as ever, by which files that it left open are written. What is kept back leaves ``sys.modules``
+    after the last exit function, and is never freed.
+    """
+    kept = {name: each for name, each in modules.items() if name not in ("sys", "builtins", "__main__")}
+
+    def keep() -> None:
+        if gc.isenabled():
+            gc.collect()  # as the interpreter would now; what this calls may still import modules
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        for name, module in kept.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+    # The last that is registered runs first. Nothing else is registered before a worker is forked.
+    atexit.unregister(logging.shutdown)
+    atexit.register(keep)
+    atexit.register(logging.shutdown)
 
 
 def _report(error: BaseException) -> None:
@@ -171,6 +266,8 @@ def _run_module(name: str, argv: Sequence[str], *, safe: bool) -> None:
     sys.argv[:] = ["-m", *argv]
     if not safe:
         sys.path[0] = os.getcwd()  # noqa: PTH109
+    elif not sys.flags.safe_path:  # the launcher has one
+        del sys.path[0]
     for loaded in (name, f"{name}.__main__"):  # by the launcher; runpy would warn of it
         if not hasattr(sys.modules.get(loaded), "__path__"):
             sys.modules.pop(loaded, None)

@@ -201,10 +201,13 @@ class Launcher:
         return replace(recipe, env={**recipe.env, variable: named(end)}, inherits=end.fileno())
 
     def _start_all(self) -> Callable[[], None] | None:
-        """Starts the scheduler, then imports what workers to be forked need, then starts them."""
+        """Starts the scheduler and the workers, after importing what those that are to be forked need."""
         plan = self._plan
         if plan.scheduler is not None:
-            self._scheduler = self._start(plan.scheduler)
+            recipe = fork.warmed_scheduler(plan.scheduler, plan.config_path)
+            self._scheduler = self._start(recipe)
+            if self._scheduler is None:
+                return functools.partial(fork.become, recipe)
         if plan.uplink is not None:  # not sooner: the guardian would hold it open to its end
             self._door = make_door()
         self._directory.publish(
@@ -224,6 +227,7 @@ class Launcher:
                 self._uplink = child
             else:
                 self._workers.append(child)
+        fork.forget()
         return None
 
     def _warm_up(self) -> bool:
@@ -232,7 +236,7 @@ class Launcher:
 
         os.environ.update(self._plan.common)  # some libraries read theirs when they are loaded
         try:
-            fork.warm_up(self._plan.config_path)
+            fork.warm_up(self._plan.config_path, self._plan.recipes[0].environment(os.environ))
         except CertificateError as error:
             raise SettingsError(error.message, remedy=error.remedy) from error
         if fork.threads() == 1:
@@ -276,9 +280,12 @@ class Launcher:
             if ended is self._uplink and not self._working():
                 continue
             ended.forget()
-            child = self._start(ended.recipe, again=True)
+            recipe = ended.recipe
+            if ended is self._scheduler:  # gRPC is imported by now, with the variables of workers
+                recipe = replace(recipe, forked=False)
+            child = self._start(recipe, again=True)
             if child is None:
-                return functools.partial(fork.become, ended.recipe)
+                return functools.partial(fork.become, recipe)
             child.restarts = ended.restarts + 1
             if ended is self._scheduler:
                 self._scheduler = child

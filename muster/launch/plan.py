@@ -29,6 +29,9 @@ UPLINK_FROM_WORKERS = 1000
 ENDED_VARIABLE = "MS_PROCESSES_ENDED"
 """See :mod:`muster.launch.last_word`: JSON, a list of node id, incarnation and how it ended."""
 
+SCHEDULER = "scheduler"
+"""The label of the scheduler's recipe."""
+
 _OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID", "MS_WORKER_SPARE")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -367,7 +370,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         counts=counts,
         workers=workers,
         recipes=tuple(_worker_recipe(each, options, here, shown, forked=forked) for each in workers),
-        scheduler=_scheduler_recipe(options, here, common, counts, shown) if starts else None,
+        scheduler=_scheduler_recipe(options, here, common, counts, shown, forked=forked) if starts else None,
         uplink=_uplink_recipe(workers, options, here, counts, forked=forked),
         address=address,
         policy=Policy(
@@ -438,6 +441,8 @@ def _scheduler_recipe(
     common: Mapping[str, str],
     counts: WorkerCounts,
     shown: frozenset[str],
+    *,
+    forked: bool,
 ) -> Recipe:
     env = {
         **common,
@@ -448,7 +453,8 @@ def _scheduler_recipe(
     }
     hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
     argv = (here.python, *here.python_flags, "-m", "muster.scheduler")
-    return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
+    quiet = SCHEDULER not in shown
+    return Recipe(SCHEDULER, argv, env, "scheduler.log", hidden, forked=forked, quiet=quiet)
 
 
 def _spare_places(counts: WorkerCounts, env: Mapping[str, str]) -> dict[str, str]:
@@ -589,7 +595,7 @@ def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int)
     Raises:
         SettingsError: it is none of these.
     """
-    labels = [*(worker.label for worker in workers), "scheduler"]
+    labels = [*(worker.label for worker in workers), SCHEDULER]
     if text is None:
         return frozenset({"0"})
     if text in ("all", "none"):

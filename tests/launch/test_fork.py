@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,32 @@ print(sys.modules["__main__"].__dict__ is globals(), beside.__file__)
     "a hard exit": "import os\nos._exit(4)\n",
     "exit functions": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
     "a file left open": "f = open('left', 'w')\nf.write('kept')\n",
+    "a file left open in a module": """
+import sys, types
+sys.modules["own"] = own = types.ModuleType("own")
+own.file = open("left", "w")
+own.file.write("kept")
+""",
+    "objects that end with it": """
+import sys, types
+class Thing:
+    def __init__(self, name):
+        self.name = name
+    def __del__(self):
+        print(self.name)
+sys.modules["own"] = own = types.ModuleType("own")
+own.thing, thing, cycle = Thing("of a module"), Thing("of the script"), Thing("of a cycle")
+cycle.itself = cycle
+del own, cycle
+""",
+    "a log that imports at its end": """
+import json, logging
+class Late(logging.Handler):
+    def flush(self):
+        import json as again
+        print(again is json)
+handler = Late()
+""",
     "a thread left running": """
 import threading, time
 def late():
@@ -110,6 +137,66 @@ def test_a_link_to_a_script_finds_its_neighbours(here: Place) -> None:
         assert here.run("-n", "1", "--start", start, command=(PYTHON, "link.py"), **ALONE)[0] == 0
         seen.append(here.log("0"))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("start", "ends"), [("exec", "gone\n"), ("fork", "")])
+def test_what_the_launcher_had_loaded_is_not_taken_apart_in_each_worker(
+    here: Place, start: str, ends: str
+) -> None:
+    """It is shared with the others until somebody writes to it, and that to all of it takes long."""
+    thing = "class Thing:\n    def __del__(self): print('gone')\n"
+    script = here.script(f"import json\n{thing}json.mine = Thing()")
+    here.run("-n", "2", "--start", start, command=(PYTHON, script))
+    assert [here.log(label) for label in "01"] == [ends, ends]
+
+
+HEAVY = ("asyncio", "cryptography", "email", "google", "grpc", "multiprocessing", "numpy", "ssl", "unittest")
+
+
+def _loaded_by(code: str) -> set[str]:
+    """Which of the heavy ones a new Python has loaded after this."""
+    show = f"{code}\nimport sys\nprint(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run([PYTHON, "-c", show], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_a_launcher_loads_little_before_it_has_read_its_command_line() -> None:
+    assert _loaded_by("import muster.__main__, muster.launch.command") == set()
+
+
+def test_before_the_scheduler_is_forked_neither_grpc_nor_numpy_is_loaded() -> None:
+    warm = (
+        "from muster.launch import fork, plan\n"
+        "recipe = plan.Recipe('scheduler', ('python',), {}, 'log', forked=True)\n"
+        "assert fork.warmed_scheduler(recipe, 'config.json').forked"
+    )
+    assert _loaded_by(warm) == {"asyncio", "cryptography", "email", "google", "ssl"}
+
+
+def test_a_forked_worker_imports_nothing_up_to_its_first_collective(here: Place) -> None:
+    """Each would import it anew, and with it all that it needs."""
+    from muster.certs.__main__ import main as certs
+
+    keys = here.directory / "keys"
+    assert certs(["init", "--dir", str(keys), "--password-file", str(keys / "password")]) == 0
+    options = ("--config", "keys/config.json", "--password-file", "keys/password", "--tail", "none")
+    script = here.script(
+        """
+import sys
+before = set(sys.modules)
+import numpy as np
+import muster
+muster.init("tcp")
+muster.all_reduce(np.ones(4))
+muster.release()
+print("new", sorted(set(sys.modules) - before))
+"""
+    )
+    code, _, err = here.run(
+        *("-n", "2", "--scheduler", "--start", "fork", *options), command=(PYTHON, script)
+    )
+    assert code == 0, err
+    assert [here.log(label).splitlines()[-1] for label in "01"] == ["new []"] * 2
 
 
 def test_forked_workers_do_not_share_random_numbers(here: Place) -> None:

@@ -58,6 +58,58 @@ def test_mutual_tls_with_the_options_alone(here: Place) -> None:
     assert "mutual TLS" in here.scheduler_log()
 
 
+KNOCK = """
+import os, pathlib, signal, socket, time
+import muster
+
+def scheduler():
+    children = pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    names = {pathlib.Path(f"/proc/{each}/cmdline").read_bytes(): int(each) for each in children}
+    return next((name, pid) for name, pid in names.items() if b"muster.scheduler" in name)
+
+def knock():
+    with socket.create_connection((os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"]))) as door:
+        door.sendall(b"no hello at all" * 20)
+        door.recv(1)
+
+with muster.init() as session:
+    log = pathlib.Path("muster-runs/latest/scheduler.log")
+    name, pid = scheduler()
+    print("forked", name.startswith(b"muster: scheduler"), os.environ["GRPC_VERBOSITY"])
+    if session.rank == 0:
+        knock()
+        while log.read_text().count("does not speak TLS") < 1:
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        while log.read_text().count("ready on") < 2:
+            time.sleep(0.02)
+        knock()
+        while log.read_text().count("does not speak TLS") < 2:
+            time.sleep(0.02)
+        print("forked again", scheduler()[0].startswith(b"muster: scheduler"))
+    muster.barrier()
+"""
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_a_scheduler_hears_of_handshakes_that_fail_and_workers_grpc_is_silent(
+    here: Place, start: str
+) -> None:
+    """gRPC reads what it is to say when it is imported: by a scheduler itself, forked or started again."""
+    from muster.certs.__main__ import main as certs
+
+    keys = here.directory / "keys"
+    assert certs(["init", "--dir", str(keys), "--password-file", str(keys / "password")]) == 0
+    options = ("--config", "keys/config.json", "--password-file", "keys/password", "--start", start)
+    more = ("--max-restarts", "1", "--scheduler")
+    env = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(here.directory / "journal")}
+    code, _, err = here.run("-n", "2", *more, *options, command=(PYTHON, here.script(KNOCK)), **env)
+    assert code == 0, err
+    assert "the scheduler was ended by SIGKILL; starting it again" in err
+    assert f"forked {start == 'fork'} NONE\n" in here.log("0")
+    assert "forked again False\n" in here.log("0")
+
+
 def test_the_shares_of_two_hosts_make_one_job(here: Place) -> None:
     script = here.script(SUM)
     port = free_port("127.0.0.1")

@@ -83,10 +83,11 @@ def _attempt(
     host: str, port: int, credentials: Credentials, role: str, job: str | None, deadline: float
 ) -> Preflight:
     where = f"{host}:{port}"
-    context = client_ssl_context(credentials)
-    context.set_alpn_protocols(["h2"])
     name = None if _address(host) else host
     with socket.create_connection((host, port), timeout=_left(deadline)) as plain:
+        # Made only now: who waits for a scheduler to start tries often, and reading a key takes milliseconds.
+        context = client_ssl_context(credentials)
+        context.set_alpn_protocols(["h2"])
         try:
             plain.settimeout(_left(deadline))
             with context.wrap_socket(plain, server_hostname=name) as connection:

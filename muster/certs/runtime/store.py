@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -257,7 +259,7 @@ def read_p12(
     _check_envelope(data, shown)
     _check_rounds(data, shown)
     try:
-        key, leaf, extra = pkcs12.load_key_and_certificates(data, password)
+        key, leaf, extra = _open(data, password)
     except UnsupportedAlgorithm as error:
         raise FileError(f"{shown} is encrypted in a way that is not supported.", remedy=_REMAKE) from error
     except ValueError as error:
@@ -288,6 +290,43 @@ def read_p12(
             f"{shown}: the private key does not belong to the certificate.", remedy=_REMAKE
         )
     return key, leaf, list(extra)  # type: ignore[return-value]  # other kinds are refused by check_strength
+
+
+_Opened = tuple[PrivateKeyTypes | None, x509.Certificate | None, list[x509.Certificate]]
+
+
+class _Ahead:
+    """What this process, or the one that it was forked from, has opened ahead, by file and password."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.opened: dict[bytes, _Opened] = {}
+
+
+_ahead = _Ahead()
+
+
+def _open(data: bytes, password: bytes) -> _Opened:
+    """Opens a file, or takes what was opened ahead, once."""
+    mark = hashlib.sha256(hashlib.sha256(password).digest() + data).digest()
+    opened = _ahead.opened.get(mark) or pkcs12.load_key_and_certificates(data, password)
+    _ahead.opened = {mark: opened} if _ahead.keeps else {}
+    return opened
+
+
+@contextlib.contextmanager
+def kept_open() -> Iterator[None]:
+    """Has the file that is opened last within found open by the next that opens it, here or in a fork."""
+    _ahead.keeps = True
+    try:
+        yield
+    finally:
+        _ahead.keeps = False
+
+
+def forget_opened() -> None:
+    """Lets go of what was opened ahead."""
+    _ahead.opened = {}
 
 
 _REMAKE = "Make it anew: `muster certs issue`, or `openssl pkcs12 -export -inkey KEY -in CERT -out FILE`."

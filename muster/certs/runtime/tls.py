@@ -60,7 +60,41 @@ def _sent_chain(connection: ssl.SSLSocket | ssl.SSLObject) -> list[bytes]:
     return [bytes(ssl.PEM_cert_to_DER_cert(each.public_bytes())) for each in chain or ()]
 
 
+_ahead: dict[int, tuple[int, Credentials, ssl.SSLContext]] = {}
+"""Contexts that this process, or the one that it was forked from, has made ahead."""
+
+
+def make_ahead(credentials: Credentials) -> None:
+    """Makes what a worker needs of these, for who asks next, here or in a fork: to read a key takes a while.
+
+    No two connections share anything by that: the contexts keep no sessions, and give no tickets.
+    """
+    kinds = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT)
+    _ahead.update({i: (kind, credentials, _new_context(kind, credentials)) for i, kind in enumerate(kinds)})
+
+
+def forget_made() -> None:
+    """Lets go of what was made ahead."""
+    _ahead.clear()
+
+
 def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
+    """A context for these: one that was made ahead, once, or a new one."""
+    for number, (kind, of, _) in list(_ahead.items()):
+        if kind == protocol and _shown(of) == _shown(credentials):
+            taken = _ahead.pop(number, None)  # by one thread only
+            if taken is not None:
+                return taken[2]
+    return _new_context(protocol, credentials)
+
+
+def _shown(credentials: Credentials) -> tuple[object, ...]:
+    """All of them that a context is made of."""
+    each = credentials
+    return each.key_pem, each.cert_chain_pem, each.ca_pem, each.cipher_list
+
+
+def _new_context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

@@ -250,6 +250,14 @@ def test_what_may_pass_is_an_os_error(worker: Credentials, server: Credentials) 
         check(port, worker)
 
 
+def test_nothing_of_ours_is_read_for_a_server_that_is_not_there(worker: Credentials) -> None:
+    """Who waits for it tries often, and to read a key takes milliseconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        check(port, dataclasses.replace(worker, key_pem=b"not read"))
+
+
 def test_a_server_silent_after_the_handshake_times_out(server: Credentials, worker: Credentials) -> None:
     context = server_ssl_context(server)
 
