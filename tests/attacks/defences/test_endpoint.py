@@ -1,4 +1,4 @@
-"""Attacks on the CPU communicator's ports, and by who listens on the wire, as in ``test_4_communicator``."""
+"""Attacks on the CPU communicator's ports, and by who listens on the wire: twins of those on one job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from muster.communicators.tcp.endpoint import Endpoint, host_and_port
 from muster.communicators.tcp.handshake import REPLY, Hello, group_label
 from muster.communicators.tcp.pending_group import PendingGroup
 from tests.attacks.defences.attack import Attack, Try, check, folder_until_the_end
-from tests.attacks.test_1_transport import CLIENT_HELLO
-from tests.attacks.test_4_communicator import pair, reduced
+from tests.attacks.on_one_job.test_communicator import pair, reduced
+from tests.attacks.on_one_job.test_transport import CLIENT_HELLO
 from tests.communicators.tcp.world import Office, World, address_of, connect, endpoint_of, make_world
 
 BOUNDS: dict[str, float] = {"max_parked": 8, "handshake_timeout_s": 0.3}

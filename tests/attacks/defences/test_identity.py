@@ -1,6 +1,6 @@
 """Attacks by who has a certificate of the authority, and wants what it does not allow; and false schedulers.
 
-The same as in ``test_2_identity`` and ``test_4_hosts_stores_watchers``, each with and without its defence.
+The same as those on one job, each with and without its defence.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from muster.worker.session.streams import DeniedError
 from tests.attacks.defences.attack import Attack, Try, Without, check
 from tests.attacks.defences.service import SETUP, pki, served
 from tests.attacks.defences.test_transport import look_at_no_list, revocations
-from tests.attacks.test_1_transport import bare
-from tests.attacks.test_2_identity import false_scheduler, join
-from tests.attacks.test_4_hosts_stores_watchers import (
+from tests.attacks.on_one_job.test_hosts_stores_watchers import (
     END_JOB,
     HOST_STREAM,
     STORE,
@@ -47,6 +45,8 @@ from tests.attacks.test_4_hosts_stores_watchers import (
     read_out,
     says,
 )
+from tests.attacks.on_one_job.test_identity import false_scheduler, join
+from tests.attacks.on_one_job.test_transport import bare
 from tests.certs.servers import grpc_server, server_credentials
 from tests.scheduler.processes import PASSWORD, WAIT_S, Pki, Stream, form
 

@@ -1,4 +1,4 @@
-"""Attacks in the protocol by insiders, as in ``test_3_protocol`` and ``test_4_hosts_stores_watchers``."""
+"""Attacks in the protocol by insiders: twins of those on one job."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from muster.wire.v1 import host_pb2
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.defences.attack import Attack, Try, check
 from tests.attacks.defences.service import SETUP, pki, served
-from tests.attacks.test_1_transport import bare
-from tests.attacks.test_2_identity import join
-from tests.attacks.test_3_protocol import BAD_JOINS
-from tests.attacks.test_4_hosts_stores_watchers import HOST_STREAM, WATCH, batch, exchanged
+from tests.attacks.on_one_job.test_hosts_stores_watchers import HOST_STREAM, WATCH, batch, exchanged
+from tests.attacks.on_one_job.test_identity import join
+from tests.attacks.on_one_job.test_protocol import BAD_JOINS
+from tests.attacks.on_one_job.test_transport import bare
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, candidate
 from tests.scheduler.jobs.test_adoption import journal as journal_of
 from tests.scheduler.processes import WAIT_S

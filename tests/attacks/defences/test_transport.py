@@ -1,4 +1,4 @@
-"""Attacks on the scheduler's port by strangers and by who has a certificate, as in ``test_1_transport``."""
+"""Attacks on the scheduler's port by strangers and by who has a certificate: twins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.attacks.defences.attack import Attack, Try, Without, check
 from tests.attacks.defences.service import SETUP, pki, served
 from tests.attacks.field import Field
 from tests.attacks.http2 import Http2
-from tests.attacks.test_1_transport import (
+from tests.attacks.on_one_job.test_identity import join
+from tests.attacks.on_one_job.test_transport import (
     CLIENT_HELLO,
     ENHANCE_YOUR_CALM,
     a_malformed_identity,
@@ -42,7 +43,6 @@ from tests.attacks.test_1_transport import (
     two_identities,
     two_names,
 )
-from tests.attacks.test_2_identity import join
 from tests.certs.making import DAY, NOW, certificate, key_pem, pem
 from tests.scheduler.processes import PASSWORD, Stream
 

@@ -138,7 +138,7 @@ def test_who_moves_to_another_stream_is_not_lost(here: Host, running: Scheduler)
     """The uplink reads the word that a worker lives before it reads the end of its stream."""
     dial = here.dial(here.direct())
     here.join("node-0", dial).next("welcome")
-    other = here.join("node-1", here.dial(**SOON))
+    other = here.join("node-1", here.dial(None, **SOON))
     other.next("assignment")
     uplink = here.uplink
     assert uplink is not None
