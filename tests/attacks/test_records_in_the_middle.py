@@ -1,6 +1,7 @@
 """Attacks on the encrypted records between ranks, by one in the middle who knows where each record begins.
 
-What is cut or put in at an arbitrary byte is tried in ``on_one_job``. Here each attack is carried out twice: with its defence the victim's collective ends with an error that says so, and without it there is a
+What is cut or put in at an arbitrary byte is tried in ``on_one_job``. Here each attack is carried out
+twice: with its defence the victim's collective ends with an error that says so, and without it there is a
 wrong number, or another error.
 """
 

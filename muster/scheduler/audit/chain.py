@@ -121,7 +121,7 @@ def read_line(line: bytes, where: str) -> SignedLine | None:
 
 
 @dataclass
-class Verdict:
+class AuditVerdict:
     """What is found in the files of one or more logs.
 
     Attributes:
@@ -137,7 +137,7 @@ class Verdict:
     keys: dict[str, str] = field(default_factory=dict)
 
 
-def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), key: str = "") -> Verdict:
+def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), key: str = "") -> AuditVerdict:
     """Looks whether lines of audit logs are whole, unchanged and by the key that their log began with.
 
     Args:
@@ -146,7 +146,7 @@ def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), k
         key: the public key that all must be of, in hexadecimal digits; "": that of the anchor, else the one
             that the log names in its first line, which only shows that all lines are by one hand.
     """
-    verdict = Verdict()
+    verdict = AuditVerdict()
     logs: dict[str, list[SignedLine]] = {}
     for where, data in lines:
         line = read_line(data, where)

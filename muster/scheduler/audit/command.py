@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.scheduler.audit.anchors import PREFIX
-from muster.scheduler.audit.chain import Anchor, SignedLine, Verdict, verify
+from muster.scheduler.audit.chain import Anchor, AuditVerdict, SignedLine, verify
 from muster.scheduler.audit.membership import FORMED, OVER
 from muster.scheduler.errors import SchedulerError
 from muster.scheduler.jobs.journal import notes_of
@@ -140,7 +140,7 @@ def _show(tenure: Tenure) -> None:
         print(one_line(f"  rank {member['rank']}: {where}, certificate {certificate}"))
 
 
-def _sum_up(verdict: Verdict, anchored: bool) -> None:
+def _sum_up(verdict: AuditVerdict, anchored: bool) -> None:
     logs = f"{len(verdict.keys)} log{'' if len(verdict.keys) == 1 else 's'}"
     text = f"{len(verdict.lines)} lines of {logs} are as they were written"
     if verdict.unsigned:

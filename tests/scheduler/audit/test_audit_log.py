@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from muster.scheduler.audit.audit_log import AuditLog
-from muster.scheduler.audit.chain import Verdict, verify
+from muster.scheduler.audit.chain import AuditVerdict, verify
 from muster.scheduler.errors import SchedulerSettingsError
 
 
-def verdict(*paths: Path) -> Verdict:
+def verdict(*paths: Path) -> AuditVerdict:
     return verify(
         (f"{path.name}:{number}", line)
         for path in paths
