@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from muster.scheduler.core import records
 from muster.scheduler.core.events import Decision, Event, SessionId
 from muster.scheduler.core.job import as_sent
-from muster.scheduler.core.views import JobView
+from muster.scheduler.core.views import JobView, WorkerView
 from muster.wire import messages
 
 
@@ -84,6 +84,7 @@ class FakeJob:
     seen: list[tuple[float, Event]] = field(default_factory=list)
     postponed: list[Event] = field(default_factory=list)
     silent: tuple[SessionId, ...] = ()
+    workers: tuple[WorkerView, ...] = ()
 
     def step(self, event: Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
@@ -97,7 +98,7 @@ class FakeJob:
         return self.silent
 
     def view(self, now: float) -> JobView:
-        return JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")
+        return JobView("job", "forming", 0, 2, 2, self.workers, ("2 workers",), "")
 
     def events(self) -> Sequence[Event]:
         return [event for _, event in self.seen]

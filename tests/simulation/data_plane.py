@@ -115,15 +115,26 @@ class Cables:
         """One worker does not go on with another, though nothing is between them."""
         self._lies.append(lie)
 
-    def is_cut(self, one: str, other: str, since: float | None = None) -> bool:
-        """Whether two hosts cannot reach each other now, or could not for a while since a time."""
+    def is_cut(
+        self, one: str, other: str, since: float | None = None, *, begun_by: float | None = None
+    ) -> bool:
+        """Whether two hosts cannot reach each other now, or could not for a while since a time.
+
+        Args:
+            one: a host.
+            other: another one.
+            since: the time; None: now.
+            begun_by: only what had begun by then counts; None: all.
+        """
         now = self.world.loop.now
+        begun_by = now if begun_by is None else begun_by
         since = now if since is None else since
         pair = {one, other}
         host = self.world.host
         lies = ((host(lie.liar), host(lie.victim), lie.begun, lie.until) for lie in self._lies)
         return any(
-            {a, b} == pair and begun <= now and since < until for a, b, begun, until in (*self._cuts, *lies)
+            {a, b} == pair and begun <= begun_by and since < until
+            for a, b, begun, until in (*self._cuts, *lies)
         )
 
     def _lied(self, one: str, other: str) -> Lie | None:

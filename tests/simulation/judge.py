@@ -266,14 +266,11 @@ class Judge:
         apart = {one: {x for x in hosts - {one} if is_cut(one, x, ago)} for one in hosts}
         apart |= {one: set() for one in (gone | left) - hosts}
         # What was cut after a round had begun, it may have seen or not.
-        seen_whole = {
-            one: {x for x in apart[one] if self.world.cables.was_cut_throughout(one, x, self.asked_at)}
-            for one in apart
-        }
+        seen = {one: {x for x in apart[one] if is_cut(one, x, ago, begun_by=self.asked_at)} for one in apart}
         for one in gone:
             self.broken_with.setdefault(one, set()).update(apart[one])
             for peer in apart[one]:
-                alone = {one} in (apart[peer], seen_whole[peer])
+                alone = {one} in (apart[peer], seen[peer])
                 if alone and len(apart[one]) == 1:
                     self.broken_with.setdefault(peer, set()).add(one)
         if len(gone) != 1 or any(len(apart[one]) != 1 for one in gone):

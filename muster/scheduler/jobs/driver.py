@@ -254,7 +254,7 @@ class JobDriver:
             if isinstance(item.event, events.Joined) and (
                 item.event.session in over
                 or item.event.session not in self.sessions
-                or (item.event.session in ended and item.event.held_generation <= 0)
+                or (item.event.session in ended and self._is_unknown(item.event.candidate))
             ):  # its stream has had the last word by now: nothing could answer it
                 stepped.append((item, Decision()))
                 continue
@@ -274,6 +274,12 @@ class JobDriver:
             }
             self._count(item.event, now)
         return stepped
+
+    def _is_unknown(self, candidate: messages.Candidate) -> bool:
+        """Whether no stream of this process has led to a place yet."""
+        process = candidate.node_id, candidate.incarnation
+        known = (worker.candidate for worker in self.view().workers)
+        return all((each.node_id, each.incarnation) != process for each in known)
 
     async def persist(self, stepped: Sequence[Stepped]) -> None:
         """Makes the records durable; nothing may leave before that, or if it fails."""
