@@ -34,6 +34,7 @@ class StandIn(Backend):
     """Barriers and splits among the ranks, as NCCL makes them."""
 
     name = "nccl"
+    bootstrap_tls = None
 
     def __init__(self, host: TcpBackend) -> None:
         self._host = host

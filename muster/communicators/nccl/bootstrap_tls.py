@@ -85,7 +85,7 @@ class BootstrapTls:
         except self._nccl.NCCLError as error:
             raise CommunicatorError(
                 f"NCCL took no{' other' if self._key else ''} key for its bootstrap: {error}",
-                remedy="Start the job anew, or take a build of NCCL without TLS, whose bootstrap stays open.",
+                remedy="Start the job again, or take an NCCL without TLS, whose bootstrap stays open.",
             ) from None  # the configuration holds the key
         self._key = key
         return key

@@ -77,7 +77,7 @@ class PluginLibrary:
         if self._use_secret(generation, secret) != 0:
             raise CommunicatorError(
                 f"the plug-in that encrypts NCCL's traffic took no secret for generation {generation}",
-                remedy="Build it anew: muster nccl-plugin build --force.",
+                remedy="Build it again: muster nccl-plugin build --force.",
             )
 
     def forget_reason(self) -> None:
@@ -276,7 +276,7 @@ def load(path: Path | str) -> PluginLibrary:
     except (OSError, AttributeError) as error:
         raise SettingsError(
             f"The plug-in that encrypts NCCL's traffic cannot be loaded: {str(error)[:_MOST_SHOWN]}",
-            remedy="Build it anew: muster nccl-plugin build --force.",
+            remedy="Build it again: muster nccl-plugin build --force.",
         ) from error
 
 

@@ -131,7 +131,7 @@ def test_a_version_that_is_new_enough_or_not_known_is_no_obstacle(version: str) 
 
 
 def test_a_process_whose_environment_muster_has_set_already_is_not_refused() -> None:
-    """A second session in a process, or a program that is started anew."""
+    """A second session in a process, or a program that is started again."""
     first = decide("require", facts(), PLUGIN)
     again = decide("require", NcclFacts(True, first.environment, "2.28.9"), PLUGIN)
     assert again.sealed and again.environment == first.environment
