@@ -242,6 +242,10 @@ def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(wheel: Path) -> No
         str(path.relative_to(ROOT)) for path in MODULES
     }
     assert {"muster/py.typed", "muster/web/assets/style.css"} <= names
+    header = MUSTER / "communicators/nccl/sealed/muster_nccl.h"
+    sealed = {str(path.relative_to(ROOT)) for path in header.parent.glob("*.[ch]")}
+    assert str(header.relative_to(ROOT)) in sealed <= names
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])

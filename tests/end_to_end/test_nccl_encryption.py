@@ -184,3 +184,71 @@ def test_workers_of_torchrun_get_the_secret_each_time_that_they_are_started(
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(re.findall(r"rank (\d) b'MSNCCLK1' 1 MusterSealed (\w{64})", done.stdout))
     assert [rank for rank, _ in lines] == ["0", "0", "1", "1"] and len({secret for _, secret in lines}) == 1
+
+
+EXCHANGES = """
+import ctypes as c, time
+
+lib = c.CDLL(os.environ["NCCL_NET_PLUGIN"])
+table = (c.c_void_p * 19).in_dll(lib, "ncclNetPlugin_v8")
+NAMES = "init devices properties listen connect accept regMr dmabuf deregMr isend irecv iflush test".split()
+LOG = c.CFUNCTYPE(None, c.c_int, c.c_ulong, c.c_char_p, c.c_int, c.c_char_p)(lambda *said: None)
+P, I = c.c_void_p, c.c_int
+KINDS = {"init": [type(LOG)], "listen": [I, P, P], "connect": [I, P, P, P], "accept": [P, P, P],
+         "isend": [P, P, I, I, P, P], "irecv": [P, I, P, P, P, P, P], "test": [P, P, P]}
+
+def call(name, *given):
+    code = c.CFUNCTYPE(c.c_int, *KINDS[name])(table[1 + NAMES.index(name)])(*given)
+    if code:
+        text = c.create_string_buffer(512)
+        lib.muster_nccl_reason(text, c.c_size_t(512))
+        raise SystemExit(f"{name} answers {code}: {text.value.decode()}")
+
+def until(step, found):
+    end = time.monotonic() + 30
+    while not found():
+        step()
+        assert time.monotonic() < end, "it takes too long"
+
+assert c.string_at(table[0]) == os.environ["NCCL_NET"].encode()
+call("init", LOG)
+size, comm, device, request, done, got = 1 << 20, P(), P(), P(), I(), I()
+data = c.create_string_buffer(bytes(range(256)) * 4096 if RANK == 0 else size, size)
+if RANK == 1:
+    handle, listening = c.create_string_buffer(128), c.c_void_p()
+    call("listen", 0, handle, c.byref(listening))
+    with open("handle.new", "wb") as file:
+        file.write(handle.raw)
+    os.rename("handle.new", "handle")
+    until(lambda: call("accept", listening, c.byref(comm), c.byref(device)), lambda: comm.value)
+    given = (P * 1)(c.addressof(data)), (I * 1)(size), (I * 1)(0), (P * 1)()
+    until(lambda: call("irecv", comm, 1, *given, c.byref(request)), lambda: request.value)
+else:
+    until(lambda: time.sleep(0.01), lambda: os.path.exists("handle"))
+    handle = c.create_string_buffer(open("handle", "rb").read(), 128)
+    until(lambda: call("connect", 0, handle, c.byref(comm), c.byref(device)), lambda: comm.value)
+    until(lambda: call("isend", comm, data, size, 0, None, c.byref(request)), lambda: request.value)
+until(lambda: call("test", request, c.byref(done), c.byref(got)), lambda: done.value)
+print("rank", RANK, "exchanged", data.raw[:size] == bytes(range(256)) * 4096, flush=True)
+store.meet() if store.add(b"late") < SIZE else store.say(1, b"over", b"1")
+store.wait(b"over")
+"""
+
+
+@pytest.mark.parametrize("secret", ["their generation's", "none"])
+def test_two_programs_exchange_through_the_plug_in_with_what_they_were_handed(
+    pki: Pki, tmp_path: Path, secret: str
+) -> None:
+    """Without NCCL: its table is called as NCCL would. Each worker has derived the secret by itself."""
+    lost = 'os.environ.pop("MS_NCCL_SECRET_FD")\n' if secret == "none" else ""
+    (tmp_path / "job.py").write_text(STORE + lost + EXCHANGES)
+    words = ("-n", "2", "--program", "torch", "--encrypt-nccl", "--", sys.executable, "job.py")
+    done = run(tmp_path, *words, **pki.env(), NCCL_SOCKET_IFNAME="lo")
+    if secret == "none":
+        assert done.returncode != 0 and "init answers" in done.stdout, done.stdout + done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"rank \d exchanged \w+", done.stdout)) == [
+        "rank 0 exchanged True",
+        "rank 1 exchanged True",
+    ]
