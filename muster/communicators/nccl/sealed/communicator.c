@@ -115,7 +115,8 @@ void communicator_fail(communicator_t *communicator, ncclResult_t result, const 
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
   if (!atomic_load(&communicator->ending)) {
-    reason_say("NCCL's encrypted connection with %s has ended: %s.", communicator->peer, text);
+    bool idle = atomic_load(&communicator->open_requests) == 0; /* a job's end may look like that */
+    (idle ? reason_note : reason_say)("NCCL's encrypted connection with %s has ended: %s.", communicator->peer, text);
   }
   for (int i = 0; i < communicator->count; i++) (void)shutdown(communicator->connections[i].socket, SHUT_RDWR);
   pthread_mutex_lock(&communicator->lock);

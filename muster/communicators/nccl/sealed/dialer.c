@@ -13,7 +13,7 @@
 enum { ATTEMPTS = 4 };
 static const int64_t RETRY_NS = 100000000; /* after the first; then twice as long each time */
 
-/* A connect that has begun. Found again by where NCCL keeps the handle and whom it names, not by anything in the handle
+/* A connect that has begun. Found again by where NCCL keeps the handle and which listener it names, not by anything in the handle
  * itself: that came over the network. */
 typedef struct dial dial_t;
 struct dial {
@@ -87,7 +87,7 @@ static ncclResult_t begin_dial(const interface_t *interface, const meeting_setti
   OPENSSL_cleanse(secret, sizeof secret);
   if (!holds || RAND_bytes(dial->hello.communicator, ID_SIZE) != 1) {
     reason_say("NCCL's network does not connect to %s: it is of generation %llu and this process of %llu; the older one has "
-               "to join its job anew.", peer, (unsigned long long)dial->generation, (unsigned long long)held);
+               "to join its job again.", peer, (unsigned long long)dial->generation, (unsigned long long)held);
     free(dial);
     return ncclRemoteError;
   }

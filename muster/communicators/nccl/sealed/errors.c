@@ -26,17 +26,30 @@ void log_note(const char *format, ...) {
   log(NCCL_LEVEL_INFO, NCCL_PART_INIT | NCCL_PART_NET, __FILE__, __LINE__, "NET/MusterSealed : %s", text);
 }
 
-void reason_say(const char *format, ...) {
-  char text[REASON_SIZE];
-  va_list values;
-  va_start(values, format);
-  vsnprintf(text, sizeof text, format, values);
-  va_end(values);
+static void keep(int level, const char text[REASON_SIZE]) {
   pthread_mutex_lock(&reason_lock);
   memcpy(reason, text, sizeof reason);
   pthread_mutex_unlock(&reason_lock);
   ncclDebugLogger_t log = atomic_load(&logger);
-  if (log != NULL) log(NCCL_LEVEL_WARN, NCCL_PART_NET, __FILE__, __LINE__, "NET/MusterSealed : %s", text);
+  if (log != NULL) log(level, NCCL_PART_NET, __FILE__, __LINE__, "NET/MusterSealed : %s", text);
+}
+
+void reason_say(const char *format, ...) {
+  char text[REASON_SIZE] = "";
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  keep(NCCL_LEVEL_WARN, text);
+}
+
+void reason_note(const char *format, ...) {
+  char text[REASON_SIZE] = "";
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  keep(NCCL_LEVEL_INFO, text);
 }
 
 int muster_nccl_reason(char *buffer, size_t size) {

@@ -23,7 +23,7 @@ static const char MAGIC[] = "MSNPLAIN"; /* so that it meets no sealed one */
 static const char MAGIC[] = "MSNCCLH1";
 #endif
 static const char ANOTHER_SECRET[] =
-    "it holds another secret or another generation than this process, or is not one of this job's; start the job anew "
+    "it holds another secret or another generation than this process, or is not one of this job's; start the job again "
     "if both are its workers";
 
 int64_t now_ns(void) {
@@ -190,7 +190,7 @@ static void judge_hello(handshake_t *handshake, const unsigned char *listener) {
       hello->connections > MAX_CONNECTIONS || hello->connection >= hello->connections || hello->has_aes > 1) {
     fail(handshake, "what it sent is no hello of Muster's; no process of the job did that, see who connects to this port");
   } else if (get_64(hello->generation) != handshake->generation) {
-    fail(handshake, "it is of generation %llu and this process of %llu; the older one has to join its job anew",
+    fail(handshake, "it is of generation %llu and this process of %llu; the older one has to join its job again",
          (unsigned long long)get_64(hello->generation), (unsigned long long)handshake->generation);
   } else if (memcmp(hello->listener, listener, ID_SIZE) != 0) {
     fail(handshake, "it looked for another listener; something between the hosts sends it here");
@@ -270,9 +270,9 @@ static bool take_step(handshake_t *handshake, const unsigned char *listener) {
 }
 
 void handshake_go_on(handshake_t *handshake, const unsigned char *listener, int64_t now) {
-  while (take_step(handshake, listener)) {
-  }
-  if (handshake->step != STEP_DONE && handshake->step != STEP_FAILED && now > handshake->deadline_ns) {
+  bool moved = false; /* what came in time is not late because nobody looked */
+  while (take_step(handshake, listener)) moved = true;
+  if (!moved && handshake->step != STEP_DONE && handshake->step != STEP_FAILED && now > handshake->deadline_ns) {
     fail(handshake, "it did not finish its handshake in time; look whether its process stands still");
   }
 }

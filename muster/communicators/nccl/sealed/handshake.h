@@ -64,7 +64,7 @@ typedef struct {
   char failure[224]; /* what was wrong, and the remedy; without the address */
 } handshake_t;
 
-/* Begins to connect to `peer`. What is in `hello` says with whom; nonce, key and proof are made here. */
+/* Begins to connect to `peer`. What is in `hello` says with which listener; nonce, key and proof are made here. */
 void handshake_dial(handshake_t *handshake, const struct sockaddr_storage *peer, uint64_t generation, const hello_t *hello,
                     int64_t deadline_ns);
 

@@ -131,7 +131,7 @@ static ncclResult_t time_out(const listener_t *listener, int64_t now) {
   if (now - listener->begun_ns <= listener->patience_ns) return ncclSuccess;
   long long seconds = (long long)(listener->patience_ns / 1000000000);
   if (listener->last_refusal[0] != '\0') {
-    reason_say("NCCL's network at %s waited %lld s for its peer and refused %llu others, the last %s.", listener->text,
+    reason_say("NCCL's network at %s waited %lld s for its peer and refused others (%llu), the last %s.", listener->text,
                seconds, (unsigned long long)listener->refused, listener->last_refusal);
   } else {
     reason_say("NCCL's network at %s waited %lld s for its peer and nobody came; look whether the other rank's process is "

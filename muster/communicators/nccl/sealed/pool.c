@@ -225,7 +225,7 @@ static void wake_locked(actor_t *actor) {
   }
 }
 
-/* Waits for the sockets (-1), or only looks at them (0), without the lock, and queues whom they wake. */
+/* Waits for the sockets (-1), or only looks at them (0), without the lock, and queues those that they wake. */
 static void wait_for_sockets(int timeout_ms) {
   struct epoll_event events[EVENTS_AT_ONCE];
   pool.waits = true;

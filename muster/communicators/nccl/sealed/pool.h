@@ -13,7 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { BLOCK_BODY = 65536, BLOCK_FRONT = 64, BLOCK_SIZE = BLOCK_FRONT + BLOCK_BODY + 64 };
+enum { BLOCK_BODY = 65536, BLOCK_SIZE = BLOCK_BODY + 64 };
 enum { MAX_THREADS = 16, WAIT_US = 2000 };
 
 typedef struct worker worker_t;

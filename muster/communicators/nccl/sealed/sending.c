@@ -10,7 +10,7 @@
 #include "errors.h"
 
 #define CONNECTION_OF(actor, member) ((connection_t *)(void *)((char *)(actor) - offsetof(connection_t, member)))
-enum { AT_ONCE = RING / 2 }; /* pieces of one sendmsg: the sealer fills the other half meanwhile */
+enum { AT_ONCE = RING / 2 }; /* pieces of one sendmsg: the sealer fills the other half at the same time */
 
 /* ---------------------------------------------------------------- what is to be sealed */
 
@@ -148,7 +148,7 @@ static size_t gather(connection_t *connection, struct iovec parts[2 * AT_ONCE]) 
   return count;
 }
 
-/* Counts `size` bytes as taken by the kernel. The request of a piece may be done, and used anew, from then on. */
+/* Counts `size` bytes as taken by the kernel. The request of a piece may be done, and used again, from then on. */
 static void written(connection_t *connection, size_t size) {
   communicator_t *communicator = connection->communicator;
   connection->moved += size;

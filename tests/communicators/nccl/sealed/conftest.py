@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.communicators.nccl.sealed import kit
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler() -> None:
+    """Skips all of these where the plug-in cannot be built."""
+    command, text = ["cc", "-fsyntax-only", "-x", "c", "-"], b"#include <openssl/evp.h>\n"
+    if shutil.which("cc") is None or subprocess.run(command, input=text, check=False).returncode:
+        pytest.skip("needs a C compiler and the headers of OpenSSL")
 
 
 def _shared(factory: pytest.TempPathFactory) -> Path:

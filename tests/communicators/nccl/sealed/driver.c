@@ -12,7 +12,7 @@
 #include "muster_nccl.h"
 #include "nccl_net.h"
 
-enum { PLACES = 256, PATIENCE_S = 60 };
+enum { PLACES = 512, PATIENCE_S = 60 };
 extern const ncclNet_v8_t ncclNetPlugin_v8;
 static const ncclNet_v8_t *net = &ncclNetPlugin_v8;
 static void *listeners[PLACES], *communicators[PLACES];
@@ -196,7 +196,11 @@ static void command_post(int number, int size, int count, unsigned seed) {
     one->size = size;
     fill(one->data, size, seed + (unsigned)begun);
     result = post(number, one->data, size, &one->request);
-    if (one->request == NULL) break;
+    if (one->request == NULL) {
+      free(one->data);
+      one->data = NULL;
+      break;
+    }
     count_posted++;
   }
   if (result == ncclSuccess) answer("posted %d", begun);
@@ -227,6 +231,12 @@ static void command_wait(double seconds) {
     }
   }
   answer("done %d", done);
+}
+
+/* Tests none of the begun requests any more. Their memory stays until the end. */
+static void command_abandon(void) {
+  for (int i = 0; i < count_posted; i++) posted[i].request = NULL;
+  answer("ok");
 }
 
 static void command_devices(void) {
@@ -288,6 +298,7 @@ static void obey(const char *line) {
   else if (sscanf(line, "close %d", &a) == 1) command_close(a);
   else if (sscanf(line, "unlisten %d", &a) == 1) answer_result(net->closeListen(listeners[a]));
   else if (strcmp(line, "devices") == 0) command_devices();
+  else if (strcmp(line, "abandon") == 0) command_abandon();
   else command_say(line);
 }
 

@@ -130,6 +130,14 @@ class Rank:
         assert answer.startswith("listener "), answer
         return answer.split()[2]
 
+    def reason(self) -> str:
+        """The reason for which a communicator ended, once there is one."""
+        until = time.monotonic() + 60
+        while not (text := self.ask("reason")):
+            assert time.monotonic() < until, "no reason"
+            time.sleep(0.02)
+        return text
+
     def threads(self) -> int:
         """How many it has."""
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))

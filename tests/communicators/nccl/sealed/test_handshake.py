@@ -36,7 +36,9 @@ def test_another_secret_is_refused_on_both_sides(driver: Path) -> None:
 def test_another_generation_is_refused_before_anything_is_sent(driver: Path) -> None:
     with ranks(driver, {}, {"generation": "2"}) as (receiver, sender):
         answer = sender.ask(f"connect {receiver.listen()} 5")
-        assert "it is of generation 1 and this process of 2; the older one has to join its job anew" in answer
+        assert (
+            "it is of generation 1 and this process of 2; the older one has to join its job again" in answer
+        )
 
 
 def test_a_listener_of_before_refuses_who_holds_the_next_generation_s_secret(driver: Path) -> None:
@@ -63,26 +65,27 @@ def test_a_handle_that_is_none_of_ours_is_refused(driver: Path) -> None:
         assert answer.endswith("turn encryption on for all ranks, or for none."), answer
 
 
-@pytest.mark.parametrize("at", [0, 8, 16, 32, 48, 49, 50, 51, 56, 88, 120, 151])
-def test_a_flipped_bit_in_a_hello_is_refused_and_the_listener_stays_open(driver: Path, at: int) -> None:
+def test_a_flipped_bit_in_a_hello_is_refused_and_the_listener_stays_open(driver: Path) -> None:
     with ranks(driver, {}, ONE) as (receiver, sender):
         handle = receiver.listen()
-        with Relay(handle, Counted(0, flip(at)), (HELLO,)) as relay:
-            receiver.tell("accept 0 40")
-            assert sender.ask(f"connect {relay.handle} 40").startswith("error 6")
+        receiver.tell("accept 0 40")
+        for at in (0, 8, 16, 49, 88, 151):
+            with Relay(handle, Counted(0, flip(at)), (HELLO,)) as relay:
+                assert sender.ask(f"connect {relay.handle} 40").startswith("error 6"), at
         assert sender.ask(f"connect {handle} 40") == "communicator 0"
         assert receiver.hear() == "communicator 0"
         assert move(receiver, sender, 3000) == BOTH_OK
 
 
-@pytest.mark.parametrize("at", [0, 32, 64, 65, 72, 103])
-def test_a_flipped_bit_in_an_answer_is_refused(driver: Path, at: int) -> None:
-    with ranks(driver, SHORT, ONE) as (receiver, sender):
+def test_a_flipped_bit_in_an_answer_is_refused(driver: Path) -> None:
+    with ranks(driver, {}, ONE) as (receiver, sender):
         handle = receiver.listen()
-        with Relay(handle, edit_back=Counted(0, flip(at)), back_sizes=(ANSWER,)) as relay:
-            receiver.tell("accept 0 40")
-            assert "another secret" in sender.ask(f"connect {relay.handle} 40")
-        assert receiver.hear().startswith("error 6")
+        receiver.tell("accept 0 40")
+        for at in (0, 32, 64, 65, 72, 103):
+            with Relay(handle, edit_back=Counted(0, flip(at)), back_sizes=(ANSWER,)) as relay:
+                assert "another secret" in sender.ask(f"connect {relay.handle} 40"), at
+        assert sender.ask(f"connect {handle} 40") == "communicator 0"
+        assert receiver.hear() == "communicator 0"
 
 
 def test_a_weaker_cipher_cannot_be_asked_for_by_who_stands_between(driver: Path) -> None:

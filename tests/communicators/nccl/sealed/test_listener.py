@@ -6,14 +6,16 @@ import contextlib
 import resource
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.communicators.nccl.sealed.kit import BOTH_OK, Rank, meet, move, ranks
-from tests.communicators.nccl.sealed.relay import port_of
+from tests.communicators.nccl.sealed.relay import HELLO, Counted, Relay, port_of
 
 MAX_GUESTS = 64
+HELLO_S = 5.0
 
 
 def test_an_accept_that_nobody_comes_to_ends_with_a_reason(driver: Path) -> None:
@@ -38,6 +40,21 @@ def test_a_connect_to_a_process_that_is_gone_ends_with_a_reason(driver: Path) ->
         assert receiver.ask("unlisten 0") == "ok"
         answer = sender.ask(f"connect {handle} 30")
         assert "it cannot be reached (Connection refused); look whether its process is alive" in answer
+
+
+def test_a_listener_that_closes_during_a_handshake_ends_the_connect(driver: Path) -> None:
+    with ranks(driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
+        handle = receiver.listen()
+        sender.tell(f"connect {handle} 30")
+        receiver.ask("accept 0 0.001")
+        assert receiver.ask("unlisten 0") == "ok"
+        answer = sender.hear()
+        assert answer.startswith(
+            ("error 6 NCCL's network does not connect to 127.0.0.1:", "communicator 0")
+        ), answer
+        if answer == "communicator 0":  # it had finished; then nobody has accepted it
+            answer = sender.reason()
+        assert "127.0.0.1:" in answer
 
 
 def test_neither_connect_nor_accept_blocks(driver: Path) -> None:
@@ -78,6 +95,39 @@ def test_strangers_who_stay_take_no_more_than_their_places(driver: Path, hello: 
             stranger.close()
 
 
+@pytest.mark.system
+def test_a_stranger_who_says_nothing_is_shown_out_after_few_seconds(driver: Path) -> None:
+    with ranks(driver, {}, {}) as (receiver, sender):
+        handle = receiver.listen()
+        [stranger] = knock(port_of(handle), 1)
+        receiver.tell("accept 0 60")
+        stranger.settimeout(30)
+        assert stranger.recv(1) == b""
+        stranger.close()
+        assert sender.ask(f"connect {handle} 30") == "communicator 0"
+        assert receiver.hear() == "communicator 0"
+
+
+@pytest.mark.system
+def test_a_hello_that_came_in_time_counts_though_nobody_looked_for_longer(driver: Path) -> None:
+    may_pass = threading.Event()
+
+    def hold(piece: bytes) -> bytes:
+        may_pass.wait(30)
+        return piece
+
+    with ranks(driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
+        handle = receiver.listen()
+        with Relay(handle, Counted(0, hold), (HELLO,)) as relay:
+            sender.tell(f"connect {relay.handle} 40")
+            while not relay.seen or len(relay.seen[0]) < HELLO:
+                assert receiver.ask("accept 0 0.05") == "nobody"
+            may_pass.set()
+            time.sleep(HELLO_S + 0.5)  # nobody asks
+            assert receiver.ask("accept 0 40") == sender.hear() == "communicator 0"
+            assert len(relay.seen) == 1
+
+
 def _flood(port: int, many: int, stop: threading.Event) -> None:
     """Comes again and again, each time a little late with saying nothing."""
     opened: list[socket.socket] = []
@@ -113,7 +163,7 @@ def test_ten_thousand_strangers_neither_stall_nor_exhaust_a_listener(driver: Pat
         assert _memory_kib(receiver) - memory < 20_000
         second = threading.Thread(target=_flood, args=(port_of(handle), 10_000, stop))
         second.start()
-        meet(receiver, sender, handle)  # amid a second flood
+        meet(receiver, sender, handle)  # during a second flood
         stop.set()
         second.join()
         assert move(receiver, sender, 1 << 20, count=5, number=1) == BOTH_OK
