@@ -1,4 +1,7 @@
-"""``python -m tests.simulation --seeds 20000 [--from 0] | --replay SEED | --mutants``."""
+"""``python -m tests.simulation --seeds 20000 [--from 0] | --replay SEED | --mutants``.
+
+With ``--schedulers`` or ``--snapshots`` it plays those.
+"""
 
 from __future__ import annotations
 

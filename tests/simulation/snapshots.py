@@ -32,7 +32,7 @@ from tests.simulation.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KINDS = ("calm", "crashes", "pauses", "elastic", "supervised", "supervised", "supervised", "supervised")
+KINDS = ("calm", "crashes", "pauses", "crashes", "supervised", "supervised", "supervised", "supervised")
 TRAINS_S = (20.0, 40.0)
 COPYING_S = (0.1, 0.5, 2.0)
 SETTLED_S = 16.0
@@ -129,7 +129,7 @@ class KeepingWorker(Worker):
         while (generation, mine) not in self.world.handed:
             self.client.check(generation)
             self.threads.sleep(0.1)
-        self.threads.sleep(self.world.chance.random() * self.copying_s)
+        self.threads.sleep(self.world.chance.random() * self.copying_s / len(decision.needs[here]))
         self.client.check(generation)
         return self._checked(part, self.world.handed[generation, mine])
 
@@ -363,6 +363,12 @@ class RestoringJudge(Judge):
     def step_met(self, worker: Worker, generation: int, step: int) -> None:
         super().step_met(worker, generation, step)
         self.redone = 0
+
+    def _settled(self, what: str) -> None:
+        """Who has gone back and is asked to stop before its first step names the last one of before.
+
+        A planned change may then wait for that, until it is overdue.
+        """
 
 
 class SnapshotWorld(World):

@@ -153,7 +153,8 @@ def decide(told: Sequence[Told], needs: Needs = overlapping) -> Restoration | Pa
     """Decides for all: the newest snapshot all of whose parts are found, and who hands them to whom.
 
     A copy counts if it is as its owner announced. Where copies of one part were announced with different
-    checksums, those count that agree with the owner's own; without it none does.
+    checksums, those count that agree with the owner's own; without it none does. Who loads a part compares it
+    once more: a copy that has changed since it was told of ends the generation, and all decide again.
 
     Args:
         told: what each rank of the new generation has told, in order of rank.

@@ -61,6 +61,7 @@ class Retention:
         self._is_complete = False
         self._passed = -1
         self._next: int | None = None
+        self._is_over = False  # the generation takes no more
         self._kept: set[PartKey] = set()
 
     @property
@@ -73,6 +74,12 @@ class Retention:
     ) -> Change:
         """Begins a generation: all but ``keep`` is dropped, and the first snapshot is taken at once.
 
+        What is kept must be what all have decided together, also where nobody has to go back to it: what this
+        rank has heard of itself is not what others have, and then no snapshot is left whole.
+
+        A generation that is entered again takes no more snapshots: redone steps have the numbers of those
+        before, and other ranks may hold parts of either.
+
         Args:
             generation: its number.
             rank: this rank in it.
@@ -80,9 +87,14 @@ class Retention:
             step: steps finished, after what was decided at its formation has been carried out.
             keep: what ``restoration.decide`` says is to be kept; None: nothing.
         """
+        self._is_over = generation == self._generation
         self.agreed = keep
         self._generation, self._rank, self._world_size = generation, rank, world_size
         self._first, self._passed, self._next = step, -1, None
+        if self._is_over:
+            gone = [self._own(self._taken)] if self._taken is not None else []
+            self._taken, self._is_complete, self._passed = None, False, step
+            return Change(drop=self._drop(part for part in gone if part.snapshot != keep))
         # Others may have entered before, and sent theirs.
         older = (part for part in self._kept if part.snapshot.generation < generation)
         drop = self._drop(part for part in older if part.snapshot != keep)
@@ -101,7 +113,7 @@ class Retention:
         drop = self._hear(word)
         if step <= self._first or step % self.every:
             return Change(drop=drop)
-        if self._taken is None and self._next is not None and self._passed < self._next <= step:
+        if self._may_take(step):
             return Change(self._take(step), drop)
         if step != self._taken:
             self._passed = max(self._passed, step)
@@ -158,6 +170,12 @@ class Retention:
 
     def _is_under_way(self, part: PartKey) -> bool:
         return self._taken is not None and part == self._own(self._taken)
+
+    def _may_take(self, step: int) -> bool:
+        """Whether the scheduler has named this step, or one before that was not due, and there is room."""
+        if self._is_over or self._taken is not None or self._next is None:
+            return False
+        return self._passed < self._next <= step
 
     def _take(self, step: int) -> PartKey:
         self._taken, self._is_complete = step, False

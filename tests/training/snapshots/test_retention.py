@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muster.training.snapshots.parts import PartKey, SnapshotId
-from muster.training.snapshots.retention import Retention
+from muster.training.snapshots.retention import Change, Retention
 from muster.wire import messages
 
 EVERY = 10
@@ -126,6 +126,18 @@ def test_a_new_generation_keeps_what_was_decided_until_one_of_its_own_counts(ret
     assert retention.report() == messages.SnapshotReport(2, -1, 10, False, -1)
     retention.completed(part(10, 2, 1))
     assert retention.at_step(11, word(10, 12, generation=2)).drop == (part(0),)
+
+
+def test_a_generation_that_is_entered_again_takes_no_more(retention: Retention) -> None:
+    """Steps are redone: a part of step 10 then may be of either time."""
+    retention.at_step(10, word(0, 2))
+    change = retention.enter(1, rank=0, world_size=2, step=0, keep=SnapshotId(1, 0))
+    assert change == Change(None, (part(10),))
+    for step in range(1, 40):
+        assert retention.at_step(step, word(0, 2)).take is None
+    assert retention.kept == (part(0),)
+    assert retention.report() == messages.SnapshotReport(1, 0, -1, False, 30)
+    assert retention.enter(2, rank=0, world_size=2, step=5, keep=SnapshotId(1, 0)).take == part(5, 2)
 
 
 # ---------------------------------------------------------------- others' parts
