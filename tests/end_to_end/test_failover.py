@@ -16,7 +16,7 @@ from muster.wire.patience import takeover_patience_s
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.slow,
+    pytest.mark.alone,  # a leader without a processor for seconds loses its lease
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed"),
     pytest.mark.timeout(400),
 ]

@@ -62,6 +62,8 @@ store.meet()
 print("rank", RANK, "of", SIZE, "in", GENERATION, "local", os.environ["LOCAL_RANK"], flush=True)
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +11,17 @@ from tests.attacks.field import Field
 from tests.attacks.field import field as make_field
 from tests.scheduler.processes import Stream
 
+HERE = Path(__file__).parent
 JUDGE = "test_the_job_went_on.py"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the judge's tests after all others: they end the job that the attacks are on."""
-    items.sort(key=lambda item: item.path.name == JUDGE)
+    """Puts the judge's tests after all others on this job, which they end."""
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    mine = sorted((items[place] for place in places), key=lambda item: item.path.name == JUDGE)
+    for place, item in zip(places, mine, strict=True):
+        items[place] = item
 
 
 @pytest.fixture(scope="package")
