@@ -39,7 +39,7 @@ from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.credentials import load_keyring
 from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.failures import is_consequence, is_good_exit, reason_of
-from muster.worker.uplink.dialing import dial_by_uplink
+from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 from muster.worker.uplink.door import OUTER
 
 if TYPE_CHECKING:
@@ -308,6 +308,7 @@ def open_session(
         device=device,
         backend=plane,
         connection=SchedulerConnection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
+        timing=timing_by_uplink() if OUTER in env else None,
         prober=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,

@@ -31,8 +31,11 @@ from muster.wire.variables import TABLE
 from muster.worker import host, runtime
 from muster.worker.config import SecurityContext, Settings
 from muster.worker.host import DeviceChoice
+from muster.worker.session import events
 from muster.worker.session.credentials import load_keyring
+from muster.worker.uplink.door import OUTER, make_door, named
 from tests.scheduler.processes import environment
+from tests.worker.session.machine import Machine
 from tests.worker.session.scripted import StubBackend
 
 NEED_TORCH = {
@@ -399,3 +402,32 @@ def test_a_gpu_is_warmed_at_once_but_for_a_spares(
     session = runtime.open_session(env | {"MS_WORKER_SPARE": spare}, SecurityContext())
     assert asked == [warmed]
     session.release()
+
+
+# ---------------------------------------------------------------- behind an uplink
+
+
+@pytest.mark.parametrize("jitter", [0.3, 0.999])
+def test_who_found_neither_uplink_nor_scheduler_for_long_pauses_less_than_a_second(
+    monkeypatch: pytest.MonkeyPatch, jitter: float
+) -> None:
+    """An uplink that was stopped has its workers back soon after it moves again."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("muster.worker.session.session.Session", lambda *_, **parts: made.update(parts))
+    inner, outer = make_door()
+    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_PORT": "1", "MS_BACKEND": "tcp"}
+    try:
+        runtime.open_session(env | {OUTER: named(outer)}, SecurityContext())
+    finally:
+        inner.close()
+        outer.close()
+        made["backend"].close()
+    worker = Machine(made["timing"], jitter=jitter).running()
+    stopped_at = worker.now
+    while worker.now < stopped_at + 25.0:
+        lost_at = worker.now
+        worker.feed(events.StreamLost(worker.stream, "no sign of life"))
+        while not any(isinstance(each, events.Connect) for each in worker.last.notices):
+            worker.tick_at_deadline()
+        assert worker.now <= lost_at + 0.75
+        worker.now += 1.0  # neither answers

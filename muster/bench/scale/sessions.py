@@ -23,7 +23,7 @@ from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.schedulers import connect_timeout_s
 from muster.worker.session.session import Session, new_incarnation
 from muster.worker.session.streams import Dial, Stream
-from muster.worker.uplink.dialing import dial_by_uplink
+from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 
 STEP_S = 0.05
 PAUSE_S = 0.5
@@ -163,7 +163,12 @@ def _session(index: int, settings: Settings, dial: Dial) -> Session:
         local_index=index,
     )
     return Session(
-        settings, profile=profile, device=device, backend=backend, connection=SchedulerConnection(dial)
+        settings,
+        profile=profile,
+        device=device,
+        backend=backend,
+        connection=SchedulerConnection(dial),
+        timing=timing_by_uplink(),
     )
 
 

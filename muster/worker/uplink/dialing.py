@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from muster.forking import not_for_children
 from muster.wire.threads import start_thread
 from muster.worker.config import Settings
+from muster.worker.session.events import Timing
 from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.attempt import Attempt
 from muster.worker.uplink.door import OUTER, inherited
@@ -34,6 +35,9 @@ FIRST_ANSWER_S = 10.0
 
 LATER_ANSWER_S = 1.0
 """The same where a worker has had a stream before: members have the node time-out to come back."""
+
+PAUSE_S = 0.5
+"""The longest pause between two attempts, but for chance: each has waited for the uplink already."""
 
 MOVED_S = 0.5
 """How long a frame that is being written may keep a worker from noting that it goes on by another stream."""
@@ -57,6 +61,11 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
     door.close()
     hung_s = min(max(0.75, settings.node_timeout_s / 4), 5.0)
     return _Dialing({OUTER: env[OUTER]}, direct, request_of(settings), hung_s).dial
+
+
+def timing_by_uplink() -> Timing:
+    """The deadlines of a worker that has an uplink: while it pauses it does not see that this moves again."""
+    return Timing(retry_last_s=PAUSE_S)
 
 
 class _Dialing:
