@@ -9,17 +9,17 @@ from muster.scheduler.core.snapshots import SnapshotAgreement
 from muster.training.snapshots import partners, restoration
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.training.snapshots.restoration import PartsMissing, Restoration
-from muster.training.snapshots.retention import Change, Retention
+from muster.training.snapshots.retention import Retention, RetentionChange
 from muster.wire import messages
 from tests.simulation.mutants import Mutant, instead
 
 
 def counts_what_is_complete_here(right: Any) -> Any:
-    def at_step(self: Retention, step: int, word: messages.SnapshotWord | None) -> Change:
+    def at_step(self: Retention, step: int, word: messages.SnapshotWord | None) -> RetentionChange:
         own = self.report()
         if own.complete and own.taken >= 0:
             word = messages.SnapshotWord(own.generation, own.taken, own.taken + 1)
-        done: Change = right(self, step, word)
+        done: RetentionChange = right(self, step, word)
         return done
 
     return at_step
@@ -49,10 +49,10 @@ def counts_what_those_have_that_told(right: Any) -> Any:
 
 
 def takes_one_more(right: Any) -> Any:
-    def at_step(self: Retention, step: int, word: messages.SnapshotWord | None) -> Change:
+    def at_step(self: Retention, step: int, word: messages.SnapshotWord | None) -> RetentionChange:
         if step % self.every == 0 and step > self._first:
-            return Change(self._take(step), self._hear(word))
-        done: Change = right(self, step, word)
+            return RetentionChange(self._take(step), self._hear(word))
+        done: RetentionChange = right(self, step, word)
         return done
 
     return at_step
@@ -74,9 +74,9 @@ def hears_words_of_any_generation(right: Any) -> Any:
 
 
 def keeps_all_of_others(right: Any) -> Any:
-    def accept(self: Retention, part: PartKey, agreed: SnapshotId | None) -> Change:
+    def accept(self: Retention, part: PartKey, agreed: SnapshotId | None) -> RetentionChange:
         self._kept.add(part)
-        return Change()
+        return RetentionChange()
 
     return accept
 

@@ -110,7 +110,7 @@ def _trial(args: argparse.Namespace, stop_s: float) -> dict[str, Any]:
 
 
 @dataclass
-class _Seen:
+class _WorkerSeen:
     """What was heard of a worker, with times of the monotonic clock.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Host:
     args: argparse.Namespace
     folder: Path
     port: int
-    workers: dict[int, _Seen] = field(default_factory=dict)
+    workers: dict[int, _WorkerSeen] = field(default_factory=dict)
     uplink: subprocess.Popen[bytes] = field(init=False)
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _hearing: list[threading.Thread] = field(default_factory=list)
@@ -163,7 +163,7 @@ class _Host:
             )
             for first in range(self.args.processes):
                 indices = range(first, self.args.workers, self.args.processes)
-                self.workers |= {index: _Seen() for index in indices}
+                self.workers |= {index: _WorkerSeen() for index in indices}
                 orders = json.dumps({"indices": list(indices), "direct": self.args.direct})
                 process = subprocess.Popen(
                     [sys.executable, "-m", "muster.bench.scale.sessions", orders],

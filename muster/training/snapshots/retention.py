@@ -20,7 +20,7 @@ from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.wire import messages
 
 
-class Change(NamedTuple):
+class RetentionChange(NamedTuple):
     """What a rank is to do.
 
     Attributes:
@@ -71,7 +71,7 @@ class Retention:
 
     def enter(
         self, generation: int, *, rank: int, world_size: int, step: int, keep: SnapshotId | None
-    ) -> Change:
+    ) -> RetentionChange:
         """Begins a generation: all but ``keep`` is dropped, and the first snapshot is taken at once.
 
         What is kept must be what all have decided together, also where nobody has to go back to it: what this
@@ -94,13 +94,13 @@ class Retention:
         if self._is_over:
             gone = [self._own(self._taken)] if self._taken is not None else []
             self._taken, self._is_complete, self._passed = None, False, step
-            return Change(drop=self._drop(part for part in gone if part.snapshot != keep))
+            return RetentionChange(drop=self._drop(part for part in gone if part.snapshot != keep))
         # Others may have entered before, and sent theirs.
         older = (part for part in self._kept if part.snapshot.generation < generation)
         drop = self._drop(part for part in older if part.snapshot != keep)
-        return Change(self._take(step), drop)
+        return RetentionChange(self._take(step), drop)
 
-    def at_step(self, step: int, word: messages.SnapshotWord | None) -> Change:
+    def at_step(self, step: int, word: messages.SnapshotWord | None) -> RetentionChange:
         """To be called between two steps, with the scheduler's newest word (``session.snapshot_word``).
 
         What is to be dropped of the snapshot under way may still be being copied or sent: that is to end
@@ -112,25 +112,25 @@ class Retention:
         """
         drop = self._hear(word)
         if step <= self._first or step % self.every:
-            return Change(drop=drop)
+            return RetentionChange(drop=drop)
         if self._may_take(step):
-            return Change(self._take(step), drop)
+            return RetentionChange(self._take(step), drop)
         if step != self._taken:
             self._passed = max(self._passed, step)
-        return Change(drop=drop)
+        return RetentionChange(drop=drop)
 
     def completed(self, part: PartKey) -> None:
         """Notes that this rank's own part is whole in its memory and its partners'; if it is still wanted."""
         if self._is_under_way(part):
             self._is_complete = True
 
-    def failed(self, part: PartKey) -> Change:
+    def failed(self, part: PartKey) -> RetentionChange:
         """Notes that this rank's own part does not become complete: no memory, say, or a partner is gone."""
         if not self._is_under_way(part) or self._is_complete:
-            return Change()
-        return Change(drop=self._give_up())
+            return RetentionChange()
+        return RetentionChange(drop=self._give_up())
 
-    def accept(self, part: PartKey, agreed: SnapshotId | None) -> Change:
+    def accept(self, part: PartKey, agreed: SnapshotId | None) -> RetentionChange:
         """Makes room for another rank's part, whose header has come.
 
         Of that rank this part and the one that counts for it are kept from then on. The part is to be offered
@@ -142,7 +142,7 @@ class Retention:
         """
         generation = part.snapshot.generation
         if generation < self._generation or (self.agreed is not None and part.snapshot < self.agreed):
-            return Change(drop=(part,))
+            return RetentionChange(drop=(part,))
         same_rank = (each for each in self._kept if each.rank == part.rank)
         drop = self._drop(
             each
@@ -150,7 +150,7 @@ class Retention:
             if each.snapshot.generation == generation and each.snapshot not in (part.snapshot, agreed)
         )
         self._kept.add(part)
-        return Change(drop=drop)
+        return RetentionChange(drop=drop)
 
     def report(self) -> messages.SnapshotReport:
         """What the scheduler is to know; for ``session.report_snapshot``, after each call that changes it."""
