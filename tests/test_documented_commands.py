@@ -58,6 +58,9 @@ ELSEWHERE = {
     f"muster run -n 8 --encrypt-nccl --scheduler {BOTH} -- python train.py": (
         "tests/end_to_end/test_nccl_encryption.py"
     ),
+    "muster audit verify /var/log/muster/audit.jsonl* --journal device/scheduler-resnet.sqlite --step 1200": (
+        "tests/scheduler/audit/test_command.py"
+    ),
     "muster nccl-plugin build": "tests/launch/test_nccl_plugin.py",
     "muster nccl-plugin show": "tests/launch/test_nccl_plugin.py",
 }

@@ -21,7 +21,7 @@ from muster.training.snapshots import partners as partner_rules
 from muster.training.snapshots import restoration
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.training.snapshots.restoration import Handing, Holding, Restoration, Told
-from muster.training.snapshots.retention import Change, Retention
+from muster.training.snapshots.retention import RetentionChange, Retention
 from muster.worker.session import events
 from tests.simulation.data_plane import DataPlane
 from tests.simulation.judge import Judge, Violation
@@ -154,7 +154,7 @@ class KeepingWorker(Worker):
         self._carry_out(self.retention.at_step(self.step, word))
         self.world.watch.stepped(self, generation)
 
-    def _carry_out(self, change: Change) -> None:
+    def _carry_out(self, change: RetentionChange) -> None:
         for part in change.drop:
             self.memory.pop(part, None)
             self.own.discard(part)
