@@ -201,9 +201,10 @@ def execute(
                 )
             )
     heard = []
+    ends_after_s = min(limit_s, 40.0) if run in REFUSED else limit_s
     for rank, process in enumerate(processes):
         try:
-            out, _ = process.communicate(timeout=max(1.0, began + limit_s - time.monotonic()))
+            out, _ = process.communicate(timeout=max(1.0, began + ends_after_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             out, _ = process.communicate()
@@ -228,13 +229,15 @@ def _chosen(rank: dict[str, Any], word: str) -> dict[str, str]:
 def judge(result: dict[str, Any], off: dict[str, Any] | None) -> list[str]:
     """What is not as it should be."""
     run, ranks, wire = result["run"], result["ranks"], result["wire"]
-    wrong = [f"rank {rank['rank']} hangs" for rank in ranks if rank["hangs"]]
+    hanging = [f"rank {rank['rank']} hangs" for rank in ranks if rank["hangs"]]
     if run in REFUSED:
+        # Whose own neighbours hold the secret waits in NCCL for ranks that are gone; its launcher ends it.
+        wrong = hanging if len(hanging) > max(0, len(ranks) - 3) else []
         wrong += [f"rank {rank['rank']} went on" for rank in ranks if rank["ok"]]
         if wire["calls_with_pattern"]:
             wrong.append("the pattern was sent")
         return wrong
-    wrong += [f"rank {rank['rank']} failed" for rank in ranks if not rank["ok"]]
+    wrong = hanging + [f"rank {rank['rank']} failed" for rank in ranks if not rank["ok"]]
     if wire["bytes"] < 100_000_000:
         wrong.append(
             f"only {wire['bytes']} bytes were seen: the network was not used, or the recorder not there"
