@@ -19,14 +19,18 @@ from typing import Any
 import torch
 
 from muster.communicators.base import Communicator
-from muster.errors import SettingsError, WorkerError
+from muster.errors import SettingsError
 from muster.parallel.checkpoint import load_divided, save_divided, saved_at
 from muster.parallel.module import ParallelModule
-from muster.parallel.planning.parts import Box, Part, overlap
+from muster.parallel.planning.parts import Part, overlap
 from muster.parallel.planning.plan import Plan
 from muster.parallel.tensors import DividedTensor, divided_tensors
 from muster.torch.extra_state import ExtraState
+from muster.torch.flat import elements_within
 from muster.torch.optimizer_state import is_number, make_optimizer_state, number_of
+from muster.torch.random import RandomState
+from muster.torch.snapshot_tensors import SnapshotTensor
+from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import (
     CopiesAside,
     array_of,
@@ -35,14 +39,12 @@ from muster.torch.transfer import (
     gather_numbers,
     gather_rows,
 )
+from muster.training.parts import divided
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateHolder, StateMismatchError, TrainingState
+from muster.training.state import StateLostError as StateLostError
 
 log = logging.getLogger("muster.worker")
-
-
-class StateLostError(WorkerError):
-    """A part of the state had no holder but the workers that were lost, and there is no checkpoint."""
 
 
 class ParallelTrainingState(TrainingState):
@@ -68,6 +70,8 @@ class ParallelTrainingState(TrainingState):
         checkpoint: the directory that :meth:`save` writes and that replacements read; "": none.
         also: what else is part of the state and the same on all ranks, by name, such as learning rate
             schedulers.
+        snapshots: keep each rank's parts in other ranks' memory, too: what was held only by workers that are
+            lost then comes from there, and from the checkpoint only where it is nowhere.
 
     Raises:
         SettingsError: the optimizer is of another model, or its state cannot be made before a first step;
@@ -82,6 +86,7 @@ class ParallelTrainingState(TrainingState):
         *,
         checkpoint: str | Path = "",
         also: Mapping[str, Any] | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         if not isinstance(model, ParallelModule) or not model.can_start:
             raise SettingsError(
@@ -104,6 +109,10 @@ class ParallelTrainingState(TrainingState):
         self._before: dict[str, Any] = {}
         self._also_before: dict[str, Any] = {}
         self._also = ExtraState(also or {}, self._device)
+        self._random = RandomState(self._device)
+        self._snapshots = snapshots
+        if snapshots is not None:
+            snapshots.follow(self)
 
     # ------------------------------------------------------------ what users call
 
@@ -151,12 +160,18 @@ class ParallelTrainingState(TrainingState):
     def begin(self) -> None:
         """Keeps the state aside; see :class:`TrainingState`."""
         super().begin()
+        snapshots = self._snapshots
         if self._kept is not None:
+            if snapshots is not None and snapshots.read_end is not None:  # a snapshot may still be read there
+                torch.cuda.current_stream(self._device).wait_event(snapshots.read_end)
             self._kept.take()
         else:
             self._kept = CopiesAside(each.own.detach() for each in self._tensors)
         self._before = self._position()
         self._also_before = self._also.keep()
+        if snapshots is not None:
+            snapshots.at_step(self.step, self._kept.copy_of)
+            snapshots.confirm()  # the step before was waited for
 
     def commit(self) -> None:
         """Waits for the GPU; see :class:`TrainingState`."""
@@ -191,7 +206,10 @@ class ParallelTrainingState(TrainingState):
         holds = self.shared and (anew or rank not in session.newcomer_ranks)
         mine = (self.step, self._place, self._layout()) if holds else (-1, -1, -1)
         can_start = int(self._model.can_start)
-        rows = gather_rows(communicator, self._device, [*mine, self._digest(), can_start])
+        before = self._before.get("step", -1) if self._kept is not None else -1
+        rows = gather_rows(communicator, self._device, [*mine, self._digest(), can_start, before])
+        if self._snapshots is not None:
+            self._snapshots.use(session)  # type: ignore[arg-type]
         others = [other for other, row in enumerate(rows) if row[3] != rows[0][3]]
         if others:
             raise StateMismatchError(
@@ -200,15 +218,19 @@ class ParallelTrainingState(TrainingState):
             )
         plan = self._model.plan_for(communicator)
         holding = [row[0] for row in rows if row[0] >= 0]
-        if holding:
+        if holding and not self._meet(rows):  # some came back from a snapshot, and others did not come to it
+            self._from_elsewhere(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
+        elif holding:
             self._step_back(min(holding))
             self._redistribute(communicator, plan, [row[:3] for row in rows])
         elif all(row[4] for row in rows):
             self._start(communicator, plan)
-        else:  # what some held is gone: a checkpoint was being read when the members changed again
-            self._from_checkpoint(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
+        else:  # what some held is gone: it was coming from elsewhere when the members changed again
+            self._from_elsewhere(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
         self.sampler.reshard(rank, communicator.world_size)
         self._kept, self._place, self.shared = None, rank, True
+        if self._snapshots is not None:
+            self._snapshots.enter(self.step)
         return next((other for other, row in enumerate(rows) if row[0] >= 0), 0)
 
     def _start(self, communicator: Communicator, plan: Plan) -> None:
@@ -221,6 +243,12 @@ class ParallelTrainingState(TrainingState):
         self._tensors = divided_tensors(self._model, self._optimizer)
         if self.load():
             log.info("training goes on from %s, step %d", self._checkpoint, self.step)
+
+    def _meet(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether all that hold a state can go back to one step by themselves, or nothing else could help."""
+        holding = [row for row in rows if row[0] >= 0]
+        least = min(row[0] for row in holding)
+        return self._snapshots is None or all(least in (row[0], row[5]) for row in holding)
 
     def _step_back(self, step: int) -> None:
         """Goes back to the last step that all ranks have finished."""
@@ -259,7 +287,7 @@ class ParallelTrainingState(TrainingState):
             if not lost:
                 break
         else:
-            self._from_checkpoint(communicator, plan, wanted, lost)
+            self._from_elsewhere(communicator, plan, wanted, lost)
             return
         place = holders.get(communicator.rank, -1)
         fresh = [
@@ -294,7 +322,7 @@ class ParallelTrainingState(TrainingState):
                 for target in part.boxes():
                     both = overlap(source, target)
                     if both is not None:
-                        _within(fresh, target, both).copy_(_within(piece, source, both))
+                        elements_within(fresh, target, both).copy_(elements_within(piece, source, both))
         return fresh.view(wanted.local)
 
     def _adopt(
@@ -313,19 +341,26 @@ class ParallelTrainingState(TrainingState):
                 entries[key] = by_id.get(id(value), value)
         self._tensors = divided_tensors(self._model, self._optimizer)
 
-    def _from_checkpoint(
+    def _from_elsewhere(
         self,
         communicator: Communicator,
         plan: Plan,
         tensors: Sequence[DividedTensor],
         lost: Sequence[str] = (),
     ) -> None:
+        """Goes on from what ranks keep of a snapshot, or else from the checkpoint."""
         what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else "".join(lost) or "the state"
+        if self._snapshots is not None and self._snapshots.is_whole(communicator):
+            self.shared = False
+            self._adopt(communicator, plan, tensors, [each.own.new_zeros(each.local) for each in tensors])
+            self._snapshots.go_back(communicator)
+            return
         if not self._is_saved(communicator):
             raise StateLostError(
                 f"Parts of {what} were held only by workers that are lost, and there is no checkpoint that"
                 " all ranks see.",
-                remedy="Call state.save() now and then, into a directory that all hosts share.",
+                remedy="Give the state snapshots=, or call state.save() now and then, into a directory that"
+                " all hosts share.",
             )
         self.shared = False  # should the members change again meanwhile, nobody is to take what is here
         self._adopt(communicator, plan, tensors, [each.own.new_zeros(each.local) for each in tensors])
@@ -336,6 +371,37 @@ class ParallelTrainingState(TrainingState):
             self._checkpoint,
             self.step,
         )
+
+    # ------------------------------------------------------------ what snapshots are of
+
+    def end(self) -> None:
+        """See :class:`TrainingState`."""
+        if self._snapshots is not None:
+            self._snapshots.end_generation()
+
+    def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
+        """This rank's parts; what several ranks hold is divided among them."""
+        return [
+            SnapshotTensor(each.name, each.shape, each.own, each.parts[rank], divided(each.parts)[rank])
+            for each in self._tensors
+        ]
+
+    def snapshot_notes(self) -> dict[str, Any]:
+        """Everything else, as JSON values."""
+        random = [base64.b64encode(state.numpy().tobytes()).decode() for state in self._random.keep()]
+        return {"position": self._whole_position(), "random": random}
+
+    def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
+        """Takes over what :meth:`snapshot_notes` gave."""
+        self._go_to(notes["position"])
+        if same_rank:
+            states = (bytearray(base64.b64decode(text)) for text in notes["random"])
+            self._random.put_back([torch.frombuffer(state, dtype=torch.uint8) for state in states])
+
+    @property
+    def device(self) -> Any:
+        """Where the tensors are."""
+        return self._device
 
     # ------------------------------------------------------------ where it is
 
@@ -418,11 +484,3 @@ def _all_held(parts: Sequence[Part], places: Collection[int]) -> bool:
     """Whether the ranks at these places together hold every part."""
     held = {part for number, part in enumerate(parts) if number in places}
     return all(part in held for part in parts if part.stop > part.start)
-
-
-def _within(flat: Any, box: Box, both: Box) -> Any:
-    """The elements of a rank's flat tensor that lie in the box ``both``."""
-    found = flat.view(-1)[box.start : box.start + box.numel].view(box.sizes)
-    for dim, (outer, offset, size) in enumerate(zip(box.offsets, both.offsets, both.sizes, strict=True)):
-        found = found.narrow(dim, offset - outer, size)
-    return found

@@ -7,4 +7,6 @@ from muster.torch.capture import TrainingStep as TrainingStep
 from muster.torch.capture import capture_step as capture_step
 from muster.torch.data_parallel import DataParallel as DataParallel
 from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from muster.torch.snapshot_state import SnapshotTrainingState as SnapshotTrainingState
+from muster.torch.snapshots import Snapshots as Snapshots
 from muster.torch.state import TorchTrainingState as TorchTrainingState

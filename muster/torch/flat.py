@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from muster.training.parts import Box
+
 ALIGNMENT = 64
 """Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
 
@@ -42,3 +44,11 @@ def kind_text(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return str(tensor)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def elements_within(flat: Any, box: Box, both: Box) -> Any:
+    """Of a rank's flat tensor the elements of its box ``box`` that lie in the box ``both``: a view."""
+    found = flat.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+    for dim, (outer, offset, size) in enumerate(zip(box.offsets, both.offsets, both.sizes, strict=True)):
+        found = found.narrow(dim, offset - outer, size)
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,10 +17,12 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError
-from muster.torch.flat import ALIGNMENT, views_of
-from muster.torch.optimizer_state import number_of
+from muster.torch.flat import ALIGNMENT, padded, views_of
+from muster.torch.optimizer_state import make_optimizer_state, number_of
+from muster.torch.snapshot_tensors import SnapshotTensor, whole_tensor
 from muster.torch.transfer import array_of, broadcast_tensors, check_same_tensors
 from muster.torch.wrapper import SHARDED, ModuleWrapper, check_whole, communicator_of, is_wrapped
+from muster.training.parts import Part
 
 _NORMS = "scales its updates by norms of whole parameters"
 _MATRICES = "treats parameters as matrices"
@@ -50,27 +52,49 @@ _NOT_ELEMENTWISE = {
 class _Group:
     """A parameter group: its parameters in one flat tensor, and this rank's part of it."""
 
-    def __init__(self, parameters: Sequence[Any], communicator: Communicator) -> None:
+    def __init__(self, parameters: Sequence[Any], communicator: Communicator, *, alone: bool) -> None:
         self.parameters = list(parameters)
-        rank, ranks = communicator.rank, communicator.world_size
-        sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self.parameters]
-        unit = ranks * ALIGNMENT
-        total = -(-sum(sizes) // unit) * unit
+        self._length = sum(padded(parameter.numel()) for parameter in self.parameters)
         first = self.parameters[0]
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(0, dtype=first.dtype, device=first.device)
+        self.part = torch.nn.Parameter(self.flat)
+        self.divide(communicator)
+        if not alone:
+            broadcast_tensors(communicator, [self.flat], 0)
+
+    def divide(self, communicator: Communicator) -> None:
+        """Moves the parameters into a flat tensor with a part for each of the communicator's ranks."""
+        rank, ranks = communicator.rank, communicator.world_size
+        unit = ranks * ALIGNMENT
+        total = -(-self._length // unit) * unit
+        self.flat = torch.zeros(total, dtype=self.flat.dtype, device=self.flat.device)
         self.gradients = torch.zeros_like(self.flat)
         self._views = views_of(self.gradients, self.parameters)
         with torch.no_grad():
             for parameter, view in zip(self.parameters, views_of(self.flat, self.parameters), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
-        broadcast_tensors(communicator, [self.flat], 0)
         self._places = [parameter.data_ptr() for parameter in self.parameters]
         length = total // ranks
         self._mine = slice(rank * length, (rank + 1) * length)
         # Within the flat tensor: what is written into the module's parameters counts, a loaded state say.
-        self.part = torch.nn.Parameter(self.flat[self._mine])
+        self.part.grad = None
+        self.part.data = self.flat[self._mine]
         self.part.grad = torch.zeros_like(self.part)
+
+    def snapshot_tensors(
+        self, name: str, state: Mapping[str, Any], rank: int, ranks: int
+    ) -> Iterator[SnapshotTensor]:
+        """The parameters, of which all ranks need all and each copies its part, and this rank's state."""
+        shape = (self._length,)
+        whole = Part((0,), shape, 0, self._length)
+        own = Part((0,), shape, *(min(each, self._length) for each in (self._mine.start, self._mine.stop)))
+        yield SnapshotTensor(f"{name}.parameters", shape, self.flat[: self._length], whole, own)
+        for key, value in sorted(state.items()):
+            if self.is_divided(value):
+                yield SnapshotTensor(f"{name}.{key}", shape, value, own, own)
+            elif isinstance(value, torch.Tensor):
+                yield whole_tensor(f"{name}.{key}", value, rank, ranks)
 
     def clear(self) -> None:
         """Sets gradients to zero, in place."""
@@ -171,10 +195,12 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. Where
     that matters, broadcast rank 0's before evaluating and before a checkpoint.
 
-    It belongs to one generation. When a member is lost, so is its part of the state, which nobody else has,
-    and the step that broke may have updated some parts and not others. So after ``session.rejoin()`` build
-    module and optimizer anew, and load what was saved: the module's ``state_dict()`` and this one's, with
-    which any number of ranks goes on. An :class:`~muster.training.loop.ElasticLoop` cannot do that.
+    When a member is lost, so is its part of the state, which nobody else has, and the step that broke may
+    have updated some parts and not others. With :class:`muster.torch.Snapshots` the parts are in other ranks'
+    memory too, and an :class:`~muster.training.loop.ElasticLoop` goes on from there: make it with
+    ``elastic=True`` and give it to a :class:`muster.torch.SnapshotTrainingState`. Without, it belongs to one
+    generation: after ``session.rejoin()`` build module and optimizer anew, and load what was saved, the
+    module's ``state_dict()`` and this one's, with which any number of ranks goes on.
 
     Args:
         module: on one device; rank 0's parameters are taken.
@@ -185,6 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             parameter that requires a gradient is in one of them. None: one group.
         communicator: use this one instead of a session's.
         gradients_mean: average gradients over ranks; False: sum.
+        elastic: talk to no other rank yet: :meth:`join` does, which a training state calls.
 
     Attributes:
         inner: the optimizer that ``make`` made.
@@ -205,6 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         groups: Iterable[Mapping[str, Any]] | None = None,
         communicator: Communicator | None = None,
         gradients_mean: bool = True,
+        elastic: bool = False,
     ) -> None:
         named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         given = [{"params": [each for _, each in named]}] if groups is None else list(map(dict, groups))
@@ -217,9 +245,11 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._communicator = communicator = communicator or communicator_of(session)
         names = {id(each): name for name, each in named}
         described = [(f"{names[id(p)]} of group {n}", p) for n, g in enumerate(given) for p in g["params"]]
-        check_same_tensors(communicator, named[0][1].device, named if groups is None else described)
+        self._described = named if groups is None else described
+        if not elastic:
+            check_same_tensors(communicator, named[0][1].device, self._described)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
-        self._groups = [_Group(group["params"], communicator) for group in given]
+        self._groups = [_Group(group["params"], communicator, alone=elastic) for group in given]
         self._reduced = False
         parts = [group.part for group in self._groups]
         made = [group | {"params": [part]} for group, part in zip(given, parts, strict=True)]
@@ -369,6 +399,39 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # The optimizer knows on which device and in which dtype it needs its step count, say.
         self.inner.load_state_dict({"state": states, "param_groups": groups})
         self._follow_inner()
+
+    def join(self, communicator: Communicator) -> None:
+        """Divides parameters and state anew among the ranks of another generation.
+
+        The state's values are lost with that: they come from a snapshot, or from a state that is loaded.
+
+        All ranks call it.
+
+        Args:
+            communicator: of that generation.
+
+        Raises:
+            ArrayError: another rank's parameters are others.
+        """
+        check_same_tensors(communicator, self._described[0][1].device, self._described)
+        make_optimizer_state(self.inner)
+        before = self._communicator
+        self._communicator = communicator
+        if (before.rank, before.world_size) != (communicator.rank, communicator.world_size):
+            for group in self._groups:
+                state = self.inner.state[group.part]
+                divided = [key for key, value in state.items() if group.is_divided(value)]
+                group.divide(communicator)
+                for key in divided:
+                    state[key] = torch.zeros_like(group.part, dtype=state[key].dtype, requires_grad=False)
+        self.zero_grad()
+
+    def snapshot_tensors(self, name: str) -> Iterator[SnapshotTensor]:
+        """The parameters and this rank's part of the state, for :class:`muster.torch.Snapshots`."""
+        rank, ranks = self._communicator.rank, self._communicator.world_size
+        for number, group in enumerate(self._groups):
+            state = self.inner.state.get(group.part, {})
+            yield from group.snapshot_tensors(f"{name}.{number}", state, rank, ranks)
 
     def _follow_inner(self) -> None:
         """Takes over the inner optimizer's groups and state, so that schedulers change its rates."""

@@ -34,10 +34,12 @@ from muster.torch.data_parallel import DataParallel
 from muster.torch.extra_state import ExtraState
 from muster.torch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from muster.torch.random import RandomState, seed_of
+from muster.torch.snapshot_tensors import SnapshotTensor, whole_tensor
+from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import CopiesAside, TensorLibrary, memory_bytes
 from muster.training.carrier import Carrier
 from muster.training.sampler import ShardedSampler
-from muster.training.state import StateMismatchError, TrainingState
+from muster.training.state import StateHolder, StateMismatchError, TrainingState
 
 _log = logging.getLogger(__name__)
 _MOST_OF_MEMORY = 0.1
@@ -76,6 +78,8 @@ class TorchTrainingState(TrainingState):
         also: what else is part of the state, by name: learning rate schedulers, a GradScaler, averaged
             parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. It is
             given to newcomers, saved, and put back after a broken step. The same on all ranks.
+        snapshots: keep the state in other ranks' memory, too, each rank its piece of it. Who is left has all
+            of it anyway; so this counts where nobody who has the state is left, but newcomers who do not yet.
 
     Raises:
         SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
@@ -90,6 +94,7 @@ class TorchTrainingState(TrainingState):
         *,
         samples_per_rank: int | None = None,
         also: Mapping[str, Any] | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         if not isinstance(model, DataParallel):
             raise SettingsError(
@@ -122,6 +127,9 @@ class TorchTrainingState(TrainingState):
         self._loader_generator = torch.Generator()
         self._takes_up = False  # joins a run that has made steps
         self._restored = False  # has got the state since it last entered a generation
+        self._snapshots = snapshots
+        if snapshots is not None:
+            snapshots.follow(self)
         follow = WeakMethod(self._follow_optimizer)  # the optimizer and the model may live longer
         optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
         wait = WeakMethod(self._await_copy)
@@ -152,6 +160,9 @@ class TorchTrainingState(TrainingState):
             also=self._also.keep(),
             settings=[_kept_settings(group) for group in self._optimizer.param_groups],
         )
+        if self._snapshots is not None:
+            beside = [] if self._beside is None else [self._beside]
+            self._snapshots.at_step(self.step, self._began.copy_of, after=beside)
 
     def _snapshot(self) -> StateSnapshot:
         """Snapshots the current state into the buffer that is not needed for rollback."""
@@ -182,6 +193,8 @@ class TorchTrainingState(TrainingState):
 
     def _take(self, copies: StateSnapshot) -> None:
         """Copies the state as it is now; where the step is so made, partly beside the step."""
+        if self._snapshots is not None and self._snapshots.read_end is not None:  # it may be read there yet
+            torch.cuda.current_stream(self._model.device).wait_event(self._snapshots.read_end)
         copies.rest.take()
         copies.is_torn = False
         if not (self._model.updates_last and self._may_copy_beside and self._stream):
@@ -229,6 +242,10 @@ class TorchTrainingState(TrainingState):
             RanksDifferError: the ranks had different learning rates, say, in the step before.
         """
         self.confirm()
+        if self._snapshots is not None:
+            if self._began is not None and self._began.is_torn:
+                self._snapshots.drop_unconfirmed()
+            self._snapshots.confirm()
         self._comparison.receive()
         self._comparison.send(self.step + 1, self._random.now())
         with self._comparison.beside():
@@ -291,6 +308,8 @@ class TorchTrainingState(TrainingState):
                 "a step that broke cannot be undone: its parameters were changed before its captured part",
                 remedy="Change them within that part, or between steps; go on from a checkpoint.",
             )
+        if self._snapshots is not None and before.step != self.step:
+            self._snapshots.drop_unconfirmed()
         self._committed = None
         if before is self._unknown:
             self._unknown = None
@@ -318,6 +337,21 @@ class TorchTrainingState(TrainingState):
         self._enter_generators(communicator)
         self._model.join(communicator, source)
         self._comparison.enter(communicator)
+        if self._snapshots is not None:
+            self._snapshots.enter(self.step)
+
+    def meet(self, session: StateHolder) -> None:
+        """See :class:`TrainingState`."""
+        if self._snapshots is not None:
+            self._snapshots.use(session)  # type: ignore[arg-type]
+
+    def recover(self, session: StateHolder) -> bool:
+        """See :class:`TrainingState`."""
+        if self._snapshots is None:
+            return False
+        self.meet(session)
+        self.roll_back()
+        return self._snapshots.go_back(session.communicator) is not None
 
     def _enter_generators(self, communicator: Communicator) -> None:
         """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds anew."""
@@ -415,6 +449,38 @@ class TorchTrainingState(TrainingState):
                 remedy="Give TorchTrainingState the same names in also.",
             )
 
+    # ------------------------------------------------------------ what snapshots are of
+
+    def end(self) -> None:
+        """See :class:`TrainingState`."""
+        if self._snapshots is not None:
+            self._snapshots.end_generation()
+
+    @property
+    def device(self) -> Any:
+        """Where the tensors are."""
+        return self._model.device
+
+    def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
+        """All tensors but those that follow from others, of which each rank copies its piece."""
+        derived = self.derived()
+        return [
+            whole_tensor(name, tensor, rank, world_size)
+            for name, tensor in self.arrays.items()
+            if name not in derived
+        ]
+
+    def snapshot_notes(self) -> dict[str, Any]:
+        """Everything else, as JSON values."""
+        return {"description": self.describe(), "generators": _packed(self._random.now())}
+
+    def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
+        """Takes over what :meth:`snapshot_notes` gave."""
+        self._model.refresh_weights()
+        self.restore(notes["description"])
+        if same_rank and self._random.set(_unpacked(notes["generators"])):
+            self._takes_up = self._restored = False
+
     # ------------------------------------------------------------ what a checkpoint holds
 
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
@@ -494,6 +560,11 @@ class StateSnapshot:
         self.is_torn = False
         self.wait: Callable[[], None] = lambda: None
         """Waits for the step's end, once it is committed; raises what broke it."""
+
+    def copy_of(self, view: Any) -> Any:
+        """What these copies hold of a flat part of a tensor; None: it is not in them."""
+        found = self.updated.copy_of(view)
+        return self.rest.copy_of(view) if found is None else found
 
     def note(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import math
@@ -121,11 +122,29 @@ class CopiesAside:
             live.append(tensor)
             kept.append(tensor.clone())
         self._groups = list(groups.values())
+        self._places: list[tuple[int, Any, Any]] | None = None
 
     def take(self) -> None:
         """Copies them anew."""
         for live, kept in self._groups:
             torch._foreach_copy_(kept, live)
+
+    def copy_of(self, view: Any) -> Any:
+        """What was copied of a flat part of one of the tensors, in the order of its memory; None: nothing."""
+        if self._places is None:
+            pairs = [pair for live, kept in self._groups for pair in zip(live, kept, strict=True)]
+            self._places = sorted(
+                ((live.data_ptr(), live, kept) for live, kept in pairs), key=lambda place: place[0]
+            )
+        number = bisect.bisect_right(self._places, view.data_ptr(), key=lambda place: place[0]) - 1
+        if number < 0 or not view.is_contiguous():
+            return None
+        place, live, kept = self._places[number]
+        offset, rest = divmod(view.data_ptr() - place, view.element_size())
+        dense = live.stride() == kept.stride() and live.dtype == view.dtype and not rest
+        if not dense or offset + view.numel() > live.numel():
+            return None
+        return kept.as_strided(view.shape, view.stride(), kept.storage_offset() + offset)
 
     def put_back(self) -> None:
         """Overwrites them with the copies."""

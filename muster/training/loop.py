@@ -214,6 +214,7 @@ class ElasticLoop:
             finally:
                 if self._loading is not None:
                     self._loading.close()
+                self.state.end()
         if self._granted is not None:
             raise self._granted.with_traceback(None)
 
@@ -345,7 +346,7 @@ class ElasticLoop:
 
     def _share(self) -> None:
         state = self.state
-        if self.session.state_source_rank < 0 and not state.shared:
+        if self.session.state_source_rank < 0 and not state.recover(self.session) and not state.shared:
             self._take_up()
         if self.session.launch:
             state.launch = f"{self.session.launch:016x}"

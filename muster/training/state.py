@@ -23,6 +23,10 @@ class StateMismatchError(WorkerError):
     """A saved or received state is of another model, optimizer or data set."""
 
 
+class StateLostError(WorkerError):
+    """A part of the state had no holder but the workers that were lost, and there is no checkpoint."""
+
+
 def _some_name() -> str:
     return os.urandom(8).hex()
 
@@ -130,6 +134,17 @@ class TrainingState:
     def before_newcomers(self) -> None:
         """Goes back a step where newcomers need what is not known after the last; after :meth:`roll_back`."""
 
+    def meet(self, session: StateHolder) -> None:
+        """Hears of the session in which it is about to be shared."""
+
+    def recover(self, session: StateHolder) -> bool:
+        """Takes up what the ranks hold in memory where no member has the state; all ranks call it.
+
+        Returns:
+            Whether the state came back so, and no file is needed.
+        """
+        return False
+
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Begins to go through a DataLoader whose ``batch_sampler`` is the sampler."""
         return iter(loader)
@@ -141,6 +156,9 @@ class TrainingState:
             MembershipChanged: that step broke.
             RanksDifferError: the ranks differed in that step.
         """
+
+    def end(self) -> None:
+        """Ends what runs beside the training: a loop is over."""
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """Enters a generation; ``source`` is the rank whose state all hold now."""
@@ -266,6 +284,7 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     if isinstance(state, SharesItself):
         return state.share(session)
     communicator = session.communicator
+    state.meet(session)
     state.roll_back()
     if session.newcomer_ranks:
         state.before_newcomers()

@@ -21,7 +21,7 @@ from muster.training.snapshots import partners as partner_rules
 from muster.training.snapshots import restoration
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.training.snapshots.restoration import Handing, Holding, Restoration, Told
-from muster.training.snapshots.retention import RetentionChange, Retention
+from muster.training.snapshots.retention import Retention, RetentionChange
 from muster.worker.session import events
 from tests.simulation.data_plane import DataPlane
 from tests.simulation.judge import Judge, Violation

@@ -192,3 +192,30 @@ def test_iterating_gives_what_is_left_of_the_epoch_and_consumes_nothing(
             sampler.advance()
         assert sampler.epoch == before["epoch"] + 1
         assert found == [each for each in expected if each]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kills_and_resumes_on_any_number_of_ranks_lose_and_double_nothing(seed: int) -> None:
+    """What a run keeps is each sample once an epoch, however often it goes back to a state of before."""
+    chance = np.random.default_rng(seed)
+    size, epochs = 97, 3
+    sampler = ShardedSampler(size, 12, seed=seed)
+    kept: list[tuple[int, int]] = []
+    saved = (sampler.state(), 0)
+    while sampler.epoch < epochs:
+        world = int(chance.integers(1, 6))
+        for _ in range(int(chance.integers(1, 9))):
+            if sampler.epoch == epochs:
+                break
+            for rank in range(world):
+                sampler.reshard(rank, world)
+                batch = sampler.batch()
+                kept += [(batch.epoch, int(index)) for index in batch.indices]
+            sampler.advance()
+            if chance.random() < 0.3:
+                saved = (sampler.state(), len(kept))
+        if sampler.epoch < epochs and chance.random() < 0.5:  # a kill: the next ranks have what was saved
+            sampler = ShardedSampler(size, 12, seed=99)
+            sampler.restore(saved[0])
+            del kept[saved[1] :]
+    assert sorted(kept) == [(epoch, index) for epoch in range(epochs) for index in range(size)]

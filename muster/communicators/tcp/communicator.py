@@ -103,6 +103,11 @@ class TcpCommunicator(HostCommunicator):
         self._closed = False
         self._unmet = False
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """What makes and takes this process's connections."""
+        return self._endpoint
+
     # ------------------------------------------------------------ collectives
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:

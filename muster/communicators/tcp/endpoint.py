@@ -204,7 +204,7 @@ class Endpoint:
             self._thread = start_thread(self._run, name="muster-tcp-endpoint")
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # closed: messages may outlast it by a moment
             os.eventfd_write(self._wake_fd, 1)
 
     # ------------------------------------------------------------ in the endpoint's thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muster.training.snapshots.parts import PartKey, SnapshotId
-from muster.training.snapshots.retention import Change, Retention
+from muster.training.snapshots.retention import Retention, RetentionChange
 from muster.wire import messages
 
 EVERY = 10
@@ -132,7 +132,7 @@ def test_a_generation_that_is_entered_again_takes_no_more(retention: Retention) 
     """Steps are redone: a part of step 10 then may be of either time."""
     retention.at_step(10, word(0, 2))
     change = retention.enter(1, rank=0, world_size=2, step=0, keep=SnapshotId(1, 0))
-    assert change == Change(None, (part(10),))
+    assert change == RetentionChange(None, (part(10),))
     for step in range(1, 40):
         assert retention.at_step(step, word(0, 2)).take is None
     assert retention.kept == (part(0),)

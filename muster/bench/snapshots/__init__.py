@@ -1,0 +1,1 @@
+"""The time from a loss to the next good step."""

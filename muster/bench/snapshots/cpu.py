@@ -1,0 +1,202 @@
+"""Hosts of a job killed, one after the other: the state comes back from the others' memory, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess, median_and_worst
+from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
+from muster.bench.snapshots.forked import Nursery
+
+RANKS, PER_HOST, HOSTS = 4, 2, 3
+START_TIMEOUT_S = 300.0
+STEP_TIMEOUT_S = 120.0
+
+Say = Callable[[str], None]
+
+
+class DividedJob(MeasuredJob):
+    """Four ranks on two hosts, and two spares on a third: names of hosts, on one machine.
+
+    Args:
+        directory: for keys, logs and records; is made.
+        kind: what divides the state: "sharded" or "parallel".
+        every: steps between two snapshots.
+        pace_s: least time of a step; 0: none.
+        steps: how many in all; 0: no end.
+        say: shows progress.
+    """
+
+    def __init__(
+        self, directory: Path, *, kind: str, every: int, pace_s: float, steps: int, say: Say
+    ) -> None:
+        directory.mkdir(parents=True)
+        self.pace = directory / "pace"
+        if pace_s:
+            self.pace.write_text(str(pace_s))
+        super().__init__(
+            directory,
+            workers=RANKS,
+            worker_min=RANKS,
+            command=[f"--kind={kind}", f"--every={every}", f"--steps={steps}"],
+            env={
+                PACE_VARIABLE: str(self.pace),
+                "MS_TOPO_TIMEOUT": "240",
+                "MS_SPARES": "2",
+                "MS_NODE_TIMEOUT": "30",
+            },
+            say=say,
+        )
+        self._begun = 0
+        self._nursery = Nursery(env=self.env, log=directory / "nursery.log")
+
+    def start_worker(self, name: str, **env: str) -> WorkerProcess:
+        """Starts a worker with this node id; see :class:`Job`."""
+        number = len(self.workers)
+        record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
+        whole = {**self.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, RECORD_VARIABLE: str(record), **env}
+        process: Any = self._nursery.start(self._command, whole, log, self.directory)
+        self.workers.append(WorkerProcess(name, process, record, log))
+        return self.workers[-1]
+
+    def __exit__(self, *error: object) -> None:
+        """Kills what still runs."""
+        super().__exit__(*error)
+        self._nursery.close()
+
+    def start_host(self, host: int, *, spare: bool) -> None:
+        """Starts two workers on a host."""
+        for number in range(PER_HOST):
+            self._begun += 1
+            more = {"MS_WORKER_SPARE": "1"} if spare else {}
+            self.start_worker(f"h{host}-{number}-{self._begun}", MS_HOST_ID=f"host-{host}", **more)
+
+    def begin(self) -> None:
+        """Starts everything, and waits until a snapshot counts."""
+        self.begin_only()
+        self.start_host(HOSTS - 1, spare=True)
+        self.wait("all train", self.is_safe, START_TIMEOUT_S)
+        self.wait("the spares are in", self.has_spares, START_TIMEOUT_S)
+
+    def begin_only(self) -> None:
+        """Starts the ranks, and no spares."""
+        self.start_scheduler()
+        for host in range(HOSTS - 1):
+            self.start_host(host, spare=False)
+
+    def members(self) -> list[WorkerProcess]:
+        """The workers that have made a step in the newest generation."""
+        last = {worker.name: worker.steps()[-1:] for worker in self.living()}
+        newest = max((steps[0]["generation"] for steps in last.values() if steps), default=0)
+        return [
+            worker
+            for worker in self.living()
+            if last[worker.name] and last[worker.name][0]["generation"] == newest
+        ]
+
+    def is_safe(self) -> bool:
+        """Whether all ranks train, and a snapshot of their generation counts."""
+        members = self.members()
+        return len(members) == RANKS and all(
+            worker.steps()[-1]["counts"] == worker.steps()[-1]["generation"] for worker in members
+        )
+
+    def has_spares(self) -> bool:
+        """Whether those that are no members wait for a place."""
+        members = self.members()
+        others = [worker for worker in self.living() if worker not in members]
+        waits = ["waits as a spare" in worker.log.read_text(errors="replace") for worker in others]
+        return len(waits) == PER_HOST and all(waits)
+
+    def kill_host(self, chance: random.Random) -> dict[str, Any]:
+        """Kills all workers of one host of members at a random moment, and waits for the next good step."""
+        members = self.members()
+        hosts = sorted({host_of(worker) for worker in members})
+        host = chance.choice(hosts)
+        time.sleep(chance.uniform(0.0, 0.5))
+        victims = [worker for worker in members if host_of(worker) == host]
+        survivors = [worker for worker in members if worker not in victims]
+        before = max(worker.steps()[-1]["step"] for worker in survivors)
+        generation = survivors[0].steps()[-1]["generation"]
+        now = min(worker.kill() for worker in victims)
+        self.wait(
+            "all train again",
+            lambda: (
+                len(self.members()) == RANKS
+                and all(worker.steps()[-1]["generation"] > generation for worker in self.members())
+            ),
+            STEP_TIMEOUT_S,
+        )
+        firsts = [
+            next(step for step in worker.steps() if step["generation"] > generation)
+            for worker in self.members()
+        ]
+        next_step_s = max(step["t"] for step in firsts) - now
+        self.start_host(int(host), spare=True)
+        self.wait("a snapshot counts again", self.is_safe, STEP_TIMEOUT_S)
+        self.wait("the next spares are in", self.has_spares, START_TIMEOUT_S)
+        lost = before - (firsts[0]["step"] - 1)
+        return {"host": host, "next_step_s": round(next_step_s, 3), "steps_done_again": lost}
+
+    def digests(self) -> dict[tuple[int, int], set[str]]:
+        """What each rank held after each step, by (step, rank); more than one where it differed."""
+        found: dict[tuple[int, int], set[str]] = {}
+        for worker in self.workers:
+            for step in worker.steps():
+                found.setdefault((step["step"], step["rank"]), set()).add(step["digest"])
+        return found
+
+
+def host_of(worker: WorkerProcess) -> str:
+    """The number of a worker's host."""
+    return worker.name[1 : worker.name.index("-")]
+
+
+def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
+    """Kills hosts, then compares with a run that lost nobody.
+
+    Raises:
+        RuntimeError: the job did not behave, or a state was another one.
+    """
+    return {kind: _one(kind, options, directory / kind, say) for kind in options.kinds}
+
+
+def _one(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
+    chance, kills = random.Random(options.seed), []
+    pace_s = options.pace_ms / 1000
+    with DividedJob(
+        directory / "killed", kind=kind, every=options.every, pace_s=pace_s, steps=0, say=say
+    ) as job:
+        job.begin()
+        for number in range(options.kills):
+            kills.append(job.kill_host(chance))
+            say(f"{kind}: kill {number + 1} of {options.kills}: {kills[-1]}")
+        found = job.digests()
+    last = max(step for step, _ in found)
+    with DividedJob(
+        directory / "whole", kind=kind, every=options.every, pace_s=0, steps=last, say=say
+    ) as whole:
+        whole.begin_only()
+        whole.wait(
+            "the run that loses nobody",
+            lambda: all(worker.process.poll() is not None for worker in whole.workers),
+            START_TIMEOUT_S + STEP_TIMEOUT_S,
+            may_end=True,
+        )
+        want = whole.digests()
+    others = [place for place, digests in found.items() if digests != want.get(place)]
+    if others:
+        step, rank = min(others)
+        raise RuntimeError(f"{kind}: after step {step} rank {rank} held another state than without kills")
+    return {
+        "kills": kills,
+        "steps": last,
+        "states_compared": len(found),
+        "states_different": len(others),
+        "summary": median_and_worst(kills, ("next_step_s", "steps_done_again")),
+    }

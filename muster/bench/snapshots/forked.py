@@ -1,0 +1,123 @@
+"""Starts the workers of ``muster bench snapshots`` as forks of a process that has loaded torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class Nursery:
+    """Starts workers; a context manager that kills what is left at its end.
+
+    Args:
+        env: of the nursery.
+        log: what it says itself.
+    """
+
+    def __init__(self, *, env: Mapping[str, str], log: Path) -> None:
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "muster.bench.snapshots.nursery"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env=dict(env),
+            )
+        self._codes: dict[int, int] = {}
+        self._pids: list[int] = []
+        self._changed = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            what, pid, *code = line.split()
+            with self._changed:
+                if what == "begun":
+                    self._pids.append(int(pid))
+                else:
+                    self._codes[int(pid)] = int(code[0])
+                self._changed.notify_all()
+        with self._changed:
+            self._process.wait()
+            self._changed.notify_all()
+
+    def start(self, arguments: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> Forked:
+        """Starts a worker.
+
+        Raises:
+            RuntimeError: the nursery has ended.
+        """
+        assert self._process.stdin is not None
+        order = {"arguments": list(arguments), "env": dict(env), "log": str(log), "cwd": str(cwd)}
+        with self._changed:
+            count = len(self._pids)
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            self._changed.wait_for(lambda: len(self._pids) > count or self._process.poll() is not None, 180)
+            if len(self._pids) == count:
+                raise RuntimeError("no worker could be started: see nursery.log")
+            return Forked(self, self._pids[-1])
+
+    def code(self, pid: int) -> int | None:
+        """A worker's exit code; None: it runs."""
+        with self._changed:
+            return self._codes.get(pid)
+
+    def wait(self, pid: int, timeout_s: float | None) -> int:
+        """Waits for a worker's end; its exit code."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: pid in self._codes or self._process.poll() is not None, timeout_s or 60
+            )
+            return self._codes.get(pid, -signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends it; workers that are left are killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait(60)
+        self._listener.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Forked:
+    """A worker, as much like a ``subprocess.Popen`` as a Job needs.
+
+    Args:
+        nursery: whose child it is.
+        pid: its process.
+    """
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None: it runs."""
+        return self._nursery.code(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end."""
+        return self._nursery.wait(self.pid, timeout)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if it runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)

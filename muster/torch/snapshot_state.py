@@ -1,0 +1,162 @@
+"""A state in an ``ElasticLoop`` that goes back to its last snapshot whenever members change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from muster.communicators.base import Communicator
+from muster.errors import SettingsError
+from muster.torch.data_parallel import DataParallel
+from muster.torch.snapshot_tensors import ObjectParts, SnapshotTensor
+from muster.torch.snapshots import Snapshots
+from muster.torch.transfer import broadcast_tensors, gather_numbers
+from muster.training.parts import whole_part
+from muster.training.sampler import ShardedSampler
+from muster.training.state import StateHolder, StateLostError, TrainingState
+
+_LOG = logging.getLogger("muster.worker")
+
+
+class SnapshotTrainingState(TrainingState):
+    """Objects of which each rank has its part, as with a ShardedOptimizer.
+
+    ::
+
+        optimizer = muster.ShardedOptimizer(net, session, elastic=True, make=torch.optim.AdamW)
+        state = muster.torch.SnapshotTrainingState(
+            {"net": net, "optimizer": optimizer, "schedule": schedule},
+            sampler,
+            snapshots=muster.torch.Snapshots(every=10),
+        )
+        for step in muster.ElasticLoop(session, state, epochs=10):
+            with step:
+                ...
+
+    After each change of members, a planned one too, all go back to the newest snapshot that is found whole:
+    nobody could tell which parts a step that broke has updated. A ShardedOptimizer is divided anew among the
+    ranks there are.
+
+    Args:
+        objects: by name; see :class:`muster.torch.Snapshots`. Give it no ``DataParallel``, whose state is
+            whole on each rank: that has :class:`muster.torch.TorchTrainingState`.
+        sampler: deals out the samples.
+        snapshots: made without a state.
+        take_up: reads the last durable checkpoint into the objects, and returns whether there was one; all
+            ranks call it, where parts are nowhere in memory.
+
+    Raises:
+        SettingsError: an object cannot be part of a snapshot.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        sampler: ShardedSampler,
+        *,
+        snapshots: Snapshots,
+        take_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        wrapped = [name for name, each in objects.items() if isinstance(each, DataParallel)]
+        if wrapped:
+            raise SettingsError(
+                f"{wrapped[0]} is a DataParallel, whose state each rank has as a whole: take"
+                " muster.torch.TorchTrainingState"
+            )
+        super().__init__({}, sampler)
+        self._parts = ObjectParts(objects)
+        self._joining = [each for each in objects.values() if callable(getattr(each, "join", None))]
+        self._snapshots = snapshots
+        self._read_checkpoint = take_up
+        self._communicator: Communicator | None = None
+        snapshots.follow(self)
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def begin(self) -> None:
+        """Takes a snapshot if one is due; see :class:`TrainingState`."""
+        super().begin()
+        self._snapshots.at_step(self.step)
+        self._snapshots.confirm()  # the step before was waited for
+
+    def commit(self) -> None:
+        """Waits for the GPU; see :class:`TrainingState`."""
+        assert self._communicator is not None
+        self._communicator.synchronize()
+        super().commit()
+
+    def share(self, session: StateHolder) -> int:
+        """Brings all ranks to the newest whole snapshot.
+
+        Returns:
+            0: no rank alone has the state.
+
+        Raises:
+            StateLostError: parts are nowhere, and there is no checkpoint.
+            StateMismatchError: a rank trains another model.
+            MembershipChanged: the members changed again.
+        """
+        self.roll_back()
+        communicator = self._communicator = session.communicator
+        self._snapshots.use(session)  # type: ignore[arg-type]
+        for each in self._joining:
+            each.join(communicator)
+        has_begun = any(gather_numbers(communicator, self.device, int(self.step > 0)))
+        if self._snapshots.go_back(communicator) is None:
+            self._start(communicator, has_begun=has_begun)
+        self.sampler.reshard(communicator.rank, communicator.world_size)
+        self.generation = communicator.membership.generation
+        self._snapshots.enter(self.step)
+        self.shared = True
+        return 0
+
+    def _start(self, communicator: Communicator, *, has_begun: bool) -> None:
+        """Begins a run with rank 0's values, or goes on from a durable checkpoint."""
+        taken_up = self._read_checkpoint() if has_begun or not self.shared else False
+        if has_begun and not taken_up:
+            raise StateLostError(
+                "Parts of the state were held only by workers that are lost, and there is no checkpoint.",
+                remedy="Give Snapshots more copies=, or SnapshotTrainingState a take_up= that reads one.",
+            )
+        if taken_up:
+            _LOG.warning("training goes on from the last checkpoint, step %d", self.step)
+        else:
+            tensors = self._parts.snapshot_tensors(communicator.rank, communicator.world_size)
+            everywhere = [each.tensor for each in tensors if each.wanted == whole_part(each.shape)]
+            broadcast_tensors(communicator, everywhere, 0)
+
+    def end(self) -> None:
+        """See :class:`TrainingState`."""
+        self._snapshots.end_generation()
+
+    # ------------------------------------------------------------ what snapshots are of
+
+    @property
+    def device(self) -> Any:
+        """Where the tensors are."""
+        return self._parts.device
+
+    def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
+        """This rank's tensors among so many ranks."""
+        return self._parts.snapshot_tensors(rank, world_size)
+
+    def snapshot_notes(self) -> dict[str, Any]:
+        """Everything else, as JSON values."""
+        position = {
+            "step": self.step,
+            "run": self.run,
+            "sampler": self.sampler.state(),
+            "rng": None if self.rng is None else self.rng.bit_generator.state,
+            "extra": self.extra,
+        }
+        return {**self._parts.snapshot_notes(), "position": position}
+
+    def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
+        """Takes over what :meth:`snapshot_notes` gave."""
+        self._parts.put_snapshot_notes(notes, same_rank=same_rank)
+        position = notes["position"]
+        self.step, self.run, self.extra = int(position["step"]), position["run"], position["extra"]
+        self.sampler.restore(position["sampler"])
+        if self.rng is not None and position["rng"] is not None:
+            self.rng.bit_generator.state = position["rng"]

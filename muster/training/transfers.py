@@ -1,0 +1,89 @@
+"""Which bytes of held parts go to which ranks when a state comes back, on any number of ranks: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from muster.training.parts import Part, overlap
+
+PIECE_BYTES = 64 << 20
+
+
+class TensorSpan(NamedTuple):
+    """One tensor in a part's data.
+
+    Attributes:
+        name: of the tensor.
+        part: which elements of it these are.
+        start: first byte.
+        stop: the one behind the last.
+    """
+
+    name: str
+    part: Part
+    start: int
+    stop: int
+
+
+class Transfer(NamedTuple):
+    """Bytes of one part that the same ranks need.
+
+    Attributes:
+        rank: of then, whose part it is.
+        tensors: in the order of the data, which lie one behind the other.
+        targets: the ranks of now that need some of it, in order.
+    """
+
+    rank: int
+    tensors: tuple[TensorSpan, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """First byte in the part's data."""
+        return self.tensors[0].start
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last."""
+        return self.tensors[-1].stop
+
+
+def transfers(
+    parts: Sequence[Sequence[TensorSpan]], wanted: Sequence[Mapping[str, Part]]
+) -> Iterator[Transfer]:
+    """What travels, in an order that is the same on all ranks; in pieces of a bounded size, or one tensor.
+
+    Args:
+        parts: each rank's tensors of then, in the order of their data.
+        wanted: by rank of now which elements of each tensor it needs.
+    """
+    meets: dict[tuple[Part, Part], bool] = {}
+    taken: set[tuple[str, Part]] = set()  # several ranks may have copied the same
+
+    def meet(one: Part, other: Part) -> bool:
+        if (one, other) not in meets:
+            meets[one, other] = any(overlap(a, b) for a in one.boxes() for b in other.boxes())
+        return meets[one, other]
+
+    for rank, tensors in enumerate(parts):
+        piece: list[TensorSpan] = []
+        of: tuple[int, ...] = ()
+        for each in tensors:
+            targets = tuple(
+                number
+                for number, needs in enumerate(wanted)
+                if each.name in needs and each.stop > each.start and meet(each.part, needs[each.name])
+            )
+            if (each.name, each.part) in taken:
+                targets = ()
+            taken.add((each.name, each.part))
+            if piece and (targets != of or each.stop - piece[0].start > PIECE_BYTES):
+                yield Transfer(rank, tuple(piece), of)
+                piece = []
+            if targets:
+                piece.append(each)
+                of = targets
+        if piece:
+            yield Transfer(rank, tuple(piece), of)

@@ -1,0 +1,136 @@
+"""Copies on their way to partners, over real connections between backends of one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.training.copy_exchange import CopyExchange, OutgoingCopy
+from muster.training.part_copy import CHUNK_BYTES, HeldCopies, PartCopy
+from muster.training.snapshots.parts import PartKey, SnapshotId
+from tests.communicators.tcp.world import Office, World, make_world
+
+WAIT_S = 20.0
+
+
+class Two:
+    """Rank 0 sends to rank 1."""
+
+    def __init__(self, world: World, most_bytes: int, **settings: Any) -> None:
+        self.held = [HeldCopies(), HeldCopies()]
+        self.done: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.generation = world.memberships[0].generation
+        self.wanted = True
+        self.exchanges = [
+            CopyExchange(
+                world.memberships[rank],
+                world.backends[rank].endpoint,
+                partners=[1] if rank == 0 else [],
+                wards={} if rank == 0 else {0: most_bytes},
+                held=self.held[rank],
+                accept=lambda key, agreed: self.wanted,
+                completed=lambda key: self.done.put(("completed", key)),
+                failed=lambda key, reason: self.done.put(("failed", reason)),
+                **settings,
+            )
+            for rank in range(2)
+        ]
+
+    def key(self, step: int) -> PartKey:
+        return PartKey(SnapshotId(self.generation, step), 2, 0)
+
+    def send(self, step: int, data: bytes, ready: Any = lambda: None) -> None:
+        copy = PartCopy(self.key(step), b"{}", memoryview(bytearray(data)))
+        self.exchanges[0].send(OutgoingCopy(copy, None, ready))
+
+    def close(self) -> None:
+        for exchange in self.exchanges:
+            exchange.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    office = Office(tmp_path)
+    made = make_world([office.credentials() for _ in range(2)])
+    yield made
+    made.close()
+
+
+def test_a_copy_is_kept_at_both_ends_when_it_counts_as_complete(world: World) -> None:
+    two = Two(world, 3 * CHUNK_BYTES)
+    data = bytes(range(256)) * (CHUNK_BYTES // 100)
+    two.send(4, data)
+    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(4))
+    for held in two.held:
+        copy = held.get(two.key(4))
+        assert copy is not None
+        copy.check()
+        assert bytes(copy.data) == data
+    two.close()
+
+
+def test_data_is_read_only_when_it_is_there(world: World) -> None:
+    """On a GPU's host the copy comes later than the word of it."""
+    two, there = Two(world, 100), threading.Event()
+    room = bytearray(b"old")
+    copy = PartCopy(two.key(1), b"", memoryview(room))
+    two.exchanges[0].send(OutgoingCopy(copy, None, lambda: (there.wait(), None)[1]))
+    room[:] = b"new"
+    there.set()
+    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    kept = two.held[1].get(two.key(1))
+    assert kept is not None
+    assert bytes(kept.data) == b"new"
+    two.close()
+
+
+def test_a_third_copy_finds_room_only_where_one_was_dropped(world: World) -> None:
+    two = Two(world, 100)
+    for step in (1, 2):
+        two.send(step, b"x" * step)
+        assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    two.send(3, b"xyz")
+    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    two.held[1].drop([two.key(1)])
+    two.send(3, b"xyz")
+    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    assert [copy.key.snapshot.step for copy in two.held[1].all()] == [2, 3]
+    two.close()
+
+
+def test_what_is_not_wanted_is_not_kept_and_not_complete(world: World) -> None:
+    two = Two(world, 100)
+    two.wanted = False
+    two.send(1, b"late")
+    what, reason = two.done.get(timeout=WAIT_S)
+    assert what == "failed"
+    assert "did not keep the copy of rank 0's part of step 1" in reason
+    assert not two.held[1].all()
+    two.close()
+
+
+def test_more_bytes_than_were_agreed_on_are_not_taken(world: World) -> None:
+    """A member that lies about the size of its part takes no more memory than it said."""
+    two = Two(world, 100)
+    two.send(1, b"x" * 101)
+    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    assert not two.held[1].all()
+    two.send(2, b"x" * 100)
+    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(2))
+    two.close()
+
+
+def test_what_goes_out_is_held_back_to_the_rate(world: World) -> None:
+    """Three chunks at two a second: at least a second passes before the last has gone."""
+    two = Two(world, 3 * CHUNK_BYTES, mbytes_per_s=2 * CHUNK_BYTES / 1e6)
+    begun = time.monotonic()
+    two.send(1, bytes(3 * CHUNK_BYTES))
+    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    assert time.monotonic() - begun > 1.0
+    two.close()
