@@ -71,6 +71,7 @@ WARM_MODULES = (
     "muster.communicators.tcp.backend",
     "muster.communicators.tcp.probe",
     "muster.roles",
+    "muster.worker.nccl_protection",
 )
 """What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
 

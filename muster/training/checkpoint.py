@@ -296,9 +296,11 @@ class Folder:
                 self._state.launch = self._launch
             began = time.monotonic()
             path = _save(Path(self._directory), self._place, self._state)
-            if session is not None:
-                size_bytes, took_s = path.stat().st_size, time.monotonic() - began
-                session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
+            took_s = time.monotonic() - began
+            with contextlib.suppress(FileNotFoundError):  # another launch beside this one has made room
+                size_bytes = path.stat().st_size
+                if session is not None:
+                    session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
 
     def resume(self, source: str, *, say: Callable[[str], None]) -> None:
         """Does what ``--resume`` asks for, and says what it read.

@@ -17,6 +17,8 @@ from muster.web.past import load
 from tests.launch.launching import Place, free_port, gone, place
 from tests.waiting import wait_for
 
+ROOT = Path(__file__).parents[2]
+
 PYTHON = sys.executable
 SUM = """
 import numpy as np
@@ -595,8 +597,9 @@ with muster.init() as session:
 """
 """Sums until all ranks have seen the file ``end``."""
 
-BY_UPLINK = """
-import os
+BY_UPLINK = f"""
+import os, sys
+sys.path.append({str(ROOT)!r})
 from tests.worker.uplink.hosts import answers
 while not answers(os.environ):
     pass

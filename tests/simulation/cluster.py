@@ -355,11 +355,7 @@ class Cluster:
         """Of whom a launcher says that it died nobody waits until its time to come back is over."""
         judge = self.world.judge
         # Until one has come whom the journal knows, it may be older than the workers, and no word counts.
-        others = any(
-            stream.came_at < since + TOLD_S / 2
-            and judge.claims.get(stream.worker.node_id) == stream.worker.incarnation
-            for stream in member.streams.values()
-        )
+        others = since <= judge.came_back_at < since + TOLD_S / 2
         if self.unanswered or not others:
             return
         for node_id, incarnation in self.world.launchers.waiting:

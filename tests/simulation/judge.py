@@ -87,6 +87,7 @@ class Judge:
         self.broken_with: dict[str, set[str]] = {}  # of hosts that may be at fault, with which others
         self.remembers_since = 0.0
         self.asked_at = 0.0  # the newest round of probes
+        self.came_back_at = -math.inf  # somebody of whom the journal knew
         self.round = 0
         self.answered: set[int] = set()  # the streams on which it has been answered, and that are not over
         self.torn = False  # too few workers reached each other when the job ended
@@ -513,6 +514,10 @@ class Judge:
 
     def stepped(self, event: scheduler_events.Event, decision: Decision, *, alone: bool) -> None:
         """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
+        if isinstance(event, scheduler_events.Joined):
+            candidate = event.candidate
+            if self.claims.get(candidate.node_id) == candidate.incarnation:
+                self.came_back_at = self.world.loop.now
         suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, messages.Suspended)]
         ended = decision.records[-1:]  # a next generation may have been formed at once
         if alone and ended and isinstance(ended[0], records.GenerationEnded) and self.ever_established:

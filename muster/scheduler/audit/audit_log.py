@@ -64,7 +64,7 @@ class AuditLog:
             ) from error
         self._head = head or Head(secrets.token_hex(8))
         if head is None:
-            self.write("began", {"key": public_text(self._key)})
+            self.write("began", {"key": public_text(self._key), "text": "A log with this public key begins."})
 
     @property
     def head(self) -> Head:

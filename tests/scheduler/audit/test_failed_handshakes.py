@@ -187,7 +187,7 @@ def test_a_flood_is_counted_and_not_written(pki: Pki, tmp_path: Path) -> None:
     assert all(len(line) < 500 for line in lines)
     entries = [json.loads(line) for line in audit.read_text().splitlines()]
     assert len(entries) == 1 + len(lines)
-    assert sum(entry.get("count", 1) for entry in entries) == FLOOD + 1
+    assert sum(entry.get("count", 1) for entry in entries[1:]) == FLOOD + 1
     assert not re.search(r"handshaker|\.cc:\d+", running.log)
 
 

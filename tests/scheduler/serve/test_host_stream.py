@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from muster.scheduler.core import events
 from muster.scheduler.core.events import Decision
+from muster.scheduler.core.views import WorkerView
 from muster.scheduler.errors import NotPermittedError
 from muster.scheduler.serve.host_stream import BATCH_BYTES, MAX_ITEMS, MessageBatch
 from muster.scheduler.serve.sessions import Limits
 from muster.wire import messages
 from muster.wire.v1 import host_pb2
 from muster.wire.v1 import rendezvous_pb2 as pb
+from tests.scheduler.fakes import candidate
 from tests.scheduler.processes import join
 from tests.scheduler.serve.test_service import Rig, served, welcome
 from tests.waiting import go, until
@@ -172,6 +174,9 @@ def test_a_worker_that_is_gone_is_lost_after_what_it_has_said_and_the_others_go_
     async def test() -> None:
         async with served(welcome) as (rig, channel):
             call = opened(channel)
+            rig.job.workers = (
+                WorkerView(candidate("node-0", incarnation=1000), "lost", -1, -1, 0.0, 0, 0.0),
+            )
             # In one batch: with the loss before the join, a job would have a member without a stream.
             await put(call, says(1, join("node-0")), says(2, join("node-1")), gone(1), says(2, beat()))
             (lost,) = await heard_of(rig, events.SessionLost)
