@@ -66,6 +66,8 @@ class LoneSession:
 
     def report(self, step: int, samples_per_s: float, *, steps: int) -> None: ...
 
+    def report_checkpoint(self, step: int, *, size_bytes: int, seconds: float) -> None: ...
+
     def busy(self, what: str) -> Any:
         return contextlib.nullcontext()
 
