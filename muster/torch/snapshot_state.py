@@ -40,7 +40,7 @@ class SnapshotTrainingState(TrainingState):
 
     Args:
         objects: by name; see :class:`muster.torch.Snapshots`. Give it no ``DataParallel``, whose state is
-            whole on each rank: that has :class:`muster.torch.TorchTrainingState`.
+            whole on each rank: that has ``muster.torch.TorchTrainingState``.
         sampler: deals out the samples.
         snapshots: made without a state.
         take_up: reads the last durable checkpoint into the objects, and returns whether there was one; all

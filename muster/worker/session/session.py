@@ -348,7 +348,7 @@ class Session:
         generation have said so much.
 
         Args:
-            report: ``Retention.report()`` of :mod:`muster.training.snapshots.retention`, after each change of
+            report: ``Retention.report()`` of ``muster.training.snapshots.retention``, after each change of
                 it, and ``replaced`` with ``size_bytes``, ``seconds`` and ``partners`` for ``muster status``.
                 ``age_s`` is filled in here.
 
