@@ -208,9 +208,18 @@ class KeepingWorker(Worker):
         self.threads.after(took, self._received, sender, rank, part, copy)
 
     def _received(self, sender: KeepingWorker, rank: int, part: PartKey, copy: Copy) -> None:
-        if self.alive and sender.alive and part in self.memory:
-            self.memory[part] = copy
-            sender.threads.after(0.01, sender._acknowledged, part, rank)
+        if not self.alive or not sender.alive or part not in self.memory:
+            return
+        if checksum(copy.state, part) != copy.announced:  # a bit had flipped before it was sent
+            del self.memory[part]
+            sender.threads.after(0.01, sender._refused, part)
+            return
+        self.memory[part] = copy
+        sender.threads.after(0.01, sender._acknowledged, part, rank)
+
+    def _refused(self, part: PartKey) -> None:
+        if part in self.own and self.alive:
+            self._carry_out(self.retention.failed(part))
 
     def _acknowledged(self, part: PartKey, rank: int) -> None:
         awaited = self._awaited.get(part)
