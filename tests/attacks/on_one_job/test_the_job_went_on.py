@@ -62,8 +62,8 @@ def test_the_job_was_never_disturbed(field: Field, losses: list[str]) -> None:
     assert "fault in" not in field.running.log
 
 
-def test_the_schedulers_memory_grew_by_less_than_50_mb(field: Field, losses: list[str]) -> None:
-    assert field.memory_after - field.memory_before < 50 * MB
+def test_the_schedulers_memory_grew_by_less_than_100_mb(field: Field, losses: list[str]) -> None:
+    assert field.memory_after - field.memory_before < 100 * MB
 
 
 def spellings(secret: bytes) -> list[bytes]:
