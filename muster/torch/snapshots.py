@@ -131,7 +131,7 @@ class Snapshots:
         All ranks call it, after ``muster.init()`` and after each ``session.rejoin()``.
 
         Args:
-            state: objects as at the beginning, where they were made anew.
+            state: objects as at the beginning, where they were created again.
 
         Returns:
             Steps finished in the state; None where there is no snapshot: the job begins, or parts are lost,

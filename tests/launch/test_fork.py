@@ -174,7 +174,7 @@ def test_before_the_scheduler_is_forked_neither_grpc_nor_numpy_is_loaded() -> No
 
 
 def test_a_forked_worker_imports_nothing_up_to_its_first_collective(here: Place) -> None:
-    """Each would import it anew, and with it all that it needs."""
+    """Each would import it again, and with it all that it needs."""
     from muster.certs.__main__ import main as certs
 
     keys = here.directory / "keys"

@@ -24,10 +24,10 @@ from muster.training.snapshots.restoration import Handing, Holding, Restoration,
 from muster.training.snapshots.retention import Retention, RetentionChange
 from muster.worker.session import events
 from tests.simulation.data_plane import DataPlane
-from tests.simulation.judge import Judge, Violation
+from tests.simulation.judge import Judge
 from tests.simulation.scenario import TOPO_TIMEOUT_S
 from tests.simulation.worker import Worker
-from tests.simulation.world import World
+from tests.simulation.world import World, play
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -521,10 +521,4 @@ class SnapshotWorld(World):
 
 def play_snapshots(seed: int, trace: list[str] | None = None) -> str:
     """Plays one seed; returns what was broken, or "" if all was well."""
-    world = SnapshotWorld(seed, trace)
-    try:
-        world.run()
-    except Violation as violation:
-        world.note(f"VIOLATION {violation}")
-        return str(violation)
-    return ""
+    return play(seed, trace, kind=SnapshotWorld)

@@ -181,9 +181,9 @@ class World:
         return self.judge.outcome is not None and not any(worker.alive for worker in self.processes)
 
 
-def play(seed: int, trace: list[str] | None = None) -> str:
-    """Plays one seed; returns what was broken, or "" if all was well."""
-    world = World(seed, trace)
+def play(seed: int, trace: list[str] | None = None, *, kind: type[World] = World) -> str:
+    """Plays one seed in a world of this kind; returns what was broken, or "" if all was well."""
+    world = kind(seed, trace)
     try:
         world.run()
     except Violation as violation:

@@ -26,7 +26,7 @@ BATCHES = [batch_of(12, seed) for seed in range(30)]
 
 
 class Worker:
-    """A module and a ShardedOptimizer, made anew in each generation as a new process would."""
+    """A module and a ShardedOptimizer, created again in each generation as a new process would."""
 
     def __init__(self, session: Any, every: int = 2, **settings: Any) -> None:
         self.snapshots = Snapshots(session=session, every=every, **settings)
@@ -284,7 +284,7 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kept", [False, True])
 def test_on_a_gpu_later_work_changes_nothing_of_a_copy_under_way(kept: bool) -> None:
-    """Neither in the tensors themselves, nor in the copies that are made anew for the next step."""
+    """Neither in the tensors themselves, nor in the copies that are made for the next step."""
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.full((1 << 22,), float(number), device=device) for number in range(8)]
     aside = CopiesAside(tensors)
