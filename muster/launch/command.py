@@ -20,8 +20,10 @@ from pathlib import Path
 from muster.errors import SettingsError
 from muster.launch import fork as launch_fork
 from muster.launch import options as launch_options
+from muster.launch.hardware import read_hardware
 from muster.launch.launcher import Launcher
 from muster.launch.parsing import parse_addresses, parse_numbers
+from muster.launch.placement import NOTHING_READ
 from muster.launch.plan import (
     CLIENT_PASSWORD,
     SERVER_PASSWORD,
@@ -37,6 +39,7 @@ from muster.launch.screen import Screen, say
 from muster.wire.rank_table import RankTable, devices_of, ranks_of
 from muster.wire.settings import Environment
 from muster.worker.config import load_settings, table_file, visible_devices
+from muster.worker.host import nvidia_devices
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
 """What every worker imports."""
@@ -111,6 +114,8 @@ def look(
         table_of_devices = table_devices(env)
         by_table = functools.partial(with_table_ranks, env=env)
     command = with_agent(_resolved(options.command, env), options.program, env.get("PATH"))
+    devices = _offered(options, env, gpus, table_of_devices)
+    bus_ids = _bus_ids(devices) if options.bind == "numa" else ()
     any_port = options.scheduler and options.join is None and not env.get("MS_SCHED_PORT")
     return Surroundings(
         env,
@@ -121,9 +126,11 @@ def look(
         directory=Path.cwd(),
         python=sys.executable,
         python_flags=launch_fork.own_flags(),
-        devices=_offered(options, env, gpus, table_of_devices),
+        devices=devices,
         table_devices=table_of_devices,
         cores=cores(),
+        bus_ids=bus_ids,
+        hardware=read_hardware(bus_ids) if options.bind == "numa" else NOTHING_READ,
         free_port=_free_port(held) if any_port else "",
         no_fork="" if options.start == "exec" else why_not_forked(command, env),
         by_table=by_table,
@@ -145,6 +152,15 @@ def _offered(
         raise SettingsError(
             f"The rank table gives devices {numbers} to this host, which offers {', '.join(offered)}."
         ) from error
+
+
+def _bus_ids(devices: Sequence[str]) -> tuple[str, ...]:
+    """The PCI bus id of each device; its name where it is no number, or the driver does not say."""
+    present = nvidia_devices(Path("/"))
+    return tuple(
+        (present[int(name)][0] if name.isdigit() and int(name) < len(present) else "") or name
+        for name in devices
+    )
 
 
 def _free_port(held: contextlib.ExitStack) -> str:

@@ -106,7 +106,17 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="start more workers on this host than 8 for each core (and more than 32)",
     )
-    group.add_argument("--bind-cores", action="store_true", help="give each worker its own part of the cores")
+    group.add_argument(
+        "--bind",
+        choices=("none", "cores", "numa"),
+        default="none",
+        help="cores: give each worker its own part of the cores; numa: of the cores of its GPU's NUMA node, "
+        "and memory of that node first, and propose to NCCL the InfiniBand adapters next to the GPUs; "
+        "none (default): leave both to the kernel",
+    )
+    group.add_argument(
+        "--bind-cores", dest="bind", action="store_const", const="cores", help="the same as --bind cores"
+    )
 
 
 def _add_job(group: argparse._ArgumentGroup) -> None:

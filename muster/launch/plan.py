@@ -14,6 +14,15 @@ from pathlib import Path
 
 from muster.errors import SettingsError
 from muster.launch.parsing import DEFAULT_PORT, parse_addresses
+from muster.launch.placement import (
+    ANYWHERE,
+    NOTHING_READ,
+    HostHardware,
+    Placement,
+    propose_cards,
+    spread_over_cores,
+    spread_over_nodes,
+)
 from muster.launch.worker_counts import Request, WorkerCounts, count_workers
 from muster.wire.variables import default_of
 from muster.worker.uplink.door import DOOR_VARIABLES
@@ -45,7 +54,6 @@ class WorkerPlan:
     rank: int | None
     host: str
     env: Mapping[str, str]
-    cores: tuple[int, ...] = ()
     spare: str = ""
     """Of a spare, what it is called; empty: it has a place from the beginning."""
 
@@ -74,7 +82,6 @@ def plan_workers(
     common: Mapping[str, str],
     host: str = "localhost",
     devices: int = 0,
-    cores: Sequence[int] = (),
     device_ids: Sequence[int] = (),
 ) -> tuple[WorkerPlan, ...]:
     """Gives each worker of this host its name and environment.
@@ -86,7 +93,6 @@ def plan_workers(
         host: this host's name, for the labels of workers whose rank is not known.
         devices: how many GPUs the host offers; each worker takes the one of its local index, or shares one
             where there are more workers.
-        cores: cores to spread over the workers, in order; empty to leave them alone.
         device_ids: of workers without GPUs, the devices that a rank table calls theirs.
 
     Returns:
@@ -113,10 +119,9 @@ def plan_workers(
                 own |= sharing_environment(f"{host}-{index}")
         elif index < len(device_ids) and not devices and not env.get("DEVICE_ID"):
             own["DEVICE_ID"] = str(device_ids[index])
-        part = _share(cores, index, count)
         name = _in_file_names(host)
         called = "" if spare < 0 else _name_of_spare(spare, counts, name)
-        plans.append(WorkerPlan(index, rank, name, own, part, called))
+        plans.append(WorkerPlan(index, rank, name, own, called))
     return tuple(plans)
 
 
@@ -176,12 +181,6 @@ def _node_id(index: int, number: int | None, local_size: int, env: Mapping[str, 
     return {"MS_NODE_ID": str(number)}
 
 
-def _share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
-    if len(cores) < parts:
-        return (cores[index % len(cores)],) if cores else ()
-    return tuple(cores[index * len(cores) // parts : (index + 1) * len(cores) // parts])
-
-
 # ---------------------------------------------------------------- the whole launch
 
 
@@ -195,7 +194,7 @@ class Recipe:
         env: what it gets besides the launcher's environment.
         log: name of its log in the launch's directory.
         removed: variables of the launcher that it must not see.
-        cores: those that it is bound to; empty: all.
+        placement: the cores that it is bound to, and the memory that it prefers.
         forked: it goes on as a copy of the launcher instead of executing ``argv``.
         quiet: its output goes to its log only.
         inherits: a descriptor of the launcher's that it keeps; -1: none.
@@ -207,7 +206,7 @@ class Recipe:
     env: Mapping[str, str]
     log: str
     removed: frozenset[str] = frozenset()
-    cores: tuple[int, ...] = ()
+    placement: Placement = ANYWHERE
     forked: bool = False
     quiet: bool = True
     inherits: int = -1
@@ -252,6 +251,8 @@ class Surroundings:
         devices: what workers may have, as CUDA_VISIBLE_DEVICES takes it; empty: CPU workers.
         table_devices: what a rank table calls this host's devices.
         cores: those that the launcher may use.
+        bus_ids: of each of ``devices`` its PCI bus id, or its name where that is not known.
+        hardware: what lies where, for ``--bind numa``.
         free_port: one that is kept free on 127.0.0.1; empty: none is needed.
         password: of the certificates, where it had to be asked for.
         no_fork: why the command cannot be started as a fork; empty: it can.
@@ -269,6 +270,8 @@ class Surroundings:
     devices: tuple[str, ...] = ()
     table_devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
+    bus_ids: tuple[str, ...] = ()
+    hardware: HostHardware = NOTHING_READ
     free_port: str = ""
     password: str = ""
     no_fork: str = ""
@@ -358,10 +361,11 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         common={**common, **_device_variables(options, here), **_leave_timeout(options, here)},
         host=here.host,
         devices=len(here.devices),
-        cores=here.cores if options.bind_cores else (),
         device_ids=here.table_devices,
     )
     workers = here.by_table(workers)
+    placements, cards, placed = _place(workers, options, here)
+    workers = tuple(replace(worker, env={**worker.env, **cards}) for worker in workers)
     check_rank_ids(workers, here.env)
     shown = parse_tail(options.tail, workers, counts.world_size)
     starts = options.scheduler and counts.first_host
@@ -369,7 +373,10 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     return LaunchPlan(
         counts=counts,
         workers=workers,
-        recipes=tuple(_worker_recipe(each, options, here, shown, forked=forked) for each in workers),
+        recipes=tuple(
+            _worker_recipe(worker, placement, options, here, shown, forked=forked)
+            for worker, placement in zip(workers, placements, strict=True)
+        ),
         scheduler=_scheduler_recipe(options, here, common, counts, shown, forked=forked) if starts else None,
         uplink=_uplink_recipe(workers, options, here, counts, forked=forked),
         address=address,
@@ -385,7 +392,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         config_path=common.get("MS_CONFIG_FILE") or here.env.get("MS_CONFIG_FILE", ""),
         password_file=str(here.directory / options.password_file) if options.password_file else "",
         log_dir=options.log_dir,
-        notes=_notes(options, here, len(workers), starts=starts),
+        notes=(*_notes(options, here, len(workers), starts=starts), *placed),
         start=options.start,
         last_word=_last_word_recipe(workers, options, here) if "," in address[0] else None,
     )
@@ -406,6 +413,23 @@ def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, sta
     return tuple(notes)
 
 
+def _place(
+    workers: Sequence[WorkerPlan], options: argparse.Namespace, here: Surroundings
+) -> tuple[tuple[Placement, ...], dict[str, str], tuple[str, ...]]:
+    """Where each worker runs, variables for all of them, and what the user should know of it (``--bind``)."""
+    if options.bind == "cores":
+        return spread_over_cores(here.cores, len(workers)), {}, ()
+    if options.bind != "numa":
+        return (ANYWHERE,) * len(workers), {}, ()
+    gpus = []
+    for worker in workers:
+        number = worker.env.get("DEVICE_ID") or here.env.get("DEVICE_ID", "")
+        gpus.append(here.bus_ids[int(number)] if number.isdigit() and int(number) < len(here.bus_ids) else "")
+    placements, notes = spread_over_nodes(here.hardware, here.cores, gpus)
+    cards, proposed = propose_cards(here.hardware, sorted(filter(None, set(gpus))), here.env)
+    return placements, cards, (*notes, *proposed)
+
+
 def _forks(options: argparse.Namespace, here: Surroundings, count: int) -> bool:
     if options.start == "exec" or (options.start == "auto" and (here.devices or count < 2)):
         return False
@@ -414,6 +438,7 @@ def _forks(options: argparse.Namespace, here: Surroundings, count: int) -> bool:
 
 def _worker_recipe(
     worker: WorkerPlan,
+    placement: Placement,
     options: argparse.Namespace,
     here: Surroundings,
     shown: frozenset[str],
@@ -429,7 +454,7 @@ def _worker_recipe(
         env,
         f"worker_{worker.label}.log",
         _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
-        worker.cores,
+        placement,
         forked,
         quiet=not shown & {worker.label, worker.number},
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.errors import SettingsError
+from muster.launch.hardware import prefer_memory_of
 from muster.launch.plan import Recipe
 from muster.wire.files import open_own
 from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
@@ -425,8 +426,10 @@ def _become(
         for source, target in ((null, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         os.close(null)
-        if recipe.cores:
-            os.sched_setaffinity(0, recipe.cores)
+        if recipe.placement.cores:
+            os.sched_setaffinity(0, recipe.placement.cores)
+        if recipe.placement.memory_node >= 0:
+            prefer_memory_of(recipe.placement.memory_node)
         if not recipe.forked:
             if recipe.inherits >= 0:
                 os.set_inheritable(recipe.inherits, True)

@@ -177,7 +177,7 @@ def choose_device(settings: Settings, root: Path = Path("/")) -> DeviceChoice:
     Raises:
         SettingsError: DEVICE_ID or MS_LOCAL_INDEX names a device that is not there.
     """
-    present = _nvidia_devices(root)
+    present = nvidia_devices(root)
     names = settings.visible_devices
     visible = [str(i) for i in range(len(present))] if names is None else list(names)
     if not present or not visible:
@@ -205,7 +205,7 @@ def _ordinal(settings: Settings, count: int) -> int:
     return 0 if count == 1 else -1
 
 
-def _nvidia_devices(root: Path) -> list[tuple[str, str]]:
+def nvidia_devices(root: Path) -> list[tuple[str, str]]:
     """(PCI bus id, model) of each GPU, in the order of their device files; a container may have but some."""
     names = (path.name[6:] for path in root.glob("dev/nvidia[0-9]*"))
     minors = sorted(int(name) for name in names if name.isdigit())

@@ -17,6 +17,7 @@ import pytest
 from muster.errors import SettingsError
 from muster.launch import options as launch_options
 from muster.launch.command import plan_of
+from muster.launch.hardware import read_hardware
 from muster.launch.launcher import Launcher
 from muster.launch.screen import Screen
 from tests.launch.launching import Place, environment, gone, place
@@ -403,6 +404,19 @@ def test_bound_workers_keep_to_their_cores(here: Place, start: str) -> None:
     here.run("-n", "64", "--oversubscribe", "--start", start, "--bind-cores", command=(PYTHON, script))
     assert {here.log(str(rank)) for rank in range(64)} <= {"1\n", "2\n", "3\n", "4\n"}
     assert here.log("0") == "1\n" or here.log("63") != here.log("0")
+
+
+@both_starts
+def test_workers_prefer_the_memory_of_their_node(here: Place, start: str) -> None:
+    get = (
+        "library.syscall({'x86_64': 239}.get(os.uname().machine, 236), ctypes.byref(mode), None, 0, None, 0)"
+    )
+    code = f"import ctypes; library = ctypes.CDLL(None); mode = ctypes.c_int(-1); {get}; print(mode.value)"
+    script = here.script(HELPERS + code)
+    here.run("-n", "2", "--start", start, "--bind", "numa", command=(PYTHON, script))
+    preferred, default = "1\n", "0\n"
+    may_choose = bool(read_hardware(()).memory)
+    assert here.log("0") == here.log("1") == (preferred if may_choose else default)
 
 
 def test_a_bare_script_is_run_by_this_python(here: Place) -> None:

@@ -100,10 +100,3 @@ def test_threads_are_limited_unless_the_user_or_a_lone_worker_decides() -> None:
     assert "MKL_NUM_THREADS" not in first.env
     (alone,) = plan_workers(WorkerCounts(1, 1, 0), {}, common={})
     assert "OMP_NUM_THREADS" not in alone.env
-
-
-def test_cores_are_spread_without_overlap_while_there_are_enough() -> None:
-    plans = plan_workers(WorkerCounts(3, 3, 0), {}, common={}, cores=range(8))
-    assert [plan.cores for plan in plans] == [(0, 1), (2, 3, 4), (5, 6, 7)]
-    crowded = plan_workers(WorkerCounts(3, 3, 0), {}, common={}, cores=(0, 1))
-    assert [plan.cores for plan in crowded] == [(0,), (1,), (0,)]
