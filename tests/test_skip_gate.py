@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +59,13 @@ def test_the_lists_name_tests_that_exist() -> None:
         for line in path.read_text().splitlines():
             node = line.partition("#")[0].partition("|")[0].strip().partition("::")[0]
             assert not node or list(ROOT.glob(node)), f"{path.name}: nothing is called {node}"
+
+
+def test_modules_that_need_torch_may_be_skipped_where_there_is_none() -> None:
+    """Seen here already, and not only where somebody runs with the list."""
+    listed = (ROOT / "tests/skips/test.txt").read_text().splitlines()
+    allowed = [line.partition(" | ")[0] for line in listed if "torch" in line.partition(" | ")[2]]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if re.search(r'^(torch = )?pytest\.importorskip\("torch', path.read_text(), re.M):
+            name = str(path.relative_to(ROOT))
+            assert any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed), name

@@ -1,4 +1,4 @@
-"""Hosts without IPv4, hosts with both kinds of addresses, and a scheduler whose name moves to another address."""
+"""Hosts without IPv4 or with both kinds of addresses, and a scheduler whose name moves to another address."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_mutual_tls_with_the_options_alone(here: Place) -> None:
 
 
 KNOCK = """
-import os, pathlib, signal, socket, time
+import contextlib, os, pathlib, signal, socket, time
 import muster
 
 def scheduler():
@@ -72,7 +72,8 @@ def scheduler():
 def knock():
     with socket.create_connection((os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"]))) as door:
         door.sendall(b"no hello at all" * 20)
-        door.recv(1)
+        with contextlib.suppress(ConnectionError):  # it hangs up with bytes of ours unread
+            door.recv(1)
 
 with muster.init() as session:
     log = pathlib.Path("muster-runs/latest/scheduler.log")
