@@ -2,7 +2,7 @@
 
     MS_ROLE=MS_WORKER MS_WORKER_NUM=2 MS_SCHED_HOST=10.0.0.1 MS_SCHED_PORT=6667 python train.py
 
-Forward and backward pass are written out, for NumPy and CuPy. Members may come, leave or die meanwhile:
+Forward and backward pass are written out, for NumPy and CuPy. Members may come, leave or die at any time:
 ``ElasticLoop`` redoes the broken step, and nothing else.
 """
 

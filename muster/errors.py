@@ -47,7 +47,7 @@ class RefusedError(WorkerError):
 
     @property
     def declared_dead(self) -> bool:
-        """Whether this worker had a place and lost it; it may ask for one anew."""
+        """Whether this worker had a place and lost it; it may ask for another."""
         return self.code == "SUPERSEDED"
 
 

@@ -1,6 +1,6 @@
 """Whether a launch says who failed first: each way to fail, on each rank, many times over.
 
-A job of a few CPU workers trains in a loop that knows nothing of Muster's errors. One rank fails amid a step:
+A job of a few CPU workers trains in a loop that does not know Muster's errors. One rank fails within a step:
 it raises, calls ``sys.exit(3)``, is killed by SIGKILL, calls ``os._exit(4)``, or runs out of memory in its
 backward pass. The launch must end with that worker's exit code, name it first, show the end of its log, and
 not take for the cause what the others fail with because of it. The exit code is 1 unless all launches do.

@@ -33,7 +33,7 @@ class FleetError(RuntimeError):
 
 
 def require_gpus(needed: int) -> None:
-    """Makes sure that there are so many.
+    """Makes sure that there are enough.
 
     Raises:
         FleetError: there are not.
@@ -53,7 +53,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         ranks_per_gpu: how many share a GPU; see :func:`~muster.launch.plan.sharing_environment`.
 
     Raises:
-        FleetError: there are not so many GPUs, or the processes did not form a communicator.
+        FleetError: there are too few GPUs, or the processes did not form a communicator.
     """
 
     def __init__(

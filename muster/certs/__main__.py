@@ -162,7 +162,7 @@ def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     revoke = commands.add_parser(
         "revoke",
         help="revoke certificates: write DIR/crl.pem, which a running scheduler notices",
-        description="Without a certificate named, the list is signed anew for --days more.",
+        description="Without a certificate named, the list is signed again for --days more.",
     )
     _add_directory(revoke, "of the authority", beside=True)
     revoke.add_argument("files", nargs="*", type=Path, metavar="FILE", help="PKCS#12 or PEM files to revoke")

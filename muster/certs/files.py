@@ -103,7 +103,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Waits for other processes that hold this directory, and keeps them out meanwhile; not reentrant.
+    """Waits for other processes that hold this directory, and keeps them out until then; not reentrant.
 
     For changes that read a file before they replace it. The system lets go when a process dies; the empty
     file ``.lock`` stays, because to remove it would take it away from those that wait.

@@ -247,7 +247,7 @@ def _report(error: BaseException) -> None:
 
 
 def _reseed() -> None:
-    """Seeds random generators anew, which forked workers would share otherwise."""
+    """Gives random generators new seeds, which forked workers would share otherwise."""
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
         legacy.seed()

@@ -50,13 +50,13 @@ SETTLE_S = 2.0
 """How long after a failure the launcher waits to learn from the scheduler who failed first."""
 
 LOOK_S = 0.02
-"""How often the launcher looks for that meanwhile, in seconds."""
+"""How often the launcher looks for that, in seconds."""
 
 WAITING_S = 2.0
 """How long workers wait for a replacement before that is shown, in seconds."""
 
 FORMING_S, FORMING_LENGTH = 5.0, 92
-"""Seconds until the launcher shows for whom a forming group waits, and the line's longest length."""
+"""Seconds until the launcher shows who a forming group waits for, and the line's longest length."""
 
 FOLLOW_S, LOOK_UP_S = 0.1, 0.5
 """How often it is looked at what the workers have noted: while they form a group, or a line on the terminal
@@ -72,7 +72,7 @@ LAST_WORD_S = 12.0
 """How long after the last worker it is said which have ended: then the next scheduler knows anyway."""
 
 OTHERS_SHOWN = 16
-"""The end of so many workers is shown in a line each."""
+"""How many workers at most have their end shown in a line each."""
 
 _NO_RANK = re.compile(
     rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
@@ -352,7 +352,7 @@ class Launcher:
     # ------------------------------------------------------------ what the workers note
 
     def _follow(self) -> None:
-        """Shows the group, for whom it waits, and its progress, as workers have noted it."""
+        """Shows the group, who it waits for, and its progress, as workers have noted it."""
         known = self._workers if not self._generation else [w for w in self._workers if w.returncode is None]
         worker = next((each for each in known if each.returncode is None), known[0] if known else None)
         if worker is None or (self._stopping and self._generation):
@@ -387,7 +387,7 @@ class Launcher:
             self._history.figures(**figures_of(noted))
 
     def _show_wait(self, sentence: str, phase: str) -> None:
-        """Shows for whom the workers wait, and which option would help."""
+        """Shows who the workers wait for, and which option would help."""
         if not self._generation:
             self._screen.say(shortened(sentence, FORMING_LENGTH))
             return

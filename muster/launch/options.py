@@ -167,7 +167,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start a worker that failed anew, up to N times each (0)",
+        help="restart a worker that failed, up to N times each (0)",
     )
 
 

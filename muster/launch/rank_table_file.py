@@ -51,7 +51,7 @@ def make_table(hosts: Sequence[tuple[str, str]], devices: Sequence[int]) -> Tabl
 
 
 def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
-    """Joins the tables of several hosts; ranks are numbered anew, in the order given.
+    """Joins the tables of several hosts; ranks get new numbers, in the order given.
 
     Args:
         tables: (where it is from, the parsed JSON) of each.

@@ -22,9 +22,9 @@ class LastWords:
         error: what ended it, in a line; empty: it did not say, as one that is killed cannot.
         consequence: that came from what other processes did.
         left: it left the job as it was asked to.
-        first: whom the scheduler saw go first.
+        first: who the scheduler saw go first.
         group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
-        waits: for whom the job waits; empty: it does not.
+        waits: who the job waits for; empty: it does not.
         phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
         goes_on: why it need not wait any more; empty: a new group says so.
         encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
@@ -103,7 +103,7 @@ class Verdict:
 
     Attributes:
         index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
-        elsewhere: whom another launcher, or host, has started.
+        elsewhere: who another launcher, or host, has started.
         sure: nothing is to come that could say otherwise.
     """
 
@@ -115,9 +115,9 @@ class Verdict:
 def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int]] = frozenset()) -> Verdict:
     """Decides which failure is the cause of the others.
 
-    The scheduler's word goes first, since it saw who left before whom on all hosts. Without it, a worker that
-    failed by itself comes before one that failed because of others, and then the order counts in which they
-    were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
+    The scheduler's word goes first, since it saw in which order all left, on all hosts. Without it, a worker
+    that failed by itself comes before one that failed because of others, and then the order counts in which
+    they were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
 
     Args:
         endings: of the launcher's workers.
@@ -169,14 +169,14 @@ def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
     return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
 
 
-# ---------------------------------------------------------------- for whom the job waits
+# ---------------------------------------------------------------- who the job waits for
 
 AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
 """Seconds until a wait that goes on is shown again; each time twice as many, up to the second number."""
 
 
 class Waits:
-    """Decides when it is shown for whom the job waits: soon after a wait begins, then ever more rarely.
+    """Decides when it is shown who the job waits for: soon after a wait begins, then ever more rarely.
 
     What is said of one wait may change every few seconds; the newest is shown when the next is due. A wait in
     another state of the membership is another one.
@@ -191,7 +191,7 @@ class Waits:
         """Takes the newest sentence in; empty: the job does not wait.
 
         Args:
-            sentence: says for whom the job waits.
+            sentence: says who the job waits for.
             phase: the state of the membership.
             now: seconds on a clock that is never put back.
             after_s: how long a wait lasts before it is shown, in seconds.

@@ -38,7 +38,7 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def shortened(text: str, length: int = 300) -> str:
-    """The text, cut to fit a line of so many characters."""
+    """The text, cut to fit a line of this many characters."""
     return text if len(text) <= length else f"{text[: max(length - 3, 0)]}..."
 
 

@@ -302,7 +302,9 @@ def _entry(name: str, holder: Any, key: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if one is other or getattr(one, "grad_fn", None) is not None:  # of a pass that is over: made anew in each
+    if (
+        one is other or getattr(one, "grad_fn", None) is not None
+    ):  # of a pass that is over: made again in each
         return True
     if type(one) is not type(other):
         return False

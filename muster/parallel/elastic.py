@@ -1,4 +1,4 @@
-"""A divided model in an ``ElasticLoop``: after a change of members it is planned and divided anew.
+"""A divided model in an ``ElasticLoop``: after a change of members it is planned and divided again.
 
 What survivors hold is sent to who needs it by the new plan, part by part. Where some part had no holder but a
 lost worker, the state comes from the last checkpoint; :meth:`ParallelTrainingState.survival` says beforehand
@@ -192,12 +192,12 @@ class ParallelTrainingState(TrainingState):
         """Brings all ranks to one state, divided as the plan for their number says.
 
         Returns:
-            The lowest rank that held some of it; 0 when all start anew.
+            The lowest rank that held some of it; 0 when all start over.
 
         Raises:
             StateLostError: parts are lost, and there is no checkpoint.
             StateMismatchError: a rank trains another model.
-            SettingsError: there is no plan for so many ranks, as where the batch does not divide.
+            SettingsError: there is no plan for this number of ranks, as where the batch does not divide.
             MembershipChanged: the members changed again; nothing was overwritten.
         """
         self.roll_back()
@@ -262,7 +262,7 @@ class ParallelTrainingState(TrainingState):
         """Sends each part of the old plan from a holder to all ranks that need it in the new one.
 
         Ranks may hold parts by different plans, where a change of members met some of them after the last
-        redistribution and some amid it. One plan of which every part is held is enough.
+        redistribution and some while it goes on. One plan of which every part is held is enough.
 
         Args:
             communicator: of the present generation.
@@ -362,7 +362,7 @@ class ParallelTrainingState(TrainingState):
                 remedy="Give the state snapshots=, or call state.save() now and then, into a directory that"
                 " all hosts share.",
             )
-        self.shared = False  # should the members change again meanwhile, nobody is to take what is here
+        self.shared = False  # should the members change again, nobody is to take what is here
         self._adopt(communicator, plan, tensors, [each.own.new_zeros(each.local) for each in tensors])
         self.load()
         log.warning(

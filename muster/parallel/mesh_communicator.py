@@ -34,7 +34,7 @@ class MeshCommunicator:
         if math.prod(mesh) != communicator.world_size:
             raise GroupError(
                 f"The plan is for {math.prod(mesh)} ranks; the job has {communicator.world_size}.",
-                remedy="Plan anew for this number of ranks.",
+                remedy="Plan again for this number of ranks.",
             )
         self.mesh = mesh
         self.world = communicator

@@ -82,7 +82,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._planner = planner
-        self._whole = [] if connect else [module]  # in a list, lest it become a part of this module
+        self._whole = (
+            [] if connect else [module]
+        )  # in a list, so that it does not become a part of this module
         self._traced, self._graph = traced, traced.graph
         self._run = ForwardPass(seed)
         self._summed = summed
@@ -491,7 +493,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def start(self, plan: Plan, communicator: Communicator) -> None:
         """Takes rank 0's values of the whole module, divided by a plan. For modules made ``elastic``."""
         if not self._whole:
-            raise SettingsError("the module has begun to train, and holds no whole values: make it anew")
+            raise SettingsError("the module has begun to train, and holds no whole values: make it again")
         whole = self._whole.pop()
         tensors = dict(whole.named_parameters(remove_duplicate=False))
         tensors.update(whole.named_buffers(remove_duplicate=False))
@@ -653,7 +655,7 @@ def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, 
     if tuple(tensor.shape) != shape:
         raise ArrayError(
             f"The plan takes {node.name} of shape {list(shape)} from each rank; it got {list(tensor.shape)}.",
-            remedy="Plans are for one shape: drop the last, smaller batch, or plan anew.",
+            remedy="Plans are for one shape: drop the last, smaller batch, or plan again.",
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != value.dtype:

@@ -1,4 +1,4 @@
-"""For torch programs that build their process groups anew in the same process when the members change."""
+"""For torch programs that build their process groups again in the same process when the members change."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class ChangeHistory:
     """The changes of one member, by their numbers.
 
     Args:
-        max_entries: beyond so many entries it forgets everything, and says so.
+        max_entries: beyond this many entries it forgets everything, and says so.
         max_bytes: the same for their bytes.
 
     Attributes:

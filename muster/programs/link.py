@@ -1,6 +1,6 @@
 """One member's stream to the store of a generation: operations go out together, answers come when they are.
 
-A stream that breaks is opened anew, and what was not answered is repeated; the scheduler carries each change
+A stream that breaks is opened again, and what was not answered is repeated; the scheduler carries each change
 out once. The scheduler's word that the generation is over ends it, and all that waits, with the reason.
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 
 VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
-"""The same for workers of torchrun, to whom it gives stores by itself."""
+"""The same for workers of torchrun, which gives them stores by itself."""
 
 _CONNECT_TIMEOUT = timedelta(seconds=300)
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -95,7 +95,7 @@ def _let_gloo_settle() -> None:
     """Waits until Gloo's threads have let go of the tensors of what is over; at most 5 s.
 
     They do so after they have woken who waited for a collective, and need the interpreter's lock for it. A
-    thread that asks for that when the interpreter ends is ended, amid a C++ destructor: the process aborts.
+    thread that asks for that when the interpreter ends is ended, during a C++ destructor: the process aborts.
     """
     until = time.monotonic() + _LONGEST_S
     before: list[str] = []

@@ -32,18 +32,18 @@ MAX_BYTES = 8 << 20
 MAX_KEYS = 65_536
 MAX_CONNECTIONS = 4096
 WINDOW = 1024
-"""So many changes of all connections may be under way before one of them waits for its own."""
+"""Changes of all connections that may be under way before one of them waits for its own."""
 
 GREETING_TIMEOUT_S = 30.0
 BACKLOG = 1024
 AT_ONCE = 64
-"""So many connections are taken before what else there is to do has a turn."""
+"""How many connections are taken before what else there is to do has a turn."""
 
 REST_S = 0.2
 """The pause after the process or the host had no descriptor left for a connection."""
 
 LINES, WINDOW_S = 3, 10.0
-"""So many lines about another user's connections are logged in so many seconds."""
+"""How many lines about another user's connections are logged, and in how many seconds."""
 
 (
     _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _NUM_KEYS, _DELETE, _APPEND, _MULTI_GET,

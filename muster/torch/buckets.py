@@ -29,8 +29,8 @@ class GradientBucket:
         wire_dtype: dtype in which gradients travel, but for complex ones; None: their own.
         device: where an empty bucket is; others are where their parameters are.
         ranks: how many numbers travel behind the flags, one per rank.
-        in_place_bytes: gradients of so many bytes are reduced where they are, which goes with neither a wire
-            dtype nor masters; None: none.
+        in_place_bytes: gradients of at least this size are reduced where they are, which goes with neither a
+            wire dtype nor masters; None: none.
 
     Attributes:
         in_place: those of this pass, flat, from :meth:`fill` to :meth:`finish`.
@@ -63,7 +63,7 @@ class GradientBucket:
         self.master: Any = None
 
     def allocate(self, ranks: int) -> None:
-        """Makes the flat tensors, with a number for each of so many ranks; gradients become others."""
+        """Makes the flat tensors, with a number for each of the ranks; gradients become others."""
         count = len(self.parameters)
         self.flat = torch.zeros(self.size + count + ranks, dtype=self._dtype, device=self._device)
         compressed = self._wire_dtype not in (None, self._dtype) and not self._dtype.is_complex

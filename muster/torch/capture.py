@@ -232,7 +232,7 @@ class TrainingStep:
         if communicator is not None:  # before the capture: an abort may come at any time
             self._forget = communicator.before_end(self.release)
         try:
-            # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
+            # thread_local: other threads (heartbeats, the autograd engine) may call CUDA at that time
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._body.differentiate(static)
             updates_last = self._versions() == versions
@@ -269,7 +269,7 @@ class TrainingStep:
         return [parameter._version for parameter in self._model.parameters()]
 
     def _drop(self) -> None:
-        """Gives up the graph and begins to warm up anew."""
+        """Gives up the graph and begins to warm up again."""
         self._forget()
         self.release()
         self._held = []
@@ -286,7 +286,7 @@ class TrainingStep:
         return bool(flag.item())
 
     def _follow_communicator(self) -> None:
-        """Begins anew with another generation's communicator, as newcomers do."""
+        """Starts over with another generation's communicator, as newcomers do."""
         communicator = self._model.communicator
         if communicator is self._communicator:
             if self._graph is not None and any(
@@ -349,7 +349,7 @@ def capture_step(
     captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
     ``optimizer.param_groups`` or a scheduler. A graph holds fixed: other settings, what
     ``optimizer.load_state_dict`` brings, which parameters are frozen, which modules are in training mode.
-    After a change of those, which all ranks must make, it is captured anew. Where capture fails, on any rank,
+    After a change of those, which all ranks must make, it is captured again. Where capture fails on any rank,
     all ranks go on eagerly and ``step.reason`` says why.
 
     Args:
@@ -359,7 +359,7 @@ def capture_step(
         optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
         autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
         clip_norm: clip the averaged gradient to this norm.
-        accumulate: cut each batch along the first axis into so many parts (fewer where it is too short),
+        accumulate: cut each batch along the first axis into this many parts (fewer where it is too short),
             and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the
             whole batch would.
         warmup_steps: eager steps before the capture, at least 2.

@@ -73,7 +73,7 @@ class CapturedSettings:
         return f"{self._last} changes in each step, and a graph holds it fixed"
 
     def captured(self) -> None:
-        """Notes that a graph holds the settings: changes are counted anew."""
+        """Notes that a graph holds the settings: changes are counted from zero."""
         self._changes = 0
 
     def update_rates(self) -> None:

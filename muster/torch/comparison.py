@@ -47,7 +47,7 @@ class RankComparison:
         self._last: list[tuple[str, Any]] = []
 
     def enter(self, communicator: Communicator) -> None:
-        """Begins anew with a generation's communicator; what was under way is void."""
+        """Starts over with a generation's communicator; what was under way is void."""
         self._communicator = communicator
         self._work = self._sent = self._table = self._arrived = None
         self._compared = True

@@ -88,8 +88,8 @@ class DataParallel(ModuleWrapper):
         compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
-        last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
-        in_place_bytes: on a CPU gradients of so many bytes are reduced one by one, where autograd has put
+        last_bytes: cap of the final one, so that little communication remains after the backward pass.
+        in_place_bytes: on a CPU gradients of at least this size are reduced one by one where autograd has put
             them, because copying costs more; unless they are compressed or have masters.
 
     Attributes:
@@ -190,7 +190,7 @@ class DataParallel(ModuleWrapper):
     def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
         """Compares the ranks' modules, and takes rank 0's values if wanted.
 
-        Only here what is frozen counts: members that join later may have frozen something meanwhile.
+        Only here what is frozen counts: members that join later may have frozen something by then.
         """
         follow = parameter_broadcast or broadcast_buffers
         sent = [*self._named_and_frozen(), *(self.module.named_buffers() if follow else ())]
@@ -361,7 +361,7 @@ class DataParallel(ModuleWrapper):
         """Joins a generation that may have newcomers: compares modules, agrees on buckets; all ranks call it.
 
         Parameters and buffers are not sent: ``TorchTrainingState`` does that. What one rank trains is
-        averaged by all: newcomers may still have frozen what others have unfrozen meanwhile.
+        averaged by all: newcomers may still have frozen what others have unfrozen.
 
         Args:
             communicator: the generation's.
@@ -572,7 +572,7 @@ class DataParallel(ModuleWrapper):
             raise
 
     def _reorder(self, seen: list[int]) -> None:
-        """Makes buckets anew in the order in which rank 0's gradients became ready."""
+        """Makes new buckets in the order in which rank 0's gradients became ready."""
         self._settled = True
         planned = list(reversed(range(len(self._named))))
         known = set(seen)

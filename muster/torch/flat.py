@@ -29,7 +29,7 @@ def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
 
 
 def padded(count: int) -> int:
-    """So many elements, and the gap behind them."""
+    """A number of elements, and the gap behind them."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 

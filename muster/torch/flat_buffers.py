@@ -42,7 +42,7 @@ class FlatBuffers:
                 raise ArrayError(
                     f"the buffer {name!r} of a {type(owner).__name__} was {kind_text(kept)} when it was"
                     f" wrapped, and now is {kind_text(current)}",
-                    remedy="Wrap the module anew after such a change, or leave its buffers alone with"
+                    remedy="Wrap the module again after such a change, or leave its buffers alone with"
                     " broadcast_buffers=False.",
                 )
             kept.detach().copy_(current.detach())

@@ -62,7 +62,7 @@ class UnfinishedPasses:
         return self.count % _MODULUS
 
     def forget(self) -> None:
-        """Begins anew, as all ranks do."""
+        """Starts over, as all ranks do."""
         self.count = 0
         self._waiting.clear()
         self._under_way.clear()
@@ -92,7 +92,7 @@ class RankNumbers:
         self._tail = tail
         self._mine = 0
         self._sent = torch.zeros_like(tail)
-        # Memory that the host can read while a GPU goes on, and so amid a copy. Hence two copies, one after
+        # Memory that the host can read while a GPU goes on, and so during a copy. Hence two copies, one after
         # the other, of which the host reads the later one first: where they agree, neither was half written.
         self._seen = [torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda) for _ in range(2)]
 

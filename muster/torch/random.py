@@ -47,7 +47,7 @@ class RandomState:
         return True
 
     def begin(self, rank: int, step: int) -> None:
-        """Seeds the generators anew for a rank that takes up a run at ``step``.
+        """Seeds the generators again for a rank that takes up a run at ``step``.
 
         With the seed that this process was started with it would draw once more what its rank drew in the
         run's first steps. The new seed depends on that one, so a seeded run stays repeatable.

@@ -199,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     have updated some parts and not others. With :class:`muster.torch.Snapshots` the parts are in other ranks'
     memory too, and an :class:`~muster.training.loop.ElasticLoop` goes on from there: make it with
     ``elastic=True`` and give it to a :class:`muster.torch.SnapshotTrainingState`. Without, it belongs to one
-    generation: after ``session.rejoin()`` build module and optimizer anew, and load what was saved, the
+    generation: after ``session.rejoin()`` build module and optimizer again, and load what was saved, the
     module's ``state_dict()`` and this one's, with which any number of ranks goes on.
 
     Args:
@@ -335,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             SettingsError: parameters are divided when this is made.
         """
         if self._made:
-            raise SettingsError("a ShardedOptimizer takes all its groups when it is made: make it anew")
+            raise SettingsError("a ShardedOptimizer takes all its groups when it is made: make it again")
         super().add_param_group(param_group)
 
     @property
@@ -401,7 +401,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._follow_inner()
 
     def join(self, communicator: Communicator) -> None:
-        """Divides parameters and state anew among the ranks of another generation.
+        """Divides parameters and state again among the ranks of another generation.
 
         The state's values are lost with that: they come from a snapshot, or from a state that is loaded.
 

@@ -24,7 +24,7 @@ class OwnRoom:
 
 
 def room_bytes(size: int, *, pinned: bool) -> int:
-    """Memory that a room of so many bytes takes: torch rounds pinned memory up to a power of two."""
+    """Memory that a room of this many bytes takes: torch rounds pinned memory up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 

@@ -51,7 +51,7 @@ class CopyHead(NamedTuple):
 def encode_head(
     tensors: Sequence[SnapshotTensor], places: Sequence[tuple[int, int]], notes: dict[str, Any]
 ) -> bytes:
-    """The head of a copy of these tensors, each of which lies at so many bytes from a start."""
+    """The head of a copy of these tensors, each of which lies at its own offset, in bytes."""
     rows = [
         [each.name, _kind(each), [each.own.offsets, each.own.sizes, each.own.start, each.own.stop], *place]
         for each, place in zip(tensors, places, strict=True)

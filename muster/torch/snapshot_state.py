@@ -35,7 +35,7 @@ class SnapshotTrainingState(TrainingState):
                 ...
 
     After each change of members, a planned one too, all go back to the newest snapshot that is found whole:
-    nobody could tell which parts a step that broke has updated. A ShardedOptimizer is divided anew among the
+    nobody could tell which parts a step that broke has updated. A ShardedOptimizer is divided again among the
     ranks there are.
 
     Args:
@@ -138,7 +138,7 @@ class SnapshotTrainingState(TrainingState):
         return self._parts.device
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """This rank's tensors among so many ranks."""
+        """This rank's tensors among this number of ranks."""
         return self._parts.snapshot_tensors(rank, world_size)
 
     def snapshot_notes(self) -> dict[str, Any]:

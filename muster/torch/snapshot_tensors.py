@@ -78,7 +78,7 @@ class GivesParts(Protocol):
     """A state of which snapshots are taken."""
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """This rank's tensors among so many ranks."""
+        """This rank's tensors among this number of ranks."""
 
     def snapshot_notes(self) -> dict[str, Any]:
         """Everything else, as JSON values."""

@@ -273,7 +273,7 @@ class Snapshots:
         self._follow_change(change)
 
     def at_step(self, step: int, source: Source | None = None, *, after: Sequence[Any] = ()) -> None:
-        """Takes a snapshot of the state as it is now, after so many steps, if one is due.
+        """Takes a snapshot of the state as it is now, after ``step`` steps, if one is due.
 
         What is taken goes out at the next :meth:`confirm`: a step on a GPU may turn out to have broken.
 

@@ -61,7 +61,7 @@ class TorchTrainingState(TrainingState):
     Of torch's default generators, the CPU's and this GPU's, each rank has its own: a step that is redone
     draws what it drew before. After each step all ranks know those of all (up to 256), and so does a
     checkpoint: who takes a lost rank's place, or resumes the run with as many ranks, draws what that rank
-    would have drawn. Where the number of ranks is another one, newcomers seed them anew, from the initial
+    would have drawn. Where the number of ranks is another one, newcomers seed them again, from the initial
     seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
     and so do parameters that it is given later, on all ranks. Generators of your own are not part of it:
     seed them from (seed, step, rank).
@@ -273,7 +273,7 @@ class TorchTrainingState(TrainingState):
 
         The seeds of the loader's processes follow from the initial seed, the rank and the step instead,
         unless it has a generator of its own. They lead process groups of their own: a signal to this
-        process's group, by which a launcher asks it to leave, would end them amid a step.
+        process's group, by which a launcher asks it to leave, would end them during a step.
         """
         begin = getattr(loader, "worker_init_fn", None)
         if not (isinstance(begin, partial) and begin.func is _lead_group):
@@ -354,7 +354,7 @@ class TorchTrainingState(TrainingState):
         return self._snapshots.go_back(session.communicator) is not None
 
     def _enter_generators(self, communicator: Communicator) -> None:
-        """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds anew."""
+        """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds again."""
         rank, rows = communicator.rank, self._generator_rows()
         known = len(rows) == communicator.world_size
         if self._restored or self._model.communicator.rank != rank:

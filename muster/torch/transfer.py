@@ -106,7 +106,7 @@ def memory_bytes(device: Any) -> float:
 
 
 class CopiesAside:
-    """Copies of tensors as they are now, which can be taken anew and put back, at little cost of the host.
+    """Copies of tensors as they are now, which can be taken again and put back, at little cost of the host.
 
     Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
     So each dtype has its list, made once: making them costs as much as the copies.
@@ -125,7 +125,7 @@ class CopiesAside:
         self._places: list[tuple[int, Any, Any]] | None = None
 
     def take(self) -> None:
-        """Copies them anew."""
+        """Copies them once more."""
         for live, kept in self._groups:
             torch._foreach_copy_(kept, live)
 

@@ -237,12 +237,12 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             raise WorkerError(
                 f"{others[0]}{more} is another parameter than the one that was wrapped:"
                 " nobody would average its gradient",
-                remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
+                remedy="Load states without assign=True, or wrap the module again, on all ranks.",
             )
         raise WorkerError(
             f"{others[0]}{more} was added after the module was wrapped: each rank would have its own,"
             " and nobody would average its gradient",
-            remedy="Add layers before you wrap the module, or wrap it anew, on all ranks.",
+            remedy="Add layers before you wrap the module, or wrap it again, on all ranks.",
         )
 
 

@@ -140,7 +140,7 @@ def _save(
     """See :func:`save`; ``root`` is where attempts are counted."""
     if state.in_step:
         raise CheckpointError(
-            f"The state is amid a step: {state.step} are finished, and the next one has begun.",
+            f"The state is in the middle of a step: {state.step} are finished, and the next one has begun.",
             remedy="Save after the block of `with step`; after an error call state.roll_back() first.",
         )
     from safetensors import SafetensorError
@@ -259,7 +259,7 @@ def load_latest(
     if any(_files(folder)):
         raise DamagedCheckpointError(
             f"No checkpoint in {folder} is sound.",
-            remedy="Move them away to start anew, or name another directory.",
+            remedy="Move them away to start over, or name another directory.",
         )
     return None
 
@@ -267,7 +267,7 @@ def load_latest(
 class Folder:
     """Where one run keeps its checkpoints.
 
-    A launch that begins anew beside an earlier run of the same program and model saves in a directory of its
+    A launch that starts over beside an earlier run of the same program and model saves in a directory of its
     own, ``run_...`` in this one.
 
     Args:
@@ -325,7 +325,7 @@ class Folder:
             load(source, self._state)
         self._read = path
         if path is None:
-            say(f"no checkpoint in {self._directory!r}: starting anew")
+            say(f"no checkpoint in {self._directory!r}: starting over")
         else:
             say(f"resumed after step {self._state.step} from {path}")
 
@@ -367,7 +367,7 @@ class Folder:
         if place != Path(self._directory):
             step = earlier[0].step
             say(f"{self._directory} holds an earlier run up to step {step}, which --resume goes on with.")
-            say(f"This run begins anew and saves in {place}.")
+            say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
         """Where this run has saved before; else the directory, or one in it where an earlier run is there."""
@@ -483,7 +483,7 @@ def _who_took(folder: Path, number: int) -> str:
         try:
             name = read_regular(path, 200).decode("ascii", "replace")
         except OSError as error:
-            if error.errno != errno.ESTALE:  # a network's file system: it was made anew
+            if error.errno != errno.ESTALE:  # a network's file system: it was made again
                 return ""
             name = ""
         if name or time.monotonic() > until:

@@ -187,8 +187,10 @@ class CopyExchange:
             _wait(message, answered)
         _wait(answered)
         if _ANSWERED.unpack(answer) != (generation, step, True):
-            whom = peer_name(self._membership.peers[partner])
-            raise CommunicatorError(f"{whom} did not keep the copy of {in_words(copy.key)}: see its log.")
+            partner_name = peer_name(self._membership.peers[partner])
+            raise CommunicatorError(
+                f"{partner_name} did not keep the copy of {in_words(copy.key)}: see its log."
+            )
 
     def _put(self, data: bytes | memoryview, partner: int, tag: int) -> Message:
         return self._messages.send(memoryview(data), partner, tag, "uint8")

@@ -25,7 +25,7 @@ class Loading:
     """The data of a run's batches, in their order, through redone steps and changes of members.
 
     Steps that are redone among the same members get the very same objects again. Where the position or the
-    members have become others, what was made ahead is forgotten, and the loader begins anew at the position.
+    members have become others, what was made ahead is forgotten, and the loader starts over at the position.
 
     Args:
         source: see :data:`Source`.

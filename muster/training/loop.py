@@ -11,7 +11,7 @@
 What is within ``with step`` is redone when a change of members breaks it; the next round gives the same
 batch again, divided among the new members. A step counts as done when the block ends without an error:
 then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
-block, and read the session's rank and communicator anew in each step.
+block, and read the session's rank and communicator in each step.
 
 A worker that is asked to leave, by SIGTERM or a drain, gets LeaveGranted out of the loop, so that what stands
 after it does not run as if the training were complete.
@@ -69,7 +69,7 @@ class ElasticSession(StateHolder, Protocol):
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
     def report(self, step: int, samples_per_s: float, *, steps: int) -> None:
-        """Says how far this worker is, of so many steps."""
+        """Says how far this worker is, and of how many steps."""
 
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
@@ -201,7 +201,7 @@ class ElasticLoop:
             LeaveGranted: this worker was asked to leave, and the run is not over.
             WorkerError: the group cannot go on.
         """
-        # Before a handler of the script: one that exits amid a step would break that for all.
+        # Before a handler of the script: one that exits during a step would break that for all.
         with on_sigterm(self._take_sigterm, before_own=True):
             self._attempt(self._share)
             try:
@@ -242,7 +242,7 @@ class ElasticLoop:
             self._leave_sent = True
             self.session.request_leave(self._leave_reason)
         if self.session.membership_event is not None:
-            self.state.confirm()  # the members are to change: not amid a step
+            self.state.confirm()  # the members are to change: not during a step
         self.session.step_boundary(self.state.step)
 
     def _finish(self, step: Step) -> None:

@@ -84,7 +84,7 @@ def _in_one(checksums: tuple[int, ...]) -> int:
 
 
 def chunk_count(size: int) -> int:
-    """How many checksums so many bytes have."""
+    """How many checksums a number of bytes has."""
     return max(1, -(-size // CHUNK_BYTES))
 
 

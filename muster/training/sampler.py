@@ -195,7 +195,7 @@ class ShardedSampler:
         if state["size"] != self.size:
             raise WorkerError(
                 f"The saved position is in a data set of {state['size']} samples, this one has {self.size}.",
-                remedy="Resume with the data that the run began with, or start anew without --resume.",
+                remedy="Resume with the data that the run began with, or start over without --resume.",
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])

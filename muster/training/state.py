@@ -247,7 +247,7 @@ class StateHolder(Protocol):
 
     @property
     def state_source_rank(self) -> int:
-        """The rank with the state that newcomers take; -1: all start anew."""
+        """The rank with the state that newcomers take; -1: all start over."""
 
     @property
     def newcomer_ranks(self) -> tuple[int, ...]:
@@ -266,10 +266,10 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
 
     A change of members may catch some ranks just before, others just after a step: the most steps win, so
-    that a finished step is redone only for a newcomer that would not know what all others do. When all start
-    anew, a rank that resumed from a checkpoint is the furthest. Should it die before any other has its state,
-    the rest start anew once more: its replacement may have the checkpoint, too. Where nobody lacks anything,
-    one small collective is all that happens.
+    that a finished step is redone only for a newcomer that would not know what all others do. When all
+    start over, a rank that resumed from a checkpoint is the furthest. Should it die before any other has its
+    state, the rest start over once more: its replacement may have the checkpoint, too. Where nobody lacks
+    anything, one small collective is all that happens.
 
     What is received is put in place only when it is there as a whole: a giver that dies half-way leaves
     every other rank with the state it had.

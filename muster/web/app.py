@@ -38,7 +38,7 @@ VIEWERS = 32
 """Most browser windows that are kept up to date at the same time."""
 
 REFRESH_S = 0.2
-"""How soon after a change pages are rendered anew; without one, once a second: ages change."""
+"""How soon after a change pages are rendered again; without one, once a second: ages change."""
 
 SEND_S = 20.0
 """How long a browser may not read before its stream ends."""

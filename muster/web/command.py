@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from muster.web.serve import Transport
 
 AT_ONCE = 16
-"""So many calls that block, such as drains, are made at the same time."""
+"""Calls that block, such as drains, made at the same time at most."""
 
 EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 

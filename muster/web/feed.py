@@ -123,7 +123,7 @@ class Feed:
 
 
 class _Stream:
-    """One stream of a scheduler, opened anew for as long as it is wanted; once refused, when it shall go on.
+    """One stream of a scheduler, opened again for as long as it is wanted; once refused, when it shall go on.
 
     Attributes:
         refusals: how often in a row it was refused; the event loop's alone.
@@ -176,7 +176,7 @@ class _Stream:
                 self._post(self, error)
             except OSError as error:  # such as too few descriptors
                 self._post(self, UnreachableError(f"The scheduler cannot be asked: {error.strerror}."))
-            except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            except ValueError:  # gRPC's word for a channel that was closed
                 pass
             if not self.stopped:
                 self._wake.wait(wait_s)

@@ -204,7 +204,7 @@ def trouble(line: pb.JobLine) -> str:
 
 
 def who_waits(workers: Sequence[ObservedWorker]) -> Iterator[str]:
-    """Which ranks wait in which collective for whom, a sentence for each group of ranks that has one."""
+    """Who waits for which ranks in which collective: a sentence for each group of ranks that has one."""
     groups: dict[str, list[ObservedWorker]] = {}
     for worker in workers:
         if worker.seat.rank >= 0 and worker.call is not None:

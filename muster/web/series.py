@@ -62,7 +62,7 @@ class Series:
         found = []
         start = self.points[0] if self.points else None
         for point in self.points:
-            if start is None or point.step < start.step:  # begun anew
+            if start is None or point.step < start.step:  # started over
                 start = point
             elif point.step > start.step:
                 found.append((point.time_s, (point.time_s - start.time_s) / (point.step - start.step)))

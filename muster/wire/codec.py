@@ -342,7 +342,7 @@ def _seconds(above: float) -> Rule:
 
 
 def _each(rule: Rule, what: str, low: int, high: int) -> Rule:
-    """A tuple of so many; ``what`` names one of them and, in the plural, all."""
+    """A tuple of that length; ``what`` names one of them and, in the plural, all."""
     count = _whole(low, high)
 
     def of_all(_: str, values: Any) -> tuple[Any, ...]:

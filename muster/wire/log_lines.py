@@ -94,7 +94,7 @@ class LogBudget(Generic[T]):
     Args:
         lines: events of one caller that are logged in a window.
         window_s: its length, in seconds.
-        max_callers: so many have a budget of their own at once; further ones share one budget.
+        max_callers: how many have a budget of their own at once; further ones share one budget.
     """
 
     def __init__(self, *, lines: int, window_s: float, max_callers: int) -> None:

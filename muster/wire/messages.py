@@ -28,7 +28,7 @@ ValueT = TypeVar("ValueT", bound="Value")
 class Value:
     """Base of immutable values, without generated code: annotations are fields, class attributes defaults.
 
-    A dataclass compiles its methods anew in every process, about half a millisecond each; with the fifty
+    A dataclass compiles its methods in every process, about half a millisecond each; with the fifty
     kinds of messages and events that would be a good part of a worker's start.
 
     Fields are inherited in the order of dataclasses: those of the last base come first.
@@ -311,7 +311,7 @@ class Probed(Value):
         late: what the training thread waits for is late.
         waits: the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
-        seconds: for how long it has probed, or lived since it last stood still meanwhile.
+        seconds: for how long it has probed, or lived since it last stood still.
     """
 
     round: int

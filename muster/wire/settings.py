@@ -315,7 +315,7 @@ _SERVER_LEAST_ANSWER_S = 60.0
 def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
     """The gRPC options of every server.
 
-    A process that pauses answers no ping, nor does anybody whom a flooded server does not hear. So the server
+    A process that pauses answers no ping, nor does anybody that a flooded server does not hear. So the server
     ends no connection for that: heartbeats say who is silent, and the kernel which host is gone.
 
     Args:

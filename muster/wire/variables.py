@@ -375,7 +375,7 @@ TABLE = {
         "seconds",
         "worker, scheduler",
         "Time after which a collective gives up and"
-        " names whom it waited for, and the job waits for those in a next generation; with NCCL"
+        " names who it waited for, and the job waits for those in a next generation; with NCCL"
         " only where the host"
         " waits (`barrier`, `create_group`, `synchronize`, each step of a torch model in an"
         " `ElasticLoop`): the rest"
@@ -408,7 +408,7 @@ TABLE = {
         WORKER,
         "How long a worker that was asked to leave (SIGTERM,"
         " `request_leave`) waits for others to finish the step; then it saves a checkpoint and"
-        " goes amid it. Keep it"
+        " goes without waiting for its end. Keep it"
         " some seconds below the time after which the platform kills; the launcher sets 0.8 times"
         " its `--grace`.",
         20.0,

@@ -102,7 +102,7 @@ class AdoptedSession:
         raise AttributeError(name)
 
     def step_boundary(self, step: int) -> None:
-        """Nothing: a change of members ends this script, or calls its training anew."""
+        """Nothing: a change of members ends this script, or calls its training once more."""
 
     def report(
         self,

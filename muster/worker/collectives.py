@@ -27,7 +27,7 @@ Raises:
 NCCL's collectives are only enqueued here, and NCCL neither compares what the ranks called nor gives up: a
 deadline counts where the host waits for the GPU, in ``barrier``, ``create_group`` and the communicator's
 ``synchronize()``, which an ElasticLoop calls after each step of a torch model. Whatever else hangs, hangs
-until the generation ends. Meanwhile the scheduler says, MS_STALL_TIMEOUT after the last progress, which rank
+until the generation ends. The scheduler says, MS_STALL_TIMEOUT after the last progress, which rank
 lags and on which collective the ranks disagree.
 """
 
@@ -323,7 +323,7 @@ def get_local_size() -> int:
 def create_group(name: str, ranks: Sequence[int]) -> None:
     """Makes a named group. Every rank of the job calls it, with the same arguments, in the same order.
 
-    Groups are made anew after ``session.rejoin()``; a worker that is new in the job calls this right after
+    Groups are made again after ``session.rejoin()``; a worker that is new in the job calls this right after
     ``init``, as the others once did.
 
     Args:

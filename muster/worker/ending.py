@@ -322,7 +322,7 @@ def on_sigterm(react: Callable[[], None], *, before_own: bool = False) -> Iterat
     Only the main thread gets signals: in another, this does nothing.
 
     Args:
-        react: called amid whatever the main thread is in.
+        react: called while the main thread does whatever it does.
         before_own: also where the script has a handler of its own. Otherwise that stays, since it knows what
             to do.
     """

@@ -122,7 +122,7 @@ def asked_to_join(over: grpc.Channel) -> bool:
 def test_a_disk_that_fills_under_the_journal_ends_no_training(
     pki: Pki, tmp_path: Path, serve: tuple[str, ...]
 ) -> None:
-    """Asset: the membership; position: fills the disk, amid a record.
+    """Asset: the membership; position: fills the disk, during a record.
 
     What is not durable is promised to nobody: the scheduler says so, to workers, health and metrics, and
     waits for space; the members train on, and the newcomer is let in when there is some. Taken away: the

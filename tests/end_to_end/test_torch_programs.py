@@ -402,7 +402,7 @@ print("counted", store.add(b"count"), flush=True)
 def test_a_scheduler_that_is_killed_and_started_again_has_each_change_once(
     pki: Pki, tmp_path: Path, next_host: str
 ) -> None:
-    """Where a change was just on its way, the generation ends instead, and the next one counts anew.
+    """Where a change was just on its way, the generation ends instead, and the next one counts again.
 
     The next one may be another of several schedulers, which listens elsewhere.
     """

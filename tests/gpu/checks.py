@@ -667,7 +667,7 @@ def check_abort_with_graph(comm: Any) -> float:
 
 
 def check_abort_of_a_close(comm: Any) -> None:
-    """Rank 0 closes after a collective that no other rank calls; an abort amid that frees it."""
+    """Rank 0 closes after a collective that no other rank calls; an abort during that frees it."""
     values = torch.ones(1 << 20, device="cuda")
     comm.all_reduce(values, values, ReduceOp.SUM)  # connects the ranks
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Jobs of two whose rank 1 is killed amid training, with the processes of a torch DataLoader or without them.
+"""Jobs of two whose rank 1 is killed while it trains, with the processes of a torch DataLoader or without.
 
 By hand, 20 kills: python -m tests.gpu.loaders
 """

@@ -1,7 +1,7 @@
 """A worker that trains with dropout, AdamW, a scheduler and a scaler, and prints its loss in each step.
 
 Arguments: the directory of checkpoints, what to resume from (nothing, "latest" or a file), and who is killed,
-once each: "RANK:STEP:MOMENT ...", with STEP steps done, "between" two steps or "amid" the next one.
+once each: "RANK:STEP:MOMENT ...", with STEP steps done, "between" two steps or "during" the next one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ with muster.init("tcp") as session:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def amid(parameter: Any) -> None:
-        die("amid")
+    def during(parameter: Any) -> None:
+        die("during")
 
-    next(job.net.parameters()).register_post_accumulate_grad_hook(amid)
+    next(job.net.parameters()).register_post_accumulate_grad_hook(during)
 
     def after(job: Job) -> None:
         print(f"rank {session.rank} step {job.state.step} loss {job.losses[-1].hex()}", flush=True)

@@ -54,7 +54,7 @@ def test_nccl_meets_by_the_store(pki: Pki, tmp_path: Path, way: str, nccl2: str)
 
 
 def test_ten_ends_without_destroy_are_all_good(pki: Pki, tmp_path: Path) -> None:
-    """An end amid the watchdogs' looks at the store ended one of two processes with a segmentation fault."""
+    """An end while the watchdogs look at the store ended one of two processes with a segmentation fault."""
     for _ in range(10):
         done = launch(tmp_path, pki, "leave")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -107,8 +107,8 @@ def test_who_failed_first(endings: list[Ending], verdict: Verdict) -> None:
 
 
 def test_a_failure_after_which_a_worker_was_started_again_is_not_the_cause_of_the_end() -> None:
-    anew = LastWords(frozenset({("b", 7)}), BOOM)
-    endings = [Ending(1, 1, words=changed("a", B)), Ending(1, 2, words=anew)]
+    again = LastWords(frozenset({("b", 7)}), BOOM)
+    endings = [Ending(1, 1, words=changed("a", B)), Ending(1, 2, words=again)]
     assert first_failure(endings, {("b", 2)}) == Verdict(1, sure=True)
 
 

@@ -420,7 +420,7 @@ class Recurrent(Two):
 
 
 class Renewed(Two):
-    """An attribute that is computed anew from parameters in each pass, as torch's older weight_norm does."""
+    """An attribute that is computed again from parameters in each pass, as torch's older weight_norm does."""
 
     def __init__(self) -> None:
         super().__init__()

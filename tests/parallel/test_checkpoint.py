@@ -201,7 +201,7 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_parameters_without_gradients_do_not_stand_in_the_way(kind: str, steps: int, tmp_path: Path) -> None:
-    """They had no state when it was saved; what they have where it is loaded begins anew."""
+    """They had no state when it was saved; what they have where it is loaded starts over."""
     net = Partly()
     settings: dict[str, Any] = {"lr": 1e-2} | ({"momentum": 0.9} if kind == "SGD" else {})
 

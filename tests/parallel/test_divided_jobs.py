@@ -1,4 +1,4 @@
-"""Whole jobs of divided models: launcher, scheduler, real processes, and SIGKILL amid a step."""
+"""Whole jobs of divided models: launcher, scheduler, real processes, and SIGKILL during a step."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def test_ranks_that_hold_parts_by_different_plans_come_together() -> None:
 def test_what_was_being_read_from_a_checkpoint_is_nobodys_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The members change again amid the reading: those that read hold zeros, which go to nobody."""
+    """The members change again during the reading: those that read hold zeros, which go to nobody."""
     settings: dict[str, Any] = {"machine": SLOW_MEMORY, "checkpoint": tmp_path / "last"}
     workers = generation([None] * 4, 3, source=-1, saved=2, **settings)
     with monkeypatch.context() as broken:

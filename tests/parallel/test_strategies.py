@@ -104,7 +104,7 @@ def _linear_of(plan: Plan, module: str) -> str:
 
 
 def test_one_parameter_may_have_another_strategy_in_each_operator() -> None:
-    """MindSpore refuses that; here the parameter is laid out anew for one of them."""
+    """MindSpore refuses that; here the parameter is laid out again for one of them."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

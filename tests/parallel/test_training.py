@@ -127,7 +127,7 @@ def test_gradients_accumulate_over_passes(quiet: bool) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_what_has_accumulated_is_cleared_by_the_optimizer(set_to_none: bool) -> None:
-    """As where an epoch ends amid an accumulation, or a batch is skipped."""
+    """As where an epoch ends during an accumulation, or a batch is skipped."""
     reference = make("mlp")
     first, batch = (MODELS["mlp"][1](seed) for seed in range(2))
     reference(*batch).backward()

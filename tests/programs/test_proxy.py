@@ -138,7 +138,7 @@ def test_a_wait_ends_with_its_keys_or_by_the_client_s_word() -> None:
             waiting.say(PING, b"abcd")
             await waiting.hear(b"abcd")
             waiting.say(WAIT, struct.pack("<Q", 1), data(b"never"))
-            waiting.writer.close()  # it goes amid a wait; nothing is left of it
+            waiting.writer.close()  # it goes during a wait; nothing is left of it
             other.say(SET, data(b"never", b"1"))
             other.say(GET, data(b"never"))
             await other.hear(data(b"1"))

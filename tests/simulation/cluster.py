@@ -401,7 +401,7 @@ class Cluster:
 
     @property
     def excused_at(self) -> float:
-        """When silence last began to count anew."""
+        """When silence last began to count again."""
         leading = self.leading
         return leading.excused_at if leading is not None else 0.0
 

@@ -78,7 +78,7 @@ class DataPlane:
                     self.world.loop.after(0.02, peer.collective_fails, other_key, max(place.rank, 0))
 
     def _share_state(self, present: list[Worker]) -> None:
-        """Newcomers take the state of the member that is furthest; without any state all start anew."""
+        """Newcomers take the state of the member that is furthest; without any state all start over."""
         holders = [worker for worker in present if worker.has_state] or present
         furthest = max(worker.step for worker in holders)
         for worker in present:

@@ -273,7 +273,7 @@ def extra(world: World, worker: Worker) -> None:
     node_id = world.node(number)
     current = world.newest.get(node_id)
     if current is None or not current.alive:
-        # A node is started anew as it was: a job whose ordinary workers come as spares never forms.
+        # A node is started over as it was: a job whose ordinary workers come as spares never forms.
         world.start(node_id, spare=world.rng.random() < 0.5 and number >= world.scenario.worker_num)
 
 

@@ -584,7 +584,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "state never handed on": Mutant(ledger.Ledger, "next_generation", state_from(lambda formed: -1)),
     "newcomers trusted at once": Mutant(members.Members, "stateless", instead(lambda *a: frozenset())),
-    "a newcomer begins anew at the end": Mutant(ledger.Ledger, "choose", newcomers_may_begin_anew),
+    "a newcomer starts over at the end": Mutant(ledger.Ledger, "choose", newcomers_may_begin_anew),
     "leavers take the state with them": Mutant(ledger.Ledger, "leaving_holders", instead(lambda *a: []), 346),
     "a leave does not wait for the hand-over": Mutant(
         ledger.Ledger, "is_handing_over", instead(lambda *a: False), 346),

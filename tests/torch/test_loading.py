@@ -93,7 +93,7 @@ def test_processes_read_ahead_and_leave_torchs_generators_alone() -> None:
     groups = {group for _, _, column in run.seen for group in column.tolist()}
     assert groups and os.getpgid(0) not in groups  # a launcher's signal to this one's group ends none
     draws = [draw for _, column, _ in run.seen for draw in column.tolist()]
-    assert len(set(draws)) == len(draws)  # another epoch draws anew
+    assert len(set(draws)) == len(draws)  # another epoch draws again
 
 
 def test_the_same_run_draws_the_same_in_its_processes() -> None:

@@ -91,7 +91,7 @@ class Job:
 
     def __init__(self, case: Case, session: Any, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        # Gradients come in another order than that of the parameters: buckets are made anew.
+        # Gradients come in another order than that of the parameters: buckets are made again.
         layers = [torch.nn.Linear(16, 3), torch.nn.BatchNorm1d(16), torch.nn.Linear(12, 16)]
         self.net = torch.nn.ModuleList(layers)
         with torch.no_grad():
@@ -230,7 +230,7 @@ def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Pa
     assert len(whole) == 2 * STEPS + 2
     assert len({line.partition("loss ")[2] for line in whole}) > STEPS + 1, "the ranks draw the same masks"
     assert resumed == [line for line in whole if not re.search(rf"step [1-{SAVED_AT}] ", line)]
-    killed = "1:2:between 0:4:amid 1:6:amid 0:7:between"
+    killed = "1:2:between 0:4:during 1:6:during 0:7:between"
     assert printed(tmp_path, "", "--max-restarts", "4", killed=killed) == whole
 
 

@@ -83,7 +83,7 @@ def test_any_safetensors_reader_can_open_it(tmp_path: Path) -> None:
 
 
 def test_the_last_saved_is_read_whatever_its_step(tmp_path: Path) -> None:
-    """A run begun anew in the same directory counts from 0 again: its files are the later ones."""
+    """A run started over in the same directory counts from 0 again: its files are the later ones."""
     save_steps(tmp_path, 50, 60, 10)
     state = make()
     assert checkpoint.load_latest(tmp_path, state) == tmp_path / "step_000000010.safetensors"
@@ -218,15 +218,15 @@ def test_a_new_launch_beside_an_older_run_saves_elsewhere_and_names_resume(tmp_p
 def test_a_save_that_takes_long_is_no_standstill_to_the_scheduler(tmp_path: Path) -> None:
     session, state = Launch(1), make(1.0, 7)
     begin(state, 1)
-    amid: list[list[str]] = []
+    during: list[list[str]] = []
 
     def for_checkpoint() -> Any:
-        amid.append(list(session.busy_with))
+        during.append(list(session.busy_with))
         return TrainingState.for_checkpoint(state)
 
     state.for_checkpoint = for_checkpoint  # type: ignore[method-assign]
     checkpoint.Folder(str(tmp_path), state, session).save()
-    assert amid == [["saves a checkpoint"]] and session.busy_with == ["saves a checkpoint", ""]
+    assert during == [["saves a checkpoint"]] and session.busy_with == ["saves a checkpoint", ""]
     [(step, size_bytes, seconds)] = session.written
     assert size_bytes > 100 and seconds >= 0.0 and step == state.step
 
@@ -281,7 +281,7 @@ def latest_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("jump", JUMPS)
-@pytest.mark.parametrize("when", ["amid a launch", "on restart", "on another host"])
+@pytest.mark.parametrize("when", ["during a launch", "on restart", "on another host"])
 def test_a_clock_that_jumps_loses_no_checkpoint(tmp_path: Path, jump: str, when: str) -> None:
     """One hour back, and each new file was deleted as it was written; step 40 of 80 was resumed."""
     for step in (10, 20, 30, 40):

@@ -33,7 +33,7 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Runs in each process of a fleet: times in-place AllReduce of float32 by size in bytes.
 
-    All kinds take turns, round by round, so that what the machine does meanwhile meets all of them.
+    All kinds take turns, round by round, so that what else the machine does meets all of them.
 
     Args:
         communicator: ours.

@@ -9,7 +9,7 @@ muster bench failover --only worker --times 3          # a worker killed while n
 muster bench failover --only together --times 10       # the leader and a launcher's worker in one moment
 muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
 muster bench failover --only leader quorum             # several, on one job
-muster bench failover --only space --shortages 10 60   # no space in etcd, by turns; a worker dies meanwhile
+muster bench failover --only space --shortages 10 60   # no space in etcd, by turns; and a worker dies
 muster bench failover --only disk --shortages 10 60    # the same of one scheduler's disk; as root
 """
 

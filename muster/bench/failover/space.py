@@ -1,4 +1,4 @@
-"""A journal without space: a worker dies meanwhile, and training goes on when there is space again.
+"""A journal without space: a worker dies in that time, and training goes on when there is space again.
 
 On etcd, whose database reaches its quota, and on a disk of its own (a tmpfs, which takes root to mount), each
 with ``--serve`` and without.

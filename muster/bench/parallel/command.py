@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures; returns rows for each model and variant.
 
     Raises:
-        FleetError: there are not so many GPUs, or their costs cannot be measured.
+        FleetError: there are too few GPUs, or their costs cannot be measured.
     """
     from muster.bench.parallel import job
 

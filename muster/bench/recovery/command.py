@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--images", type=int, default=32, metavar="N", help="images per GPU and step (32)")
     option("--seed", type=int, default=0, help="of what is killed, and when")
     option(
-        "--limit-s", type=float, default=540, help="stop after so many seconds, and say what was seen (540)"
+        "--limit-s", type=float, default=540, help="stop after this many seconds, and say what was seen (540)"
     )
     option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
     option("--tiny", action="store_true", help="try the script for GPUs on a CPU, with a small net")

@@ -22,12 +22,12 @@ PROGRESS_S = 5.0
 def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
     """Kills workers at random for a while, also newcomers that are still joining; then lets the run end.
 
-    Two workers that hold the state always live: with none of them the training would begin anew.
+    Two workers that hold the state always live: with none of them the training would start over.
 
     Args:
         job: of at least four workers, which may go on with two.
         seconds: for how long.
-        chance: decides whom, and when.
+        chance: decides which, and when.
 
     Raises:
         RuntimeError: a process ended that nobody killed, or the job did not settle.
@@ -292,7 +292,7 @@ def kill_schedulers(job: Digits, kills: int, chance: random.Random) -> dict[str,
         job.say(f"scheduler kill {number + 1}")
         job.hold_back((number + 1) / kills * 0.8)
     noticed = [event for worker in job.workers for event in worker.follow() if event["what"] == "interrupted"]
-    steps_of = [worker.steps() for worker in job.workers]  # read once: they train on meanwhile
+    steps_of = [worker.steps() for worker in job.workers]  # read once: they train on
     steps = [step for done in steps_of for step in done]
     in_order = all([step["step"] for step in done] == list(range(1, len(done) + 1)) for done in steps_of)
     pauses = [longest_pause(worker, but_first=3) for worker in job.workers]

@@ -72,7 +72,7 @@ class WorkerProcess:
 
 
 def longest_pause(worker: WorkerProcess, since: float = 0.0, *, but_first: int = 0) -> float:
-    """The longest time between two steps that this worker finished since then, without so many at first."""
+    """The longest time between two steps of this worker since then, without the first ``but_first`` steps."""
     times = [step["t"] for step in worker.steps() if step["t"] > since][but_first:]
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
@@ -198,7 +198,7 @@ class MeasuredJob:
         """Polls until ``condition`` holds; returns its value.
 
         Raises:
-            RuntimeError: it did not hold in time, or a worker ended with an error meanwhile.
+            RuntimeError: it did not hold in time, or a worker ended with an error before.
         """
         deadline = time.monotonic() + timeout_s
         while not (found := condition()):

@@ -156,7 +156,7 @@ def scheduler_for(
         node_timeout_s: MS_NODE_TIMEOUT.
         folder: of keys and log.
         serve: it takes any job.
-        cores: how many processors are its own; what this process starts meanwhile gets the others. 0: none.
+        cores: how many processors are its own; what else this process starts gets the others. 0: none.
     """
     config, password = make_keys(folder)
     env = environment(
@@ -395,7 +395,7 @@ class Crowd:
         return at, said
 
     def _refuse_failures(self, seconds: float) -> None:
-        """Waits; what comes meanwhile can only be a generation that should not end."""
+        """Waits; what comes can only be a generation that should not end."""
         try:
             at, said = self._next(seconds)
         except queue.Empty:

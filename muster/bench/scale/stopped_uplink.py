@@ -2,7 +2,7 @@
 
 Real sessions over mutual TLS on this machine, without collectives: each asks for a step every 50 ms, and
 opens its streams by one uplink, which is stopped by SIGSTOP and goes on. Workers go to the scheduler directly
-meanwhile; ``--direct`` keeps them from that, as if only the uplink could reach it. Each trial has a job.
+until then; ``--direct`` keeps them from that, as if only the uplink could reach it. Each trial has a job.
 """
 
 from __future__ import annotations

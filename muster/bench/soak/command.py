@@ -79,7 +79,7 @@ PATIENCE_S = 30.0
 """How long the next harm waits at most for the job to go on after the last one."""
 
 BURST = 0.4
-"""Share of harms that are followed by the next whatever the job does meanwhile."""
+"""Share of harms that are followed by the next whatever the job does."""
 
 KEPT_STEPS = 20_000
 """How far behind the newest step one may still be checked."""
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     option("--hours", type=float, default=2.0, metavar="H", help="of harm; 0.05 are three minutes (2)")
-    option("--seed", type=int, default=0, help="of what is done to whom, and when (0)")
+    option("--seed", type=int, default=0, help="of what is done to which process, and when (0)")
     option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step (50)")
     option("--keep", type=Path, metavar="DIR", help="keep logs there; where something is wrong, always kept")
 
@@ -141,7 +141,7 @@ class Results:
         self.setbacks: list[dict[str, int]] = []
 
     def right(self, step: int) -> str:
-        """What the weights are after so many steps."""
+        """What the weights are after a number of steps."""
         while self._newest < step:
             mix(self._weights, part(self._newest, rows_of(self._newest)))
             self._newest += 1

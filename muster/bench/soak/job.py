@@ -33,7 +33,7 @@ HARM_VARIABLE = "MUSTER_SOAK_HARM"
 
 BAD_NETWORK = Trouble(delay_s=0.02, stall=0.01, stall_s=1.0, reset=0.001, half_close=0.001)
 LIAR_NETWORK = Trouble(stall=0.02, stall_s=14.0)
-"""A liar's own: collectives with it hang for so long that the scheduler asks who reaches whom."""
+"""A liar's own: collectives with it hang until the scheduler asks which members reach each other."""
 
 Numbers = NDArray[np.uint64]
 

@@ -172,8 +172,7 @@ class CapturedByHand:
 
     The model is built on the stream of the capture, eleven steps warm it up there, autocast keeps no cache,
     and the batch lies where the graph reads it. Errors of NCCL are not handled asynchronously: the
-    environment says so before the process group is made. Other threads may call CUDA meanwhile, as heartbeats
-    do.
+    environment says so before the process group is made. Other threads may call CUDA, too, as heartbeats do.
 
     Args:
         make: makes the model and its optimizer.

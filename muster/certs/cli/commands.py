@@ -174,7 +174,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
 
 
 def revoke(options: argparse.Namespace, env: Environment) -> None:
-    """Revokes certificates, or signs the list anew if none is named."""
+    """Revokes certificates, or signs the list again if none is named."""
     options.dir = _directory_of_authority(options)
     password = _password(options, env)
     authority = open_authority(options.dir, password)

@@ -87,7 +87,7 @@ class Authority:
         """Issues a certificate with a new P-256 key, and keeps a copy of it (not of the key) in ``issued/``.
 
         Args:
-            identity: whom it is for.
+            identity: who it is for.
             hosts: names and addresses that a server may be reached by.
             days: how long it is good; never longer than the authority.
             now: the first moment.
@@ -262,7 +262,7 @@ def renew_authority(
     """Gives a root a new certificate for the same name and key; what it has issued stays good.
 
     Raises:
-        ConfigError: it is not a root: the authority above must make it anew.
+        ConfigError: it is not a root: the authority above must issue it again.
     """
     if authority.chain:
         raise ConfigError(

@@ -93,7 +93,7 @@ def _sentence(credentials: Credentials, each: Expiry, now: datetime.datetime) ->
     remedies = {
         "certificate": "`muster certs renew FILE.p12` makes a new one.",
         "authority": "`muster certs renew --ca` gives it a new certificate.",
-        "revocation_list": "`muster certs revoke` without a certificate signs it anew.",
+        "revocation_list": "`muster certs revoke` without a certificate signs it again.",
     }
     days = (each.not_after - now) // DAY
     when = f"ends in {days} days, on" if days > 0 else ("ends on" if now <= each.not_after else "ended on")

@@ -68,7 +68,7 @@ class Credentials:
         cert_chain_pem: the leaf, then intermediates.
         ca_pem: the trusted authorities.
         leaf_pem: the leaf alone.
-        identity: whom the leaf names.
+        identity: who the leaf names.
         not_before: first moment of the leaf's validity.
         not_after: last moment of the leaf's validity.
         fingerprint: SHA-256 of the leaf.
@@ -329,7 +329,7 @@ def forget_opened() -> None:
     _ahead.opened = {}
 
 
-_REMAKE = "Make it anew: `muster certs issue`, or `openssl pkcs12 -export -inkey KEY -in CERT -out FILE`."
+_REMAKE = "Make it again: `muster certs issue`, or `openssl pkcs12 -export -inkey KEY -in CERT -out FILE`."
 
 
 def _check_envelope(data: bytes, shown: str) -> None:

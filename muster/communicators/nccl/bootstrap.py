@@ -181,7 +181,7 @@ def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
         if state != IN_PROGRESS:
             raise CommunicatorError(
                 f"NCCL could not create the communicator: {nccl.get_error_string(state)}{waiting.why()}",
-                remedy="A peer ended meanwhile, or run with NCCL_DEBUG=WARN to see why.",
+                remedy="A peer ended while it was built, or run with NCCL_DEBUG=WARN to see why.",
             )
         waiting.check()
         time.sleep(POLL_INTERVAL_S)

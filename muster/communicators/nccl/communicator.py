@@ -418,7 +418,7 @@ class NcclCommunicator(Communicator):
             first: the first one.
             count: how many elements this one must have.
             dtype: NCCL's number of its dtype.
-            at: so many elements within it the first one may begin, and so be in place; nowhere else may it
+            at: how many elements within it the first one may begin, and so be in place; nowhere else may it
                 share memory. None: not even there.
             moved: as for :meth:`_take`.
         """

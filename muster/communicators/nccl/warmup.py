@@ -1,7 +1,7 @@
 """Makes a GPU's context and loads its libraries in a thread, while the worker joins.
 
 The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs where no process held
-them), as long as all imports and the joining together. That is C code that needs no Python meanwhile, so it
+them), as long as all imports and the joining together. That is C code that needs no Python, so it
 starts first. The array library is Python, and would hold up other imports: it is loaded while this worker
 waits for the others.
 """

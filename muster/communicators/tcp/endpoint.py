@@ -222,7 +222,7 @@ class Endpoint:
                 if time.monotonic() - begun > _LAST_REOPENING_S:
                     pause_s = _FIRST_REOPENING_S
                 _LOG.error(
-                    "The peer endpoint failed and is opened anew in %g s. Connections stay, peers are dialed"
+                    "The peer endpoint failed and is opened again in %g s. Connections stay, peers are dialed"
                     " again. Please report it: %s",
                     pause_s,
                     _short(f"{type(error).__name__}: {error}"),

@@ -328,7 +328,7 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
                 what = "sent what is no TLS" if there else "hung up before it said anything"
                 raise CommunicatorError(f"The other side {what}.")
             if len(there) < size and woken:  # the kernel wakes us early only where nothing more will come
-                raise CommunicatorError("The other side hung up amid its TLS hello.")
+                raise CommunicatorError("The other side hung up during its TLS hello.")
         if len(there) == size > _TLS_RECORD_HEAD_BYTES:
             break
         if len(there) == size:

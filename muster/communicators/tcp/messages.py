@@ -50,10 +50,10 @@ SMALL_BYTES = 32768
 """A message up to this size goes without being called for."""
 
 MOST_WAITING_BYTES = 1 << 20
-"""So many bytes of small messages may wait at one peer; further ones are offered."""
+"""Bytes of small messages that may wait at one peer; further ones are offered."""
 
 MOST_ARRIVED = 1 << 16
-"""So many messages of one peer may wait until they are called for; who sends more is lost."""
+"""Messages of one peer that may wait until they are called for; who sends more is lost."""
 
 USER, BARRIER = 0, 1
 """Channels: the program's messages, and those of a monitored barrier."""
@@ -576,13 +576,13 @@ class Messages:
             if now < message.deadline:
                 self._connect_for(message)  # an older message's dialing may have ended
                 continue
-            whom = self._name(peer) if peer >= 0 else "any rank"
+            partner = self._name(peer) if peer >= 0 else "any rank"
             what = (
                 f"send with tag {message.tag} to" if message.is_send else f"recv with tag {message.tag} from"
             )
             note = self._pending_group.notes.get(peer, "") if peer not in self._lines else ""
             error = CollectiveTimeoutError(
-                f"{what} {whom} in group {self.membership.group!r} was not done in {self.timeout_s:g} s"
+                f"{what} {partner} in group {self.membership.group!r} was not done in {self.timeout_s:g} s"
                 + (f" [{note}]." if note else "."),
                 remedy="See that worker's log, or raise the group's timeout.",
             )

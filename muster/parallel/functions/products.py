@@ -72,7 +72,7 @@ class Casts:
 
     def of(self, weight: Any, dtype: Any) -> Any:
         """The weight in another dtype, without a gradient."""
-        if id(weight) not in self._made:  # holding the weight, lest another take its id
+        if id(weight) not in self._made:  # holding the weight, so that no other takes its id
             self._made[id(weight)] = weight, weight.detach().to(dtype)
         return self._made[id(weight)][1]
 

@@ -82,7 +82,7 @@ def _dealt(mesh: Mesh, grid: Slices) -> Placements | None:
 
 
 def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Placements | None:
-    """The layout of an input with so many slices of each dimension, where the inputs' grid is this one."""
+    """The layout of an input that is cut into these slices, where the inputs' grid is this one."""
     left = list(cuts)
     found: list[Placement] = []
     for size, entry in zip(mesh, _dealt(mesh, grid) or (), strict=False):

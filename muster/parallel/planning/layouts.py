@@ -100,7 +100,7 @@ def group_ranks(dims: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def factorisations(world: int, dimensions: int = 2) -> list[Mesh]:
-    """The meshes of ``world`` ranks with at most so many dimensions, those with fewer first."""
+    """The meshes of ``world`` ranks with at most this many dimensions, those with fewer first."""
     found: list[Mesh] = [(world,)]
     for count in range(2, dimensions + 1):
         for sizes in itertools.product([n for n in range(2, world) if world % n == 0], repeat=count):

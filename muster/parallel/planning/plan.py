@@ -326,7 +326,7 @@ class Plan:
         return "\n".join(lines)
 
     def alternatives(self, name: str) -> list[Alternative]:
-        """All that may be done with an operator, the cheapest first, the rest of the plan chosen anew."""
+        """All that may be done with an operator, the cheapest first, the rest of the plan chosen again."""
         index = self.graph.by_name()[name]
         node, found = self.graph.nodes[index], []
         problem = self._problem()

@@ -160,7 +160,7 @@ def _named(graph: Graph, name: str) -> Node:
 
 
 def pin_of(mesh: Mesh, wanted: Mapping[str, int]) -> Pin:
-    """Holds an operator to so many slices of each axis, on this mesh."""
+    """Holds an operator to these numbers of slices of its axes, on this mesh."""
 
     def fits_wanted(node: Node, state: State) -> bool:
         counts: dict[str, int] = {}

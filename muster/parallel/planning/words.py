@@ -43,5 +43,5 @@ def times_text(ratio: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """The text, cut to so many characters."""
+    """The text, cut to this many characters."""
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -147,7 +147,7 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         type=_seconds,
         const=WATCH_S,
         metavar="S",
-        help=f"show it anew every S seconds ({WATCH_S:g}) until Ctrl-C or the job's end",
+        help=f"show it again every S seconds ({WATCH_S:g}) until Ctrl-C or the job's end",
     )
     jobs = commands.add_parser(
         "jobs",
@@ -183,7 +183,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# ---------------------------------------------------------------- whom to ask, and as whom
+# ---------------------------------------------------------------- which scheduler to ask, and as who
 
 
 def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:

@@ -167,7 +167,7 @@ def show_jobs(rows: Sequence[tuple[str, pb.JobSummary]], out: TextIO, *, width: 
 
 
 def watch(ask: Callable[[], pb.StatusReply], out: TextIO, *, pause: Callable[[], None]) -> int:
-    """Shows a job anew again and again, until Ctrl-C or its end; returns the exit code.
+    """Shows a job again and again, until Ctrl-C or its end; returns the exit code.
 
     Args:
         ask: asks the scheduler.
@@ -190,7 +190,7 @@ def watch(ask: Callable[[], pb.StatusReply], out: TextIO, *, pause: Callable[[],
         except KeyboardInterrupt:
             return 0
         except UnreachableError:
-            console.print("the scheduler is gone: the job has ended, or the scheduler is started anew")
+            console.print("the scheduler is gone: the job has ended, or the scheduler is being restarted")
             return 0
 
 

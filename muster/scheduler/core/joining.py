@@ -166,7 +166,7 @@ def check_process(ledger: Ledger, event: events.Joined) -> messages.Refused | me
         return messages.Refused(
             messages.RefusalCode.JOB_ENDED,
             f"The job has ended: {ledger.outcome.reason} {named_first(candidate)} came too late; "
-            "start the job anew, or under another MS_JOB_ID.",
+            "start the job again, or under another MS_JOB_ID.",
         )
     if event.held_generation > 0 and not _holds(ledger, candidate):
         return messages.Refused(messages.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))

@@ -604,7 +604,10 @@ def _topology_key(
 # ---------------------------------------------------------------- workers in words
 
 LISTED_AT_MOST = 16
-STATELESS = "no member is known to hold the training state: without one it starts from a checkpoint or anew"
+STATELESS = (
+    "no member is known to hold the training state: without one it starts from a checkpoint"
+    " or from the beginning"
+)
 
 
 def who(candidate: messages.Candidate, rank: int = -1) -> str:

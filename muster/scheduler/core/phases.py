@@ -94,7 +94,7 @@ def _last_call_over(job: Job, worker_min: int, now: float) -> bool:
 
 
 def _could_form(job: Job, least: int) -> bool:
-    """Whether so many of those that are in make up a group: of a line of a rank table one at most."""
+    """Whether this many of those that are in make up a group: of a line of a rank table one at most."""
     ledger = job.ledger
     staying = len(ledger.claims) - len(ledger.leaving)
     if staying < least or job.settings.rank_table is None:

@@ -499,7 +499,7 @@ EXACT_PARTIES = 16
 """Up to this number of parties the best set is searched exactly; beyond, by taking the worst away."""
 
 MANY = 2
-"""A party that is broken with so many others, which are not with each other, is the one at fault."""
+"""A party that is broken with this many others, which are not with each other, is the one at fault."""
 
 Accusation = tuple[str, str]
 

@@ -118,7 +118,7 @@ PartyName = tuple[str, str]
 """The id of a host, and the node id of a worker on it, or "" for all of them."""
 
 BrokenPair = tuple[PartyName, PartyName]
-"""One that may be at fault, and with whom it was broken."""
+"""One that may be at fault, and the party with which it was broken."""
 
 
 @dataclass(slots=True)

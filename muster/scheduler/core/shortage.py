@@ -11,7 +11,7 @@ REPORT_S = 60.0
 
 
 def pause_s(tries: int) -> float:
-    """How long to wait after so many tries in a row that were refused."""
+    """How long to wait after a number of tries in a row that were refused."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 30))
 
 

@@ -90,11 +90,11 @@ class _Line:
 
 
 class EtcdCalls:
-    """etcd's API on channels that are made anew when they break, with the credentials of that moment.
+    """etcd's API on channels that are made again when they break, with the credentials of that moment.
 
     Args:
         endpoints: host and port of each member.
-        credentials: what to show, and whom to trust; None: no TLS.
+        credentials: what to show, and who to trust; None: no TLS.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class EtcdJournal:
 
         Raises:
             EtcdJournalDamagedError: batches are missing, or unreadable.
-            DeposedError: this process does not lead any more, and another may have written meanwhile.
+            DeposedError: this process does not lead any more, and another may have written since.
         """
         try:
             return await self._load()
@@ -208,7 +208,7 @@ class EtcdJournal:
         else:
             found = reply.responses[1].response_range.kvs
             if not found or found[0].value != value:
-                raise self._leadership.depose("etcd says that another has written meanwhile")
+                raise self._leadership.depose("etcd says that another has written since")
             revision = found[0].mod_revision  # an earlier try was carried out, and its answer lost
         self._heads[job_id] = _Head(head.first, head.last, revision)
 

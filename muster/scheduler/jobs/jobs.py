@@ -207,7 +207,7 @@ class Jobs:
         except ValueError as error:
             raise JournalUnavailableError(
                 f"The journal does not fit: {error}.",
-                remedy="Set the variables as they were, or move MS_RECOVERY_PATH away to begin anew.",
+                remedy="Set the variables as they were, or move MS_RECOVERY_PATH away to start over.",
             ) from error
         driver = self._start(job_id, machine)
         ledger = Ledger()
@@ -229,7 +229,7 @@ class Jobs:
         except Exception as error:
             raise JournalUnavailableError(
                 f"{error} Job {job_id} cannot be kept safe.",
-                remedy="Start the scheduler again once that is repaired; training goes on meanwhile.",
+                remedy="Start the scheduler again once that is repaired; training goes on until then.",
             ) from error
 
     async def _make_room(self) -> None:

@@ -520,7 +520,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return JournalDamagedError(
             self.path,
             f"damaged or foreign: {what}",
-            "Restore it from a backup, or move it away and start the job anew.",
+            "Restore it from a backup, or move it away and start the job again.",
         )
 
     @contextlib.contextmanager

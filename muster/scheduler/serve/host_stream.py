@@ -188,7 +188,9 @@ class _HostSession:
             session = self._sessions.admit(self._caller, on=self._stream)
         except LimitError as error:
             if len(self._turned_away) >= 2 * MAX_ITEMS:
-                raise TooSlowError("The host does not read whom the scheduler turns away.") from error
+                raise TooSlowError(
+                    "The host does not read which workers the scheduler turns away."
+                ) from error
             self._sessions.recorder.denied(
                 "HostStream", self._caller, self._caller.address, error.refusal, str(error)
             )

@@ -57,7 +57,7 @@ COLLECT_AFTER = (50_000, 50, 100)
 all of them finds nothing. With 5,000 workers the collector's own took 7 % of the scheduler's time."""
 
 AT_ONCE = 16
-"""So many calls that block are made at the same time."""
+"""Calls that block, made at the same time at most."""
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5

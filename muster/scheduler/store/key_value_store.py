@@ -42,7 +42,7 @@ VALUE_BYTES = 8
 """What a value of an answer costs beside its own bytes."""
 
 COUNTS_KEPT = 8
-"""Of so many prefixes, those asked for last, the number of keys is kept."""
+"""The number of keys is kept of this many prefixes, those asked for last."""
 
 WAITED_BYTES = 512
 """What a key that is waited for costs beside its own bytes."""
@@ -175,7 +175,7 @@ class Quotas:
     """What a list of keys takes."""
 
     turn_keys: int = 4096
-    """So many keys are looked at before all others have a turn."""
+    """How many keys are looked at before all others have a turn."""
 
 
 class QuotaError(Exception):
@@ -299,7 +299,7 @@ class KeyValueStore:
             state.kept_bytes -= _kept(done.pop(first))
 
     def forget_gone(self, present: Container[Member], keep: int) -> None:
-        """Forgets what was remembered of members that are gone, but for so many that came last.
+        """Forgets what was remembered of members that are gone, but for those that came last.
 
         Args:
             present: those that are not.

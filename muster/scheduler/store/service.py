@@ -55,7 +55,7 @@ TURN_S = 0.005
 """So long the operations of one message may take before all others have a turn."""
 
 GONE_KEPT = 8
-"""Of so many of the agents that are gone is remembered what they may ask for again."""
+"""How many of the agents that are gone have remembered what they may ask for again."""
 
 REASONS_KEPT = 16
 FAREWELL_S = 5.0

@@ -40,7 +40,7 @@ class Picture:
         self._missing: tuple[str, ...] = ()
 
     def look(self) -> None:
-        """Takes the job's state anew."""
+        """Takes the job's state as it is now."""
         view = self.driver.view()
         seats: list[tuple[object, ...]] = [
             (w.candidate, w.rank, w.local_rank, w.state, w.pid) for w in view.workers

@@ -239,7 +239,7 @@ class WatchService:
             yield from self._news_of_all(watcher)
             return
         seen, picture = watcher.seen, self._picture(watcher.job_id)
-        if picture is not seen.picture:  # the job has begun anew
+        if picture is not seen.picture:  # the job has started over
             watcher.seen = seen = _Seen(happening=seen.happening, picture=picture)
         if picture.roster[0] != seen.roster:
             seen.roster, message = picture.roster

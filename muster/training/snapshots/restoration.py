@@ -1,4 +1,4 @@
-"""To which snapshot all go back when a generation has formed, and who hands which parts to whom.
+"""To which snapshot all go back when a generation has formed, and which rank hands which parts to which.
 
 Every rank tells all others what it holds (:func:`encode`, one ``all_gather`` over the new group), and all
 come to the same decision from the same words. Nothing of this is journaled, nor known to the scheduler.
@@ -150,7 +150,7 @@ def decode(data: bytes) -> Told:
 
 
 def decide(told: Sequence[Told], needs: Needs = overlapping) -> Restoration | PartsMissing:
-    """Decides for all: the newest snapshot all of whose parts are found, and who hands them to whom.
+    """Decides for all: the newest snapshot all of whose parts are found, and which rank hands them to which.
 
     A copy counts if it is as its owner announced. Where copies of one part were announced with different
     checksums, those count that agree with the owner's own; without it none does. Who loads a part compares it

@@ -39,7 +39,7 @@ class Retention:
     A step that may yet be undone is none: call :meth:`at_step` when it is known to have ended well.
 
     Args:
-        every: a snapshot is due after each so many steps; the same on all ranks.
+        every: a snapshot is due after every ``every`` steps; the same on all ranks.
 
     Attributes:
         agreed: the newest snapshot that counts, for all that this rank has heard; None: there is none.

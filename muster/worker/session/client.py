@@ -150,12 +150,12 @@ class Client:
         self.post(events.Started())
 
     def renew(self, incarnation: int, data_address: str) -> None:
-        """Asks for a place anew after this process has lost its own."""
+        """Asks for a place again after this process has lost its own."""
         with self._lock:
             self._news = News()
         self.post(events.Renewed(incarnation, data_address))
         with self._lock:
-            self._leave_reported = False  # the machine has begun anew, and the leave has not
+            self._leave_reported = False  # the machine has started over, and the leave has not
             self._wake_timer()
 
     def expect_leave(self, reason: str) -> None:

@@ -31,7 +31,7 @@ class Timing(Value):
             again when etcd has a majority. ``reconnect_timeout_s`` then bounds only what one that is there
             owes, and a worker that has lost its place looks for ``topo_timeout_s``.
         verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed, it
-            cannot say on whom, waits to hear that the membership changed. One that names a peer waits
+            cannot say on which, waits to hear that the membership changed. One that names a peer waits
             for ``reconnect_timeout_s``: the scheduler then forms a generation in any case, which takes one
             that stood still, or is behind with reading, longer than its node time-out.
         goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
@@ -190,7 +190,7 @@ class Goodbye(Value):
 
 
 class Renewed(Value):
-    """After having lost its place, the process asks for one anew under a new incarnation."""
+    """After having lost its place, the process asks for another one, under a new incarnation."""
 
     incarnation: int
     data_address: str

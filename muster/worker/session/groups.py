@@ -33,7 +33,7 @@ class Groups:
         self._groups: dict[str, Group] = {}
 
     def enter(self, world: Communicator) -> None:
-        """Enters a new generation and makes the groups anew, in the order of their creation.
+        """Enters a new generation and makes the groups again, in the order of their creation.
 
         A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
         A group with a rank that the new world lacks stays without a communicator.
@@ -97,7 +97,7 @@ class Groups:
                 raise GroupError(
                     f"The group {name!r} has the ranks {list(group.ranks)}, and the world has only"
                     f" {world.world_size} ranks since its members changed.",
-                    remedy="Destroy it and create it anew.",
+                    remedy="Destroy it and create it again.",
                 )
             raise GroupError(f"Rank {world.rank} is not in the group {name!r} of ranks {list(group.ranks)}.")
         return group.communicator

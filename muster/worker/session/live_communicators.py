@@ -44,7 +44,7 @@ class LiveCommunicators:
     def abort(self, error: Exception) -> None:
         """Begins to abort all of them; call it under the lock.
 
-        On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
+        On a thread of its own: an abort may take a while, and the next generation's ids come before its end.
         It is started under the lock, so that a thread that sees the change can wait for it.
         """
         communicators = list(self._communicators)
@@ -60,7 +60,7 @@ class LiveCommunicators:
     def end(self, end: Callable[[Communicator], None]) -> None:
         """Calls ``end`` with each communicator there is, the youngest first.
 
-        That may block on a peer which dies meanwhile, so the end of the generation still aborts it.
+        That may block on a peer that dies, so the end of the generation still aborts it.
         """
         self.settle_aborts()
         while youngest := self._communicators[-1:]:

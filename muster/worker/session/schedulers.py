@@ -64,5 +64,5 @@ class Schedulers:
 
 
 def connect_timeout_s(schedulers: int) -> float:
-    """How long one of so many schedulers may take to answer."""
+    """How long one of several schedulers may take to answer."""
     return CONNECT_TIMEOUT_S if schedulers == 1 else TRY_S

@@ -128,7 +128,7 @@ class Session:
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.
 
-        If it is declared dead meanwhile, because it was stopped, say, it asks again as a newcomer.
+        If it is declared dead before, because it was stopped, say, it asks again as a newcomer.
 
         Raises:
             WorkerError: refused, not reachable, not trusted, or not formed in time.
@@ -209,7 +209,7 @@ class Session:
 
     @property
     def state_source_rank(self) -> int:
-        """The rank whose parameters the newcomers take, or -1 where all start anew."""
+        """The rank whose parameters the newcomers take, or -1 where all start over."""
         return self._place.state_source_rank
 
     @property
@@ -429,7 +429,7 @@ class Session:
         Callable from any thread; the others re-form without an abort. A worker that alone holds the training
         state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
         not come back within seconds, no next generation forms, or others do not come to the step's end
-        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
+        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also during a step.
         """
         self.expect_leave(reason)
         self._client.post(events.LeaveWanted(reason))
@@ -543,7 +543,7 @@ class Session:
             ordinal: this worker's GPU as CUDA counts in this process; -1 on a CPU.
 
         Raises:
-            MembershipChanged: the generation ended meanwhile.
+            MembershipChanged: the generation ended before.
             WorkerError: they cannot be connected.
         """
         generation, members = build.assignment.generation, build.assignment.members
@@ -572,7 +572,7 @@ class Session:
         )
         timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
         if place.state_source_rank >= 0:
-            # A survivor may be busy outside collectives for as long as it likes. The scheduler says for whom
+            # A survivor may be busy outside collectives for as long as it likes. The scheduler says who
             # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
             timeout_s = SURVIVOR_TIMEOUT_S
         try:

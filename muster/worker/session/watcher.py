@@ -23,7 +23,7 @@ STOOD_STILL_S = 1.0
 """A thread that did not run for this time was stopped, or its machine was, in seconds."""
 
 TRIES = 3
-"""How often probes are repeated if this process stood still meanwhile; then it sends no answer."""
+"""How often probes are repeated if this process stood still; then it sends no answer."""
 
 
 ProbeAll = Callable[[dict[str, str]], dict[str, str]]

@@ -3,7 +3,7 @@
 A pair of connected sockets without a name: only who has inherited an end can use it. The uplink holds the
 inner end, all workers of a launch the outer one. A worker makes a pair of its own and sends one end of that
 through the door; the uplink's answer is the first frame on it. The launcher keeps both ends of the door, so
-that another uplink can take the place of one that has died; what was handed in meanwhile waits in the door.
+that another uplink can take the place of one that has died; what is handed in until then waits in the door.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ def forge_a_line_in_a_goodbye(_: Path) -> bool:
 
 
 def cut_short(_: Path) -> bool:
-    """Ends a connection amid its data without a word, so that half an array is taken for whole."""
+    """Ends a connection during its data without a word, so that half an array is taken for whole."""
     with pair() as (near, far):
         far.send(sent(GRADIENT)[0][:-1])
         far.close()

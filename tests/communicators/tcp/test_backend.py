@@ -101,7 +101,7 @@ def test_who_is_cut_off_amid_its_data_learns_what_the_other_called(monkeypatch: 
     other_is_gone, write = threading.Event(), PeerConnection.write
 
     def write_slowly(self: PeerConnection, view: memoryview) -> int:
-        """Rank 0 is amid its data when rank 1 has seen what it called, and has hung up."""
+        """Rank 0 is still sending its data when rank 1 has seen what it called, and has hung up."""
         count = write(self, view)
         if self.peer == 1:
             other_is_gone.wait(10)

@@ -1,4 +1,4 @@
-"""The endpoint's thread: hostile connections do not end it, and should it fail, it begins anew."""
+"""The endpoint's thread: hostile connections do not end it, and should it fail, it starts over."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_thread_that_fails_is_reported_and_begins_anew_on_its_port(
     caplog.set_level(logging.ERROR, "muster.tcp")
     broken = groups(addresses, 1, Broken)
     gather(endpoints, broken)
-    wait_for(lambda: "opened anew" in caplog.text)
+    wait_for(lambda: "opened again" in caplog.text)
     for endpoint, group in zip(endpoints, broken, strict=True):
         endpoint.forget(group)
     whole = groups(addresses, 2)

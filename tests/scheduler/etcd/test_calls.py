@@ -83,7 +83,7 @@ def test_one_call_that_fails_ends_no_other() -> None:
             member.transactions.put_nowait(pb.TxnResponse(succeeded=True))
             assert (await writing).succeeded
             member.transactions.put_nowait(pb.TxnResponse(succeeded=True))
-            assert (await calls.transact(pb.TxnRequest())).succeeded  # on a channel made anew
+            assert (await calls.transact(pb.TxnRequest())).succeeded  # on a channel made again
             await calls.close()
 
     go(test())

@@ -1,4 +1,4 @@
-"""The jobs of one scheduler: opened, refused, begun anew, taken up from a journal."""
+"""The jobs of one scheduler: opened, refused, started over, taken up from a journal."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_serving_several_jobs_each_at_its_own_size() -> None:
         for stream in first:
             stream.put(leave())
             assert stream.next("ended").ended.ok
-        again = form(over, 1, job_id="first")  # an ended job may begin anew, at another size
+        again = form(over, 1, job_id="first")  # an ended job may start over, at another size
         reply = pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(job_id="second"))
         assert (reply.state, reply.worker_num, len(reply.workers)) == ("running", 3, 3)
         running.signal(signal.SIGTERM)

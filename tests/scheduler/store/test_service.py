@@ -324,7 +324,7 @@ def test_a_message_of_endless_work_lets_others_have_their_turns() -> None:
                 while not answered:
                     await ask(other, GET, b"none")
                     answered += len(pb.StoreReply.FromString(await call.read()).answers)
-                assert answered < len(looks)  # the other was answered amid them
+                assert answered < len(looks)  # the other was answered while they ran
                 call.cancel()
 
     go(test())
@@ -439,7 +439,7 @@ def test_a_member_that_does_not_read_is_dropped_with_what_waits_for_it() -> None
             await ask(other, SET, b"k", bytes(700_000))
             async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
                 call: Any = channel.stream_stream(OPEN)()
-                with contextlib.suppress(grpc.aio.AioRpcError):  # it may be dropped amid them
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it may be dropped while they run
                     for message in [_opened()[0], *asks]:
                         await call.write(message)
                 while rig.recorder.refusals["too_slow"] == 0 or rig.service.sizes()["streams"] > 1:

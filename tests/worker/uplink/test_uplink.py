@@ -67,7 +67,7 @@ def formed(here: Host, *dials: Dial) -> list[Member]:
 
 
 def back(here: Host, dial: Dial, index: int) -> Member:
-    """A member that opens its stream anew, as it does after a loss of that."""
+    """A member that opens its stream again, as it does after a loss of that."""
     return here.join(f"node-{index}", dial, held_rank=index, **HELD)
 
 
@@ -266,7 +266,7 @@ def test_an_uplink_that_is_asked_to_end_stays_until_its_workers_have_left(here: 
     uplink.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         uplink.wait(FAREWELL_S + 1.0)
-    second = here.join("node-1")  # one that connects anew on its way out
+    second = here.join("node-1")  # one that connects again on its way out
     second.next("assignment")
     for member in (first, second):
         member.put(pb.WorkerMessage(leave=pb.Leave(reason="SIGTERM")))
