@@ -44,6 +44,7 @@ def test_all_faults_and_takeovers_are_played() -> None:
     assert seen["takeovers"] >= 20
 
 
+@pytest.mark.system  # it tests the simulator and its judge, not the product
 @pytest.mark.parametrize("name", CLUSTER_MUTANTS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     seed, told = hunt(CLUSTER_MUTANTS[name], 100, play_cluster)

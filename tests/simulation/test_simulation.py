@@ -106,6 +106,7 @@ def test_a_few_hundred_seeds_play_every_kind_of_scenario_and_all_faults() -> Non
     raise AssertionError(f"never seen: {(set(KINDS) - set(kinds)) | (FAULTS - set(faults))}")
 
 
+@pytest.mark.system  # it tests the simulator and its judge, not the product
 @pytest.mark.parametrize("name", QUICKLY_CAUGHT)
 def test_a_planted_bug_is_caught(name: str) -> None:
     seed, told = hunt(MUTANTS[name], 600)

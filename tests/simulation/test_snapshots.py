@@ -26,6 +26,7 @@ def test_a_seed_decides_everything() -> None:
     assert one == other and len(one) > 50
 
 
+@pytest.mark.system  # it tests the simulator and its judge, not the product
 @pytest.mark.parametrize("name", SNAPSHOT_MUTANTS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     seed, told = hunt(SNAPSHOT_MUTANTS[name], 12, play_snapshots)
