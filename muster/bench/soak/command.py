@@ -6,7 +6,8 @@ an hour, takes the space of the journal's disk (where one can be mounted), and h
 Some harms come in bursts, others once the job has gone on, so that a busy machine is not harmed faster than
 it computes. Each step has one right result, computed here again. One worker is never killed, and after a
 third of the time the scheduler is not, so that their memory and their descriptors can be watched, and those
-of a ``muster web`` beside them, at which somebody looks.
+of a ``muster web`` beside them, at which somebody looks. In a run of over a quarter of an hour both are
+flooded until they have taken the memory that floods cost them, and watched from then on.
 
   muster bench soak --hours 2 --seed 1 --json soak.json --keep logs
 """
@@ -74,6 +75,9 @@ END_TIMEOUT_S = 180.0
 SAMPLE_S = 5.0
 PROGRESS_S = 10.0
 FLOOD_S = 3.0
+WARM_UP_FLOODS, WARM_UP_FLOOD_S = 10, 8.0
+"""A new scheduler grew from 63 to 297 MB in six floods of 8 s, and in eight further ones by 1 MB."""
+
 LONG_S = 900.0
 PATIENCE_S = 30.0
 """How long the next harm waits at most for the job to go on after the last one."""
@@ -211,8 +215,8 @@ class WatchedProcess:
 def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     """Whether neither memory nor descriptors have grown by more than noise.
 
-    Python and gRPC keep what they have had once, so the first floods cost more than a short run can show:
-    four floods of 8 s took an idle scheduler from 58 to 446 MB on two quiet cores, the last one nothing.
+    Python and gRPC keep what they have had once, so a short run, which begins without :class:`WarmUp`, has to
+    allow for floods: four of 8 s took an idle scheduler from 58 to 446 MB on two cores, the last one nothing.
     """
     if not summary:
         return True
@@ -223,6 +227,27 @@ def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
         summary["memory_mb_late"] <= summary["memory_mb_early"] + room_mb
         and summary["descriptors_late"] <= summary["descriptors_early"] + room
     )
+
+
+class WarmUp:
+    """Floods scheduler and page one flood after the other, so that later ones find the memory taken already.
+
+    Args:
+        floods: how many; 0: it is over from the beginning.
+    """
+
+    def __init__(self, floods: int) -> None:
+        self._left = floods
+
+    def over(self, job: Soak) -> bool:
+        """Whether the last of its floods has ended; begins the next one where one has."""
+        if self._left and not job.flooded:
+            self._left -= 1
+            job.flood(job.port, WARM_UP_FLOOD_S)
+            if job.page is not None:
+                job.flood(job.page.port, WARM_UP_FLOOD_S)
+            return False
+        return not self._left and not job.flooded
 
 
 class Soak(MeasuredJob):
@@ -318,6 +343,18 @@ class Soak(MeasuredJob):
         while len(self.living()) < WORKERS + SPARES:
             self.start(f"spare-{len(self.workers)}", MS_WORKER_SPARE="1")
 
+    @property
+    def flooded(self) -> bool:
+        """Whether a flood goes on."""
+        self.floods = [each for each in self.floods if each.poll() is None]
+        return bool(self.floods)
+
+    def flood(self, port: int, seconds: float) -> None:
+        """Begins to flood a port with TLS hellos."""
+        arguments = ["127.0.0.1", str(port), "127.0.0.9", str(seconds)]
+        command = [sys.executable, "-m", "muster.bench.flood.hellos", *arguments]
+        self.floods.append(subprocess.Popen(command, env=self.env, stdout=subprocess.DEVNULL))
+
     def check(self, *, may_end: bool = False) -> None:
         """Notes every end that nothing explains; nobody waits for it."""
         others = {
@@ -387,24 +424,26 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
     next_harm = next_sample = next_progress = began
     kinds = _kinds(chance)
     wanted, patience = 0, began
+    warm_up, settled = WarmUp(WARM_UP_FLOODS if seconds > LONG_S else 0), False
     while (now := time.monotonic()) < began + seconds:
         job.wake(now)
         for worker in job.living():
             job.results.take(worker)
         job.check()
         job.refill()
+        rests = now > began + seconds / 3
+        settled = settled or (rests and warm_up.over(job))
         if now >= next_harm and (job.results.checked >= wanted or now >= patience):
             next_harm, patience = now + chance.uniform(0.5, 4.0), now + PATIENCE_S
             wanted = job.results.checked + (0 if chance.random() < BURST else 3 * WORKERS)
-            scheduler_rests = now > began + seconds / 3
-            done[_harm(job, next(kinds), veteran, chance, spare_scheduler=scheduler_rests)] += 1
+            done[_harm(job, next(kinds), veteran, chance, spare_scheduler=rests)] += 1
         if now >= next_sample:
             next_sample = now + SAMPLE_S
             watched["worker"].look(veteran.process.pid)
             if job.page is not None:
                 job.page.look()
+            if settled and job.page is not None and job.scheduler is not None:
                 watched["page"].look(job.page.pid)
-            if now > began + seconds / 3 and job.scheduler is not None:
                 watched["scheduler"].look(job.scheduler.pid)
         if now >= next_progress:
             next_progress = now + PROGRESS_S
@@ -489,13 +528,9 @@ def _harm_others(job: Soak, what: str, place: float, seconds: float) -> bool:
         whose = [None, *job.living()]
         job.jump(whose[int(place * len(whose))], CLOCKS_S[int(97 * place) % len(CLOCKS_S)])
     else:
-        job.floods = [each for each in job.floods if each.poll() is None]
-        if job.floods or job.page is None:
+        if job.flooded or job.page is None:
             return False
-        port = job.port if place < 0.5 else job.page.port
-        arguments = ["127.0.0.1", str(port), "127.0.0.9", str(FLOOD_S)]
-        command = [sys.executable, "-m", "muster.bench.flood.hellos", *arguments]
-        job.floods.append(subprocess.Popen(command, env=job.env, stdout=subprocess.DEVNULL))
+        job.flood(job.port if place < 0.5 else job.page.port, FLOOD_S)
     return True
 
 

@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from muster.bench.recovery.job import WorkerProcess
-from muster.bench.soak.command import Results, WatchedProcess, is_flat
+from muster.bench.soak.command import Results, WarmUp, WatchedProcess, is_flat
 from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
 from muster.bench.soak.relay import Relay
 from muster.training.sampler import ShardedSampler
@@ -87,6 +88,29 @@ def test_growth_shows_after_a_long_run() -> None:
     assert not is_flat(growing.summary())
     assert not is_flat(leaking.summary())
     assert is_flat(WatchedProcess().summary())
+
+
+class FloodedJob:
+    """Stands for a job that is flooded until somebody says that the flood is over."""
+
+    def __init__(self) -> None:
+        self.port, self.page, self.flooded = 6667, SimpleNamespace(port=8000), False
+        self.ports: list[int] = []
+
+    def flood(self, port: int, seconds: float) -> None:
+        self.ports.append(port)
+        self.flooded = True
+
+
+def test_memory_is_judged_once_scheduler_and_page_have_been_flooded_one_flood_after_the_other() -> None:
+    job, warm_up = FloodedJob(), WarmUp(2)
+    for _ in range(2):
+        assert not warm_up.over(job)  # type: ignore[arg-type]
+        assert not warm_up.over(job)  # type: ignore[arg-type]  # it goes on, and no other begins beside it
+        job.flooded = False
+    assert warm_up.over(job)  # type: ignore[arg-type]
+    assert job.ports == [6667, 8000] * 2
+    assert WarmUp(0).over(FloodedJob())  # type: ignore[arg-type]
 
 
 def test_a_relay_passes_on_until_it_is_cut() -> None:
