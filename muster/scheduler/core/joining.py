@@ -38,6 +38,8 @@ def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -
     if known is not None and not _is_of(job, known, candidate):
         job.lose(known, "asked for a second place on its stream", messages.RefusalCode.MALFORMED)
         return
+    if known is not None:  # it has its answer, and may have acted on it: another one would take that back
+        return
     answer = check_process(job.ledger, event)
     if answer is not None:
         job.outbox.send(event.session, answer)

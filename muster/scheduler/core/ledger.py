@@ -75,7 +75,7 @@ class Ledger:
         absent: by node id, an incarnation that went before it ever was a member, and may come back.
         completed: worker processes that completed the training.
         lost: members of the current generation that are gone without having finished, with the reason.
-        parted: those of them that left as planned when the job was suspended.
+        parted: those of them that left as planned, when the job was suspended or before they had a step.
         arriving: those of them that were members of no generation before; nobody had computed with them.
         finished: node ids of the current generation that completed the training.
         stood: the last generation that stood; until a planned switch is made its members compute in it.
@@ -385,9 +385,10 @@ class Ledger:
                 self.finishing = True
             else:
                 self.lost[record.node_id] = record.reason
-                if claim.since == self.generation and not self.established:
+                arriving = claim.since == self.generation and not self.established
+                if arriving:
                     self.arriving.add(record.node_id)
-                if claim.leaving is not None and self.suspended is not None:
+                if claim.leaving is not None and (arriving or self.suspended is not None):
                     self.parted.add(record.node_id)
 
     def retire(self, node_id: str, incarnation: int, reason: str) -> None:

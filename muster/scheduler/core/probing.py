@@ -114,7 +114,9 @@ def take_answer(job: Job, event: events.ProbeAnswered, now: float) -> None:
     current = job.probing.current
     if current is None or event.round != current.number or event.session not in current.asked:
         return
-    current.take(event, now)
+    contacts = job.members.by_node
+    heard = {node_id: contacts[node_id].last_heard for node_id, _ in event.unreached if node_id in contacts}
+    current.take(event, now, heard)
     awaited = current.awaited  # who has answered, or is gone, is awaited no more
     while awaited and (
         awaited[-1] in current.answers or not _is_there(job, awaited[-1], current.asked[awaited[-1]])
@@ -151,7 +153,6 @@ def _conclude_round(job: Job, now: float) -> None:
     gone = [s for s, asked in current.asked.items() if not _is_there(job, s, asked)]
     for session in gone:
         current.answers.pop(session, None)
-    current.heard = {s: job.members.by_node[n].last_heard for s, n in job.members.nodes.items()}
     trains = job.phase in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING)
     if current.among_members and trains:
         if expel_unreachable(job, current):
@@ -225,12 +226,11 @@ def _who_goes(
     if single:
         unreachable, more = _leaving_and_pairs(job, workers, single, rule, WHOLE)
         pairs |= more
-    out = []
-    for claim in seated_claims(job):
-        host_id, node_id = claim.candidate.host.id, claim.candidate.node_id
-        if host_id in gone or node_id in unreachable:
-            out.append((claim.candidate, host_id if host_id in gone else node_id))
-    return out, pairs
+    claims = [claim.candidate for claim in seated_claims(job)]
+    out = [one for one in claims if one.host.id in gone or one.node_id in unreachable]
+    # Where nobody of its host stays, the next one to come from there has to show that the others are reached.
+    staying = {one.host.id for one in claims if one not in out}
+    return [(one, one.node_id if one.host.id in staying else one.host.id) for one in out], pairs
 
 
 def _workers_beside(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from muster.scheduler.core import events
@@ -50,7 +51,7 @@ class ProbeRound:
         hosts: the streams of those with a claim that are asked, by the id of their host.
         unreached: why they could not reach others, by node id, of each that has answered.
         began: since when those that have answered have probed.
-        heard: when each worker was last heard.
+        silent: those, by node id, that were not reached, and not heard either while they were probed.
     """
 
     number: int
@@ -63,7 +64,7 @@ class ProbeRound:
     answers: dict[events.SessionId, events.ProbeAnswered] = field(default_factory=dict)
     unreached: dict[events.SessionId, dict[str, str]] = field(default_factory=dict)
     began: dict[events.SessionId, float] = field(default_factory=dict)
-    heard: dict[events.SessionId, float] = field(default_factory=dict)
+    silent: dict[events.SessionId, frozenset[str]] = field(default_factory=dict)
 
     def target(self, place: int, host_id: str) -> events.SessionId:
         """Which worker one with this place on its host probes of another host."""
@@ -78,17 +79,20 @@ class ProbeRound:
         answer = self.answers.get(session)
         if answer is None or target not in self.answers:
             return None
-        if answer.seconds >= LONG_S and self.heard.get(target, self.began[session]) < self.began[session]:
+        node_id = self.asked[target].candidate.node_id
+        if node_id in self.silent[session]:
             return None
-        why = self.unreached[session].get(self.asked[target].candidate.node_id, "")
+        why = self.unreached[session].get(node_id, "")
         together = abs(self.began[session] - self.began[target]) <= TOGETHER_S
         return why if together or not why else None
 
-    def take(self, answer: events.ProbeAnswered, now: float) -> None:
-        """Takes an answer in."""
-        self.answers[answer.session] = answer
-        self.unreached[answer.session] = dict(answer.unreached)
-        self.began[answer.session] = now - answer.seconds
+    def take(self, answer: events.ProbeAnswered, now: float, heard: Mapping[str, float]) -> None:
+        """Takes an answer in; ``heard``: when workers were last heard, by node id."""
+        session, began = answer.session, now - answer.seconds
+        unreached = dict(answer.unreached)
+        self.answers[session], self.unreached[session], self.began[session] = answer, unreached, began
+        silent = (node_id for node_id in unreached if heard.get(node_id, began) < began)
+        self.silent[session] = frozenset(silent if answer.seconds >= LONG_S else ())
 
 
 @dataclass(frozen=True, slots=True)

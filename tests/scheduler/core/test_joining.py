@@ -16,7 +16,7 @@ from muster.version import __version__
 from muster.wire import messages
 from muster.wire.messages import series_of
 from muster.wire.rank_table import RankTable, RankTableEntry
-from tests.scheduler.core.scenes import SETTINGS, history, join
+from tests.scheduler.core.scenes import SETTINGS, history, join, running
 
 
 def test_who_has_no_device_is_told_so_where_a_rank_table_asks_for_one() -> None:
@@ -160,6 +160,15 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     asks.append(events.SessionLost(4, "reset"))
     answers = [told for i, ask in enumerate(asks) for told in job.step(ask, 1.0 + i).messages]
     assert [type(message) for session, message in answers if session == 3] == [messages.Refused]
+
+
+def test_a_join_that_comes_twice_on_a_stream_is_answered_once() -> None:
+    """A member that has stopped for a planned change would take a second answer for leave to go on."""
+    job, _ = running(SETTINGS)
+    back = join(7, "b").replaced(held_generation=1, held_rank=1, built=True)
+    assert job.step(back, 1.0).messages
+    again = job.step(back, 1.0)
+    assert (again.messages, again.records) == ((), ())
 
 
 def test_a_launch_is_named_by_its_first_admission_whoever_comes_later_and_after_a_restart() -> None:

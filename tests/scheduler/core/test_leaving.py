@@ -126,6 +126,20 @@ def test_who_leaves_as_asked_from_a_suspended_job_is_not_lost_to_those_that_fini
     assert job.outcome == records.JobEnded(True, "All members have completed the training.")
 
 
+def test_who_leaves_as_asked_before_it_had_a_step_is_not_lost_to_those_that_finish() -> None:
+    """Asked while it took the place of another, whose last step was the last of all."""
+    job, _ = running(replace(SETTINGS, spares=1))
+    spare = join(3, "c")
+    spare = spare.replaced(candidate=spare.candidate.replaced(spare=True))
+    history(job, spare, events.LeaveRequested(1, 1, "SIGTERM"))
+    history(job, *[events.QuiescedReported(number, 1, 5) for number in (1, 2)])
+    assert [(each.candidate.node_id, each.rank) for each in job.view(0.0).workers][:2] == [("b", 0), ("c", 1)]
+    history(job, events.LeaveRequested(3, 2, "SIGTERM"))
+    history(job, events.LeftCleanly(3, 2, finished=False, reason="gives up"))
+    finish(job, 2)
+    assert job.outcome == records.JobEnded(True, "All members have completed the training.")
+
+
 def test_a_stream_that_ends_within_two_heartbeats_is_that_of_a_killed_worker_however_rare_they_are() -> None:
     job = many(4, node_timeout_s=6.0, heartbeats_per_s=4 / 1.2)
     assert is_removed(job.step(events.SessionLost(4, "reset"), 3.9))  # without a place, every 2 s

@@ -227,6 +227,19 @@ def test_who_stood_still_right_after_its_answer_is_not_taken_for_cut_off() -> No
     assert hosts.ranks() == ["a0", "b0", "c0"]
 
 
+def test_who_stood_still_and_is_heard_again_before_the_round_ends_is_not_taken_for_cut_off() -> None:
+    """A third answers late, so that the accused goes on again before anything is decided."""
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    number = hosts.number()
+    probed(hosts, number, "b0", 0.0, 0.1, "")
+    probed(hosts, number, "a0", 0.3, 3.0, "b0")
+    hosts.now += 1.0
+    hosts.feed(events.Heard(hosts.sessions["b0"], 1, 5, 6, 1.0))
+    probed(hosts, number, "c0", 5.0, 0.1, "")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
 def test_two_that_stood_still_one_after_the_other_are_not_apart() -> None:
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("c0")
@@ -509,6 +522,17 @@ def test_who_does_not_answer_stays_outside() -> None:
 def test_another_worker_of_an_expelled_host_waits_outside_as_well() -> None:
     hosts = expelled()
     hosts.join("b9")
+    assert "is taken in when" in hosts.last.reason
+
+
+def test_where_the_last_worker_of_a_host_was_expelled_alone_the_next_of_that_host_waits_outside_too() -> None:
+    """Another one had reached it, so that the host was not apart; nobody there shows that any more."""
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0")
+    hosts.late("a0")
+    hosts.answer("c0>a0")
+    assert hosts.ranks() == ["a0", "a1", "b0", "b1"]
+    hosts.stand()
+    hosts.join("c1")
     assert "is taken in when" in hosts.last.reason
 
 
