@@ -10,10 +10,12 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muster.certs.errors import ConfigError
+from muster.certs.errors import ConfigError, IdentityError
+from muster.certs.pki.spiffe import IdentityMap, read_identity_map
 from muster.wire.files import read_regular
 
 CIPHERS = (
@@ -31,9 +33,12 @@ MAX_CONFIG_BYTES = 1 << 20
 WARNING_DAYS = (7, 180)
 DEFAULT_WARNING_DAYS = 90
 KEYS = {
-    "server_cert_path": ("password-protected PKCS#12 file of the scheduler", "required"),
-    "client_cert_path": ("password-protected PKCS#12 file of the workers, or of an operator", "required"),
-    "ca_cert_path": ("PEM file with the only authorities that are trusted", "required"),
+    "server_cert_path": ("password-protected PKCS#12 file of the scheduler", "required without SPIFFE"),
+    "client_cert_path": (
+        "password-protected PKCS#12 file of the workers, or of an operator",
+        "required without SPIFFE",
+    ),
+    "ca_cert_path": ("PEM file with the only authorities that are trusted", "required without SPIFFE"),
     "crl_path": ("PEM file with revocation lists, reloaded when it changes", "none"),
     "cipher_list": ("OpenSSL names of TLS 1.2 suites, joined with colons", "ECDHE with AES-GCM or ChaCha20"),
     "cert_expire_warning_time_in_day": (
@@ -43,8 +48,18 @@ KEYS = {
     "require_identity": ("false: also accept certificates that name no job and role", "true"),
     "etcd_cert_path": ("PKCS#12 file that a scheduler shows to etcd", "`server_cert_path`"),
     "etcd_ca_cert_path": ("PEM file with the authorities of etcd's members", "`ca_cert_path`"),
+    "identity_map": ("which SPIFFE IDs stand for which job, role and node", "none"),
+    "spiffe_endpoint_socket": (
+        "where certificate, key and authorities come from in place of files: `unix:///run/spire/agent.sock`,"
+        " or `env` for SPIFFE_ENDPOINT_SOCKET",
+        "none",
+    ),
 }
 """All keys of config.json, each with its meaning and its default in words."""
+
+
+NO_FILE = Path(os.devnull)
+"""Stands for the files that are not there where the SPIFFE Workload API takes their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,9 @@ class SecurityConfig:
         require_identity: whether certificates must name job and role.
         etcd_cert_path: PKCS#12 file that a scheduler shows to etcd; None: ``server_cert_path``.
         etcd_ca_cert_path: PEM file with the authorities of etcd's members; None: ``ca_cert_path``.
+        identity_map: which identities SPIFFE IDs stand for; None: they stand for none.
+        spiffe_endpoint_socket: address of the SPIFFE Workload API, which then takes the place of the three
+            files; empty: none.
     """
 
     path: Path
@@ -76,6 +94,8 @@ class SecurityConfig:
     require_identity: bool = True
     etcd_cert_path: Path | None = None
     etcd_ca_cert_path: Path | None = None
+    identity_map: IdentityMap | None = None
+    spiffe_endpoint_socket: str = ""
 
     def cert_path(self, role: str) -> Path:
         """The PKCS#12 file of a role: ``scheduler``, ``worker`` or ``operator``."""
@@ -95,12 +115,14 @@ def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
             raise ConfigError(
                 f"{file}: the key {key[:100]!r} is unknown.", remedy=f"Keys: {', '.join(KEYS)}."
             )
+    socket = _socket(file, values.get("spiffe_endpoint_socket", ""))
+    needed = partial(_path, file, values, missing=NO_FILE if socket else None)
     ciphers, ignored = _ciphers(file, values.get("cipher_list", ":".join(CIPHERS)))
     return SecurityConfig(
         path=file,
-        server_cert_path=_path(file, values, "server_cert_path"),
-        client_cert_path=_path(file, values, "client_cert_path"),
-        ca_cert_path=_path(file, values, "ca_cert_path"),
+        server_cert_path=needed("server_cert_path"),
+        client_cert_path=needed("client_cert_path"),
+        ca_cert_path=needed("ca_cert_path"),
         crl_path=_optional(file, values, "crl_path"),
         cipher_list=ciphers,
         ignored_ciphers=ignored,
@@ -110,6 +132,8 @@ def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
         require_identity=_flag(file, "require_identity", values.get("require_identity", True)),
         etcd_cert_path=_optional(file, values, "etcd_cert_path"),
         etcd_ca_cert_path=_optional(file, values, "etcd_ca_cert_path"),
+        identity_map=_identity_map(file, values, socket),
+        spiffe_endpoint_socket=socket,
     )
 
 
@@ -141,9 +165,11 @@ def settings_changes(before: SecurityConfig, after: SecurityConfig) -> tuple[lis
     return notes, [restart] if after.cipher_list != before.cipher_list else []
 
 
-def _shown_setting(value: Path | int | None) -> str:
-    if value is None:
+def _shown_setting(value: Path | IdentityMap | str | int | None) -> str:
+    if value is None or value == "":
         return "empty"
+    if isinstance(value, IdentityMap):
+        return f"{len(value.rules)} rules"
     return str(value) if isinstance(value, Path) else json.dumps(value)
 
 
@@ -198,8 +224,36 @@ def _optional(file: Path, values: dict[str, Any], key: str) -> Path | None:
     return _path(file, values, key) if values.get(key, "") != "" else None
 
 
-def _path(file: Path, values: dict[str, Any], key: str) -> Path:
+def _identity_map(file: Path, values: dict[str, Any], socket: str) -> IdentityMap | None:
+    if "identity_map" not in values:
+        if socket:
+            raise ConfigError(
+                f"{file}: spiffe_endpoint_socket needs identity_map, which says what SPIFFE IDs stand for."
+            )
+        return None
+    try:
+        return read_identity_map(values["identity_map"])
+    except IdentityError as error:
+        raise ConfigError(f"{file}: identity_map: {error.message}", remedy=error.remedy) from None
+
+
+def _socket(file: Path, value: Any) -> str:
+    legal = "legal are unix:///PATH, and env for SPIFFE_ENDPOINT_SOCKET"
+    if value in ("", "env"):
+        if value and not os.environ.get("SPIFFE_ENDPOINT_SOCKET"):
+            raise ConfigError(
+                f"{file}: spiffe_endpoint_socket is env, and SPIFFE_ENDPOINT_SOCKET is not set."
+            )
+        return os.environ["SPIFFE_ENDPOINT_SOCKET"] if value else ""
+    if not isinstance(value, str) or not value.startswith("unix:///") or "\0" in value:
+        raise ConfigError(f"{file}: spiffe_endpoint_socket is {_shown(value)}; {legal}.")
+    return value
+
+
+def _path(file: Path, values: dict[str, Any], key: str, missing: Path | None = None) -> Path:
     value = values.get(key)
+    if missing is not None and value in (None, ""):
+        return missing
     if value is None or value == "":
         raise ConfigError(
             f"{file}: the key {key} is missing.", remedy="It names a file, relative to config.json."

@@ -75,6 +75,10 @@ class IdentityError(CertificateError):
     """A certificate names no job and role, an ambiguous one, or one that may not do this."""
 
 
+class WorkloadIdentityError(CertificateError):
+    """The SPIFFE Workload API gives this process no certificate."""
+
+
 class NameMismatchError(CertificateError):
     """The server's certificate is good, but not for the address that was dialled."""
 

@@ -210,10 +210,23 @@ def _ask_password(plan: LaunchPlan, here: Surroundings) -> str:
     """Asks for the certificates' password, once instead of in every worker; empty: it is not needed."""
     if plan.password_file or not plan.config_path or not sys.stdin.isatty():
         return ""
+    if takes_spiffe(plan.config_path):
+        return ""
     roles = [CLIENT_PASSWORD, *([SERVER_PASSWORD] if plan.scheduler is not None else [])]
     if all(any(here.env.get(name) for name in with_file(role)) for role in roles):
         return ""
     return getpass.getpass(f"Password of the certificates of {plan.config_path}: ")
+
+
+def takes_spiffe(config_path: str) -> bool:
+    """Whether a config.json names the SPIFFE Workload API, so that there is no file with a password."""
+    from muster.certs.config import load_config
+    from muster.certs.errors import CertificateError
+
+    try:
+        return bool(load_config(config_path).spiffe_endpoint_socket)
+    except CertificateError:  # said by who needs it
+        return False
 
 
 def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:

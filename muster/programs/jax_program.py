@@ -196,7 +196,16 @@ class Cluster:
         self._protected = True
 
     def _use(self, config: Any, credentials: Credentials) -> None:
-        """Gives JAX the certificate, the key and the authorities, as files that exist in memory only."""
+        """Gives JAX the certificate, the key and the authorities, as files that exist in memory only.
+
+        Raises:
+            SecurityError: the certificate has a SPIFFE ID, of which JAX cannot tell to which job it belongs.
+        """
+        if credentials.identity.spiffe_id:
+            raise SecurityError(
+                "JAX compares the beginning of the other side's URI, and that of a SPIFFE ID names no job.",
+                remedy="Give the workers of JAX programs certificates of `muster certs issue`.",
+            )
         config.update("jax_mtls_cert_file", self._file(credentials.cert_chain_pem))
         config.update("jax_mtls_key_file", self._file(credentials.key_pem))
         config.update("jax_mtls_ca_file", self._file(credentials.ca_pem))

@@ -17,6 +17,7 @@ from muster.scheduler.errors import NotPermittedError, UnauthenticatedError
 if TYPE_CHECKING:
     from muster.certs.pki.peer import PeerCertificate
     from muster.certs.pki.revocation import Revocations
+    from muster.certs.pki.spiffe import IdentityMap
 
 
 class CallContext(Protocol):
@@ -48,6 +49,7 @@ class Access:
     Args:
         tls: whether the port demands certificates; without it everybody who reaches it may do everything.
         require_identity: says at every call whether a certificate must name job and role.
+        identity_map: says at every call which identities SPIFFE IDs stand for.
         revocations: gives the revocation lists in force, None for none.
         wall_clock: the time of day, for expiry.
     """
@@ -57,11 +59,13 @@ class Access:
         *,
         tls: bool,
         require_identity: Callable[[], bool] = lambda: True,
+        identity_map: Callable[[], IdentityMap | None] = lambda: None,
         revocations: Callable[[], Revocations | None] = lambda: None,
         wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self._tls = tls
         self._require_identity = require_identity
+        self._identity_map = identity_map
         self._revocations = revocations
         self._wall_clock = wall_clock
 
@@ -80,27 +84,34 @@ class Access:
         if len(pems) != 1:
             raise UnauthenticatedError("The caller showed no certificate.")
         try:
-            certificate = peer_of_pem(bytes(pems[0]), require_identity=self._require_identity())
+            certificate = peer_of_pem(
+                bytes(pems[0]), require_identity=self._require_identity(), identity_map=self._identity_map()
+            )
             certificate.check(self._revocations(), self._wall_clock())
         except CertificateError as error:
             raise UnauthenticatedError(error.message, remedy=error.remedy) from error
         return Caller(address, certificate)
 
     def revoked(self, caller: Caller) -> str | None:
-        """Returns why a certificate that was accepted is revoked now, or None.
+        """Returns why a certificate that was accepted is revoked, or not mapped any more, or None.
 
         Lists that cannot be relied on keep newcomers out, but are no reason to end a training that runs.
         """
-        revocations = self._revocations()
-        if caller.certificate is None or revocations is None:
+        if caller.certificate is None:
             return None
+        revocations = self._revocations()
         try:
-            revocations.check(caller.certificate.links, self._wall_clock())
+            if revocations is not None:
+                revocations.check(caller.certificate.links, self._wall_clock())
         except RevokedError as error:
             return str(error)
         except CertificateError:
+            pass
+        if not caller.certificate.identity.spiffe_id:
             return None
-        return None
+        from muster.certs.pki.spiffe import why_not_mapped
+
+        return why_not_mapped(caller.certificate.identity, self._identity_map())
 
     def expired(self, caller: Caller) -> bool:
         """Whether a certificate that was accepted has expired since."""

@@ -30,6 +30,7 @@ class Identity:
         node: the only node id that the holder may take; None if it is not bound to one.
         legacy: the certificate carries no identity, and the configuration lets such ones in.
         nodes: of a host, all node ids that its workers may take, in ascending order; of others empty.
+        spiffe_id: the SPIFFE ID that stands for this identity; empty: the certificate names it itself.
 
     Raises:
         IdentityError: a part is empty, too long, or has characters that are not allowed; a host names no
@@ -41,6 +42,7 @@ class Identity:
     node: str | None = None
     legacy: bool = False
     nodes: tuple[str, ...] = ()
+    spiffe_id: str = ""
 
     def __post_init__(self) -> None:
         """Checks the parts."""
@@ -75,8 +77,10 @@ class Identity:
         return SCHEME + "/".join(quote(part, safe="*") for part in parts)
 
     def __str__(self) -> str:
-        """The URI, or words for a legacy certificate."""
-        return "a certificate without an identity" if self.legacy else self.uri()
+        """The URI, with the SPIFFE ID if it comes from one; words for a legacy certificate."""
+        if self.legacy:
+            return "a certificate without an identity"
+        return f"{self.spiffe_id} ({self.uri()})" if self.spiffe_id else self.uri()
 
     def may(
         self, *, role: str | Sequence[str] | None = None, job: str | None = None, node: str | None = None
@@ -98,13 +102,11 @@ class Identity:
         roles = (role,) if isinstance(role, str) else role
         own = ("host", "worker") if self.role == "host" else (self.role,)
         if roles is not None and not set(own) & set(roles):
-            return (
-                f"The certificate {self.uri()} has the role {self.role}, and this needs {' or '.join(roles)}."
-            )
+            return f"The certificate {self} has the role {self.role}, and this needs {' or '.join(roles)}."
         if job is not None and self.job not in (ANY_JOB, job):
-            return f"The certificate {self.uri()} is for the job {self.job!r}, not {job!r}."
+            return f"The certificate {self} is for the job {self.job!r}, not {job!r}."
         if node is not None and self.bound_to and node not in self.bound_to:
-            return f"The certificate {self.uri()} is bound to {self._whom()}, not {node!r}."
+            return f"The certificate {self} is bound to {self._whom()}, not {node!r}."
         return None
 
     def _whom(self) -> str:

@@ -28,6 +28,7 @@ from muster.certs.pki.certificates import (
     utc_now,
 )
 from muster.certs.pki.identity import LEGACY, SCHEME, Identity, parse_uri
+from muster.certs.pki.spiffe import SPIFFE_SCHEME, IdentityMap
 
 if TYPE_CHECKING:
     from muster.certs.pki.revocation import Revocations
@@ -79,17 +80,20 @@ class PeerCertificate:
 
     def describe(self) -> str:
         """Identity (or subject) and fingerprint, for logs and refusals."""
-        who = self.name if self.identity.legacy else self.identity.uri()
+        who = self.name if self.identity.legacy else str(self.identity)
         return f"{who} (SHA-256 {self.fingerprint[:23]}...)"
 
 
 @functools.lru_cache(maxsize=4096)
-def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> PeerCertificate:
+def peer_of_pem(
+    pem: bytes, *, require_identity: bool = True, identity_map: IdentityMap | None = None
+) -> PeerCertificate:
     """Reads a peer's certificate; the result is remembered.
 
     Args:
         pem: the certificate, or the chain with the leaf first, as ``auth_context()`` or ``ssl`` give it.
         require_identity: False takes certificates without an identity.
+        identity_map: which identities SPIFFE IDs stand for; None: a SPIFFE ID stands for none.
 
     Raises:
         IdentityError: none, several or malformed identities.
@@ -108,7 +112,7 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> PeerCertificate
         raise IdentityError(f"The certificate {name_of(leaf)} is an authority's: it names nobody.")
     hosts = alternatives.get_values_for_type(x509.DNSName)
     _refuse_control_characters(leaf, [*common_names, *hosts])
-    identity = _identity(leaf, alternatives, common_names, require_identity)
+    identity = _identity(leaf, alternatives, common_names, require_identity, identity_map)
     for each in chain:
         check_strength(each, f"The certificate {name_of(each)}")
     return PeerCertificate(
@@ -137,12 +141,16 @@ def _identity(
     alternatives: x509.SubjectAlternativeName,
     common_names: list[str],
     require_identity: bool,
+    identity_map: IdentityMap | None,
 ) -> Identity:
     if len(common_names) > 1:
         raise IdentityError(f"The certificate {name_of(leaf)} has {len(common_names)} common names, not one.")
     uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) > 1:
         raise IdentityError(f"The certificate {name_of(leaf)} has {len(uris)} URIs, and must have one.")
+    if uris and uris[0].startswith(SPIFFE_SCHEME) and (identity_map is not None or require_identity):
+        _check_spiffe_usage(leaf)
+        return (identity_map or IdentityMap()).identity_of(uris[0])
     if uris and (uris[0].startswith(SCHEME) or require_identity):
         return parse_uri(uris[0])
     if require_identity:
@@ -151,3 +159,16 @@ def _identity(
             remedy="Issue one with `muster certs issue`, or trust every holder: require_identity false.",
         )
     return LEGACY
+
+
+def _check_spiffe_usage(leaf: x509.Certificate) -> None:
+    """Refuses a leaf that may sign certificates, or whose key may not sign: X509-SVID.md, section 4.3.
+
+    Of https://github.com/spiffe/spiffe/blob/main/standards.
+    """
+    usage = extension(leaf, x509.KeyUsage)
+    if usage is None or not usage.digital_signature or usage.key_cert_sign or usage.crl_sign:
+        raise IdentityError(
+            f"The certificate {name_of(leaf)} is no X.509-SVID: its key usage must be digitalSignature,"
+            " and neither keyCertSign nor cRLSign."
+        )

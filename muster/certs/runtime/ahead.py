@@ -32,7 +32,12 @@ def open_ahead(config_path: str | os.PathLike[str], role: str, env: Mapping[str,
     forbid_core_files()
     with unheard_warnings(), kept_open():
         try:
-            make_ahead(load_configured(load_config(config_path), role, env, prompt=None))
+            config = load_config(config_path)
+            if (
+                config.spiffe_endpoint_socket
+            ):  # each process has a certificate of its own, and needs gRPC for it
+                return
+            make_ahead(load_configured(config, role, env, prompt=None))
         except CertificateError:
             close_again()
 

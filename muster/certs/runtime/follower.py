@@ -14,6 +14,7 @@ from muster.certs.errors import CertificateError, RevokedError
 from muster.certs.pki.certificates import utc_now
 from muster.certs.pki.peer import PeerCertificate
 from muster.certs.pki.revocation import Revocations
+from muster.certs.pki.spiffe import IdentityMap, why_not_mapped
 from muster.certs.runtime.passwords import forbid_core_files, prompted_password
 from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.watcher import Change, CredentialsWatcher
@@ -46,6 +47,8 @@ def expiries(credentials: Credentials, warning_days: int) -> list[Expiry]:
     A revocation list is warned about in the last quarter of its life at the earliest: many live for days.
     """
     ahead = datetime.timedelta(days=warning_days)
+    if credentials.identity.spiffe_id:  # they live for an hour or so, and are renewed half-way
+        ahead = min(ahead, (credentials.not_after - credentials.not_before) / 4)
     found = [
         Expiry("certificate", credentials.not_after, credentials.not_after - ahead),
         Expiry("authority", credentials.ca_not_after, credentials.ca_not_after - ahead),
@@ -97,7 +100,10 @@ def _sentence(credentials: Credentials, each: Expiry, now: datetime.datetime) ->
     }
     days = (each.not_after - now) // DAY
     when = f"ends in {days} days, on" if days > 0 else ("ends on" if now <= each.not_after else "ended on")
-    return f"{names[each.what]} {when} {each.not_after:%Y-%m-%d %H:%M} UTC. {remedies[each.what]}"
+    remedy = remedies[each.what]
+    if credentials.identity.spiffe_id and each.what != "revocation_list":
+        remedy = "The SPIFFE Workload API should have sent a new one: see to its agent."
+    return f"{names[each.what]} {when} {each.not_after:%Y-%m-%d %H:%M} UTC. {remedy}"
 
 
 class Follower:
@@ -155,6 +161,10 @@ class Follower:
         """Whether callers' certificates must name job and role now."""
         return self.config.require_identity
 
+    def identity_map(self) -> IdentityMap | None:
+        """Which identities SPIFFE IDs stand for now."""
+        return self.config.identity_map
+
     def poll(self) -> Change | None:
         """Looks for changed files, and puts what is sound in force; one thread at a time. Never raises.
 
@@ -188,15 +198,15 @@ class Follower:
 
         Lists that cannot be relied on keep newcomers out, but end no connection that stands.
         """
-        revocations = self().revocations
+        credentials = self()
         try:
-            if revocations is not None:
-                revocations.check(peer.links)
+            if credentials.revocations is not None:
+                credentials.revocations.check(peer.links)
         except RevokedError:
             return True
         except CertificateError:
-            return False
-        return False
+            pass
+        return why_not_mapped(peer.identity, credentials.identity_map) is not None
 
 
 def follow_files(
@@ -223,7 +233,8 @@ def follow_files(
     Raises:
         CertificateError: the configuration, the password or a certificate is unusable.
     """
-    apply_cipher_list(load_config(config_path))
+    config = load_config(config_path)
+    apply_cipher_list(config)
     forbid_core_files()
-    asked = password or prompted_password(role, env)
+    asked = password or (None if config.spiffe_endpoint_socket else prompted_password(role, env))
     return Follower(CredentialsWatcher(config_path, role, env, password=asked, job=job), log)

@@ -50,6 +50,7 @@ from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import PeerCertificate, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
 from muster.certs.pki.rounds import MalformedDerError, count_rounds
+from muster.certs.pki.spiffe import IdentityMap
 from muster.certs.runtime.passwords import password_for as password_for
 from muster.certs.runtime.passwords import prompt_on_terminal
 
@@ -76,6 +77,7 @@ class Credentials:
         revocations: the lists in force; None if none are configured.
         cipher_list: suites for TLS 1.2.
         require_identity: whether peers must name job and role.
+        identity_map: which identities SPIFFE IDs stand for.
     """
 
     key_pem: bytes = field(repr=False)
@@ -90,6 +92,7 @@ class Credentials:
     revocations: Revocations | None = field(repr=False, default=None)
     cipher_list: tuple[str, ...] = field(repr=False, default=CIPHERS)
     require_identity: bool = True
+    identity_map: IdentityMap | None = field(repr=False, default=None)
 
     def peer(self, pem: bytes, now: datetime.datetime | None = None) -> PeerCertificate:
         """Reads and checks the certificate of a TLS peer: identity, dates, revocation.
@@ -99,7 +102,7 @@ class Credentials:
         Raises:
             CertificateError: it is refused; the kind and the words say why.
         """
-        peer = peer_of_pem(pem, require_identity=self.require_identity)
+        peer = peer_of_pem(pem, require_identity=self.require_identity, identity_map=self.identity_map)
         peer.check(self.revocations, now)
         return peer
 
@@ -124,6 +127,17 @@ def load_configured(
     Raises:
         CertificateError: the kind that fits.
     """
+    if config.spiffe_endpoint_socket:
+        from muster.certs.runtime.workload_api import WorkloadApi
+
+        with WorkloadApi(config.spiffe_endpoint_socket) as api:
+            credentials = checked(api.newest(), CredentialRules.of(config, role))
+        if config.crl_path is not None:
+            credentials = dataclasses.replace(
+                credentials, revocations=revocations_for(credentials, config.crl_path)
+            )
+        credentials.peer(credentials.cert_chain_pem)
+        return credentials
     password = password_for(role, env, prompt) if password is None else password
     try:
         return load_credentials(
@@ -133,6 +147,7 @@ def load_configured(
             crl_path=config.crl_path,
             purpose="server" if role == "scheduler" else "client",
             require_identity=config.require_identity,
+            identity_map=config.identity_map,
             cipher_list=config.cipher_list,
         )
     except FileError as error:
@@ -169,6 +184,7 @@ def load_credentials(
     crl_path: str | os.PathLike[str] | None = None,
     purpose: str | None = None,
     require_identity: bool = True,
+    identity_map: IdentityMap | None = None,
     cipher_list: tuple[str, ...] = CIPHERS,
     now: datetime.datetime | None = None,
 ) -> Credentials:
@@ -181,6 +197,7 @@ def load_credentials(
         crl_path: PEM file of revocation lists; None for none.
         purpose: ``server``, ``client`` or None for either.
         require_identity: whether the certificate must name job and role.
+        identity_map: which identities SPIFFE IDs stand for.
         cipher_list: suites for TLS 1.2.
         now: the time to check dates for; by default the current one.
 
@@ -192,31 +209,82 @@ def load_credentials(
     """
     now = now or utc_now()
     key, leaf, extra = read_p12(p12_path, password)
-    what = f"The certificate in {os.fspath(p12_path)!r} ({name_of(leaf)})"
-    if is_authority(leaf):
-        raise UsageError(f"{what} is an authority's, not one for a scheduler or worker.")
     roots = load_authorities(read_file(ca_path, "The CA file"), f"The CA file {os.fspath(ca_path)!r}")
-    chain = build_chain(leaf, extra, roots, what)
-    check_chain(chain, now, what)
-    if purpose is not None:
-        check_purpose(leaf, purpose, what)
-    credentials = Credentials(
-        key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        cert_chain_pem=to_pem(chain[:-1]),
-        ca_pem=to_pem(roots),
-        leaf_pem=to_pem([leaf]),
-        identity=peer_of_pem(to_pem([leaf]), require_identity=require_identity).identity,
-        not_before=leaf.not_valid_before_utc,
-        not_after=leaf.not_valid_after_utc,
-        fingerprint=fingerprint(leaf),
-        ca_not_after=min(each.not_valid_after_utc for each in chain[1:]),
-        cipher_list=cipher_list,
-        require_identity=require_identity,
-    )
+    material = Material(key, leaf, tuple(extra), tuple(roots), f"The certificate in {os.fspath(p12_path)!r}")
+    rules = CredentialRules(purpose, require_identity, identity_map, cipher_list)
+    credentials = checked(material, rules, now)
     if crl_path is not None:
         credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
     credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
     return credentials
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """A key with its certificates, and the authorities that are trusted, as they were found.
+
+    Attributes:
+        key: the private key.
+        leaf: its certificate.
+        extra: further certificates, in any order.
+        roots: the authorities.
+        source: where they come from, for messages.
+    """
+
+    key: CertificateIssuerPrivateKeyTypes = field(repr=False)
+    leaf: x509.Certificate
+    extra: tuple[x509.Certificate, ...]
+    roots: tuple[x509.Certificate, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialRules:
+    """What credentials must be; the attributes are arguments of :func:`load_credentials`."""
+
+    purpose: str | None = None
+    require_identity: bool = True
+    identity_map: IdentityMap | None = None
+    cipher_list: tuple[str, ...] = CIPHERS
+
+    @classmethod
+    def of(cls, config: SecurityConfig, role: str) -> CredentialRules:
+        """Those of a role, as config.json says."""
+        purpose = "server" if role == "scheduler" else "client"
+        return cls(purpose, config.require_identity, config.identity_map, config.cipher_list)
+
+
+def checked(material: Material, rules: CredentialRules, now: datetime.datetime | None = None) -> Credentials:
+    """Checks what was found as a peer would, revocation lists aside.
+
+    Raises:
+        CertificateError: the kind that fits.
+    """
+    leaf = material.leaf
+    what = f"{material.source} ({name_of(leaf)})"
+    if is_authority(leaf):
+        raise UsageError(f"{what} is an authority's, not one for a scheduler or worker.")
+    chain = build_chain(leaf, list(material.extra), list(material.roots), what)
+    check_chain(chain, now or utc_now(), what)
+    if rules.purpose is not None:
+        check_purpose(leaf, rules.purpose, what)
+    peer = peer_of_pem(
+        to_pem([leaf]), require_identity=rules.require_identity, identity_map=rules.identity_map
+    )
+    return Credentials(
+        key_pem=material.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        cert_chain_pem=to_pem(chain[:-1]),
+        ca_pem=to_pem(material.roots),
+        leaf_pem=to_pem([leaf]),
+        identity=peer.identity,
+        not_before=leaf.not_valid_before_utc,
+        not_after=leaf.not_valid_after_utc,
+        fingerprint=fingerprint(leaf),
+        ca_not_after=min(each.not_valid_after_utc for each in chain[1:]),
+        cipher_list=rules.cipher_list,
+        require_identity=rules.require_identity,
+        identity_map=rules.identity_map,
+    )
 
 
 def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) -> Revocations:

@@ -12,13 +12,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from muster.certs.config import SecurityConfig, config_warnings, load_config, settings_changes
+from muster.certs.config import NO_FILE, SecurityConfig, config_warnings, load_config, settings_changes
 from muster.certs.errors import CertificateError, FileError, IdentityError, RevocationListError
 from muster.certs.pki.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
 from muster.certs.runtime.passwords import password_for
-from muster.certs.runtime.store import Credentials, load_credentials, load_for_etcd, revocations_for
+from muster.certs.runtime.store import (
+    CredentialRules,
+    Credentials,
+    checked,
+    load_credentials,
+    load_for_etcd,
+    revocations_for,
+)
 from muster.wire.threads import start_thread
+
+if TYPE_CHECKING:
+    from muster.certs.runtime.workload_api import WorkloadApi
 
 POLL_TIMEOUT_S = 5.0
 OLD_STAYS = "New certificates are not used, the old ones stay in force"
@@ -44,7 +55,8 @@ class Change:
         credentials: what is in force now.
         new_certificate: whether another key or certificate was accepted; new connections must use it.
         new_authorities: whether other authorities are trusted now; new connections must use them, too.
-        new_revocations: whether the revocation lists changed; then every joined peer must be checked again.
+        new_revocations: whether the revocation lists, or the rules for SPIFFE IDs, changed; then every joined
+            peer must be checked again.
         notes: sentences about what is in force now.
         warnings: sentences about what weakens it, or needs a restart.
         problems: what was wrong with the new files; what they should have replaced stays in force, except for
@@ -113,7 +125,9 @@ def own_problem(credentials: Credentials, now: datetime.datetime | None = None) 
 
 def kept_under(config: SecurityConfig, credentials: Credentials) -> Credentials:
     """Keeps the old certificate under a new configuration."""
-    return dataclasses.replace(credentials, require_identity=config.require_identity)
+    return dataclasses.replace(
+        credentials, require_identity=config.require_identity, identity_map=config.identity_map
+    )
 
 
 def _lists(credentials: Credentials) -> tuple[RevocationList, ...]:
@@ -125,7 +139,7 @@ def change_between(before: InForce, after: InForce, problems: list[CertificateEr
     old, new = before.credentials, after.credentials
     new_certificate = not same_certificate(old, new)
     new_authorities = old.ca_pem != new.ca_pem
-    new_revocations = old.revocations != new.revocations
+    new_revocations = old.revocations != new.revocations or old.identity_map != new.identity_map
     notes, warnings = settings_changes(before.config, after.config)
     known = config_warnings(before.config)
     warnings += [sentence for sentence in config_warnings(after.config) if sentence not in known]
@@ -234,13 +248,14 @@ class CredentialsWatcher:
         self.job = job
         self.config: SecurityConfig = load_config(config_path)
         self._ciphers = self.config.cipher_list
-        self._seen = _signature(self.config, role)
+        self.etcd: Credentials | None = None
+        self._api: WorkloadApi | None = None
+        self._seen = self._signature(self.config)
         base = self._load(self.config)
         if self.config.crl_path is not None:
             base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
         base.peer(base.cert_chain_pem)
         self.credentials: Credentials = base
-        self.etcd: Credentials | None = None
         self._look = _Look(self._find_change)
         self._hangs = False
         self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
@@ -302,7 +317,21 @@ class CredentialsWatcher:
 
     def _signature(self, config: SecurityConfig) -> _Signature:
         shown_to_etcd = _signature_for_etcd(config) if self.etcd is not None else ()
-        return _signature(config, self._role) + shown_to_etcd
+        api = self._workload_api(config)
+        told = () if api is None else ((config.spiffe_endpoint_socket, (api.updates(), 0, 0, 0)),)
+        return _signature(config, self._role) + shown_to_etcd + told
+
+    def _workload_api(self, config: SecurityConfig) -> WorkloadApi | None:
+        """The Workload API that config.json names, if it does."""
+        socket = config.spiffe_endpoint_socket
+        if self._api is not None and self._api.socket != socket:
+            self._api.close()
+            self._api = None
+        if self._api is None and socket:
+            from muster.certs.runtime.workload_api import WorkloadApi  # brings grpc
+
+            self._api = WorkloadApi(socket)
+        return self._api
 
     def _read_config(self, problems: list[CertificateError]) -> SecurityConfig:
         try:
@@ -353,6 +382,10 @@ class CredentialsWatcher:
         return dataclasses.replace(base, revocations=lists), complaints
 
     def _load(self, config: SecurityConfig) -> Credentials:
+        api = self._workload_api(config)
+        if api is not None:
+            rules = CredentialRules.of(config, self._role)
+            return checked(api.newest(), dataclasses.replace(rules, cipher_list=self._ciphers))
         password = self._password or password_for(self._role, self._env, None)
         return load_credentials(
             config.cert_path(self._role),
@@ -360,6 +393,7 @@ class CredentialsWatcher:
             config.ca_cert_path,
             purpose="server" if self._role == "scheduler" else "client",
             require_identity=config.require_identity,
+            identity_map=config.identity_map,
             cipher_list=self._ciphers,  # as gRPC's: those of the start
         )
 
@@ -368,7 +402,7 @@ def _signature(config: SecurityConfig, role: str) -> _Signature:
     """What changes when a file is replaced (device, inode, size, times); config.json's comes first."""
     crls = [] if config.crl_path is None else [config.crl_path]
     files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
-    return tuple((str(file), _stat(file)) for file in files)
+    return tuple((str(file), _stat(file)) for file in files if file != NO_FILE)
 
 
 def _signature_for_etcd(config: SecurityConfig) -> _Signature:

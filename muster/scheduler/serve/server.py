@@ -213,6 +213,7 @@ async def _serve(
     access = Access(
         tls=security is not None,
         require_identity=security.require_identity if security is not None else lambda: True,
+        identity_map=security.identity_map if security is not None else lambda: None,
         revocations=security.revocations if security is not None else lambda: None,
     )
     limits = Limits(sessions_per_host=settings.max_streams_per_host)
