@@ -82,7 +82,9 @@ def test_what_no_rule_fits_is_refused_by_name(uri: str) -> None:
 def test_what_two_rules_say_differently_is_refused_and_what_they_say_alike_is_not() -> None:
     blue = {"uri": "spiffe://prod.example/ns/{}/worker/{node}", "role": "worker", "job": "blue"}
     both = read_identity_map([WORKER, blue])
-    with pytest.raises(IdentityError, match=r"fits several rules .* muster://blue/worker/n1 and muster://red"):
+    with pytest.raises(
+        IdentityError, match=r"fits several rules .* muster://blue/worker/n1 and muster://red"
+    ):
         both.identity_of("spiffe://prod.example/ns/red/worker/n1")
     assert both.identity_of("spiffe://prod.example/ns/blue/worker/n1").job == "blue"
 
