@@ -215,7 +215,7 @@ class WatchedProcess:
 def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     """Whether neither memory nor descriptors have grown by more than noise.
 
-    Python and gRPC keep what they have had once, so a short run, which begins without :class:`WarmUp`, has to
+    Python and gRPC keep what they have had once, so a short run, which begins without :class:`FloodsFirst`, has to
     allow for floods: four of 8 s took an idle scheduler from 58 to 446 MB on two cores, the last one nothing.
     """
     if not summary:
@@ -229,7 +229,7 @@ def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     )
 
 
-class WarmUp:
+class FloodsFirst:
     """Floods scheduler and page one flood after the other, so that later ones find the memory taken already.
 
     Args:
@@ -424,7 +424,7 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
     next_harm = next_sample = next_progress = began
     kinds = _kinds(chance)
     wanted, patience = 0, began
-    warm_up, settled = WarmUp(WARM_UP_FLOODS if seconds > LONG_S else 0), False
+    warm_up, settled = FloodsFirst(WARM_UP_FLOODS if seconds > LONG_S else 0), False
     while (now := time.monotonic()) < began + seconds:
         job.wake(now)
         for worker in job.living():

@@ -149,8 +149,9 @@ def _identity(
     if len(uris) > 1:
         raise IdentityError(f"The certificate {name_of(leaf)} has {len(uris)} URIs, and must have one.")
     if uris and uris[0].startswith(SPIFFE_SCHEME) and (identity_map is not None or require_identity):
+        identity = (identity_map or IdentityMap()).identity_of(uris[0])
         _check_spiffe_usage(leaf)
-        return (identity_map or IdentityMap()).identity_of(uris[0])
+        return identity
     if uris and (uris[0].startswith(SCHEME) or require_identity):
         return parse_uri(uris[0])
     if require_identity:

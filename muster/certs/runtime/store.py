@@ -51,6 +51,7 @@ from muster.certs.pki.peer import PeerCertificate, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
 from muster.certs.pki.rounds import MalformedDerError, count_rounds
 from muster.certs.pki.spiffe import IdentityMap
+from muster.certs.runtime.material import Material
 from muster.certs.runtime.passwords import password_for as password_for
 from muster.certs.runtime.passwords import prompt_on_terminal
 
@@ -217,25 +218,6 @@ def load_credentials(
         credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
     credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
     return credentials
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """A key with its certificates, and the authorities that are trusted, as they were found.
-
-    Attributes:
-        key: the private key.
-        leaf: its certificate.
-        extra: further certificates, in any order.
-        roots: the authorities.
-        source: where they come from, for messages.
-    """
-
-    key: CertificateIssuerPrivateKeyTypes = field(repr=False)
-    leaf: x509.Certificate
-    extra: tuple[x509.Certificate, ...]
-    roots: tuple[x509.Certificate, ...]
-    source: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from muster.certs.errors import WorkloadIdentityError
-from muster.certs.runtime.store import Material
+from muster.certs.runtime.material import Material
+from muster.version import how_to_install
 
 if TYPE_CHECKING:
     from spiffe import X509Source
@@ -51,7 +52,7 @@ class WorkloadApi:
         except ImportError:
             raise WorkloadIdentityError(
                 "The SPIFFE Workload API is reached by the package spiffe, which is not installed.",
-                remedy="pip install 'muster-rendezvous[spiffe]'.",
+                remedy=f"{how_to_install('spiffe')}.",
             ) from None
 
     def __enter__(self) -> WorkloadApi:

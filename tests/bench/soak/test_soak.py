@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from muster.bench.recovery.job import WorkerProcess
-from muster.bench.soak.command import Results, WarmUp, WatchedProcess, is_flat
+from muster.bench.soak.command import FloodsFirst, Results, WatchedProcess, is_flat
 from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
 from muster.bench.soak.relay import Relay
 from muster.training.sampler import ShardedSampler
@@ -103,14 +103,14 @@ class FloodedJob:
 
 
 def test_memory_is_judged_once_scheduler_and_page_have_been_flooded_one_flood_after_the_other() -> None:
-    job, warm_up = FloodedJob(), WarmUp(2)
+    job, warm_up = FloodedJob(), FloodsFirst(2)
     for _ in range(2):
         assert not warm_up.over(job)  # type: ignore[arg-type]
         assert not warm_up.over(job)  # type: ignore[arg-type]  # it goes on, and no other begins beside it
         job.flooded = False
     assert warm_up.over(job)  # type: ignore[arg-type]
     assert job.ports == [6667, 8000] * 2
-    assert WarmUp(0).over(FloodedJob())  # type: ignore[arg-type]
+    assert FloodsFirst(0).over(FloodedJob())  # type: ignore[arg-type]
 
 
 def test_a_relay_passes_on_until_it_is_cut() -> None:

@@ -156,7 +156,7 @@ def test_the_identity_is_read_from_a_certificate(pki: Pki) -> None:
     [
         ((), ("test",), "names no job and role"),
         (("muster://job/worker", "muster://job/scheduler"), ("test",), "2 URIs"),
-        (("spiffe://x/y",), ("test",), "not an identity"),
+        (("spiffe://x/y",), ("test",), "stands for no job and role"),
         (("muster://job/worker",), ("one", "two"), "2 common names"),
         (("muster://job/worker",), ("line\nfeed",), "control character"),
         (("muster://job/worker",), ("nul\0byte",), "control character"),

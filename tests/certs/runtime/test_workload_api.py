@@ -211,5 +211,5 @@ def test_without_the_library_it_is_said_what_to_install(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "spiffe", None)
-    with pytest.raises(CertificateError, match=r"pip install 'muster-rendezvous\[spiffe\]'"):
+    with pytest.raises(CertificateError, match=r"pip install '\.\[spiffe\]'"):
         workload.follow()
