@@ -215,8 +215,8 @@ class WatchedProcess:
 def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     """Whether neither memory nor descriptors have grown by more than noise.
 
-    Python and gRPC keep what they have had once, so a short run, which begins without :class:`FloodsFirst`, has to
-    allow for floods: four of 8 s took an idle scheduler from 58 to 446 MB on two cores, the last one nothing.
+    Python and gRPC keep what they have had once, so a short run, which is not flooded first, has to allow
+    for floods: four of 8 s took an idle scheduler from 58 to 446 MB on two cores, the last one nothing.
     """
     if not summary:
         return True
