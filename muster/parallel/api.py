@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError, SettingsError
-from muster.parallel.eager import TraceError
 from muster.parallel.measure import load_machine
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning import context
@@ -33,6 +32,7 @@ from muster.parallel.planning.strategies import Slices, Strategy, check_divides,
 from muster.parallel.saved import read_plan
 from muster.parallel.settings import ParallelSettings, settings_of
 from muster.parallel.trace import Traced, trace
+from muster.parallel.untraced import TraceError, WithoutGraph
 from muster.torch.data_parallel import DataParallel
 from muster.torch.transfer import broadcast_tensors, gather_numbers
 
@@ -64,21 +64,6 @@ class StandAlone(torch.nn.Module):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         return self.module(*args, **kwargs)
-
-
-class WithoutGraph:
-    """The plan of a module whose forward pass cannot be recorded: data parallelism, and why."""
-
-    def __init__(self, verdict: str) -> None:
-        self.verdict = verdict
-
-    def __str__(self) -> str:
-        """The verdict."""
-        return self.verdict
-
-    def why(self, name: str) -> str:
-        """The verdict: there are no operators to ask about."""
-        return self.verdict
 
 
 class _WithLoss(torch.nn.Module):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import json
 import os
@@ -16,9 +17,11 @@ from typing import Any
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.planning.context import MODES, SEARCH_NAMES
 from muster.parallel.planning.costs import Hardware
+from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import RESTS, find_plan
 from muster.parallel.planning.precision import mark_autocast
+from muster.parallel.untraced import ForwardError, TraceError, WithoutGraph
 
 EXAMPLES = """\
 examples:
@@ -30,8 +33,8 @@ examples:
     muster run -n 4 --scheduler -- muster plan --measure machine.json
     muster plan models:make --gpus 4 --machine machine.json
 
-make() returns (module, example) or (module, example, loss); it is called on torch's meta device, so that no
-memory is needed, and example is a tuple of the tensors that one rank feeds in a step."""
+make() returns (module, example) or (module, example, loss); large tensors that it makes have no contents, so
+that no memory is needed, and example is a tuple of the tensors that one rank feeds in a step."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +50,10 @@ def main(argv: Sequence[str]) -> int:
         print(plan)
         for name in options.why:
             print(plan.why(name))
+        if isinstance(plan, WithoutGraph):
+            if options.out or options.html:
+                raise SettingsError("there is no plan to save: the forward pass is no graph")
+            return 0
         if options.out:
             plan.save(options.out)
         if options.html:
@@ -92,10 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    import torch
-
-    from muster.parallel.api import graph_of
+def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
     from muster.parallel.measure import load_machine
 
     if options.gpus < 1:
@@ -104,32 +108,57 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise SettingsError("--hosts counts with --survive 1 only")
     if options.optimizer_states < 0:
         raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
-    with torch.device("meta"):
+    machine = load_machine(options.machine) if options.machine else Hardware()
+    mode = MODES[options.mode]
+    mesh, strategies = _mesh(options.mesh), _strategies(options.strategy)
+    try:
+        graph = _graph(options)
+    except TraceError as error:
+        asked = mode in ("semi_auto", "stand_alone") or strategies or isinstance(error, ForwardError)
+        if asked:
+            raise
+        return WithoutGraph(f"data parallel, because nothing else can be searched. {error}")
+    if options.autocast:
+        mark_autocast(graph, 2)
+    return find_plan(
+        graph,
+        options.gpus,
+        machine=machine,
+        mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
+        search=SEARCH_NAMES[options.search],
+        strategies=strategies,
+        rest=options.rest,
+        memory=options.memory,
+        dataset=options.dataset,
+        mesh=mesh,
+        optimizer_states=options.optimizer_states,
+        local_norm=options.batch_norm == "local",
+        hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
+    )
+
+
+def _graph(options: argparse.Namespace) -> Graph:
+    """The graph of the model that is asked for.
+
+    Raises:
+        TraceError: it is no graph, or does not run.
+        SettingsError: there is none, or it is none.
+    """
+    import torch
+
+    from muster.parallel.api import graph_of
+    from muster.parallel.unset import LargeTensorsUnset
+
+    with LargeTensorsUnset():
         made = _made(options.model)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise SettingsError(f"{options.model} returns (module, example) or (module, example, loss)")
     net, example, *loss = made
     if loss and not callable(loss[0]):
         raise SettingsError(f"the loss that {options.model} returns is no function: {loss[0]!r}")
-    graph = graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
-    if options.autocast:
-        mark_autocast(graph, 2)
-    mode = MODES[options.mode]
-    return find_plan(
-        graph,
-        options.gpus,
-        machine=load_machine(options.machine) if options.machine else Hardware(),
-        mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
-        search=SEARCH_NAMES[options.search],
-        strategies=_strategies(options.strategy),
-        rest=options.rest,
-        memory=options.memory,
-        dataset=options.dataset,
-        mesh=_mesh(options.mesh),
-        optimizer_states=options.optimizer_states,
-        local_norm=options.batch_norm == "local",
-        hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
-    )
+    meta = isinstance(net, torch.nn.Module) and any(each.is_meta for each in net.parameters())
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        return graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
 
 
 def _hosts(options: argparse.Namespace) -> tuple[str, ...]:

@@ -16,22 +16,10 @@ import numpy as np
 import torch
 from torch._functorch import eager_transforms, vmap
 
-from muster.errors import WorkerError
+from muster.parallel.untraced import TraceError
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-class TraceError(WorkerError):
-    """The module's forward pass is no graph that could be divided; names the line of its source.
-
-    Attributes:
-        line: such as ``model.py:12``, or "".
-    """
-
-    def __init__(self, message: str, *, line: str = "", remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.line = line
 
 
 @contextlib.contextmanager

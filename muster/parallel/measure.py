@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +169,36 @@ def load_machine(path: str | Path) -> Hardware:
     """
     saved = read_json(path, "the measured machine")
     try:
-        machine = Hardware(**saved)
-        for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
-            value = getattr(machine, each)
-            if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{each} is {value!r}")
-        return machine
-    except (ValueError, TypeError) as error:
+        return _machine(saved)
+    except (ValueError, TypeError, AttributeError) as error:
         raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error
+
+
+_SPEEDS = ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes")
+
+
+def _machine(saved: Any) -> Hardware:
+    """ValueError: says what is wrong."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"it holds no names and values, but {type(saved).__name__}")
+    known = {each.name for each in fields(Hardware)}
+    unknown = sorted(saved.keys() - known)
+    if unknown:
+        raise ValueError(f"there is nothing called {unknown[0]!r}")
+    machine = Hardware(**saved)
+    for each in known - {"name", "measured"}:
+        value = getattr(machine, each)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        least_is_zero = each in ("latency_s", "launch_s", "exposed")
+        if not number or value < 0 or (value == 0 and not least_is_zero) or (each == "exposed" and value > 1):
+            raise ValueError(f"{each} is {value!r}")
+    missing = [each for each in _SPEEDS if each not in saved]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    if not isinstance(machine.name, str):
+        raise ValueError(f"name is {machine.name!r}")
+    for kind, groups in machine.measured.items():
+        for ranks, rows in groups.items():
+            if not rows or any(size <= 0 or seconds <= 0 for size, seconds in rows):
+                raise ValueError(f"{kind} of {ranks} ranks was measured as {rows!r}")
+    return machine

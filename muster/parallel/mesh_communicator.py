@@ -105,13 +105,13 @@ class MeshCommunicator:
 
     def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
         """The sum (or else) of the ranks' tensors, as a new tensor."""
-        out = x.detach().contiguous().clone()
+        out = _plain(x).contiguous().clone()
         if self._alone(dims):
             return out
         group = self._groups[dims]
         wire = self._wire(out)
         group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
-        return out if wire is out else wire.to(out.dtype)
+        return out if wire is out or out.is_complex() else wire.to(out.dtype)
 
     def all_gather(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
         """The ranks' tensors one after the other along ``dim``."""
@@ -120,7 +120,7 @@ class MeshCommunicator:
 
     def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
         """The ranks' tensors as one of shape [ranks, ...]."""
-        send = x.detach().contiguous()
+        send = _plain(x).contiguous()
         if self._alone(dims):
             return send.clone().unsqueeze(0)
         group = self._groups[dims]
@@ -133,18 +133,18 @@ class MeshCommunicator:
         if self._alone(dims):
             return x.detach().contiguous().clone()
         group = self._groups[dims]
-        apart = x.detach().unflatten(dim, (group.world_size, -1)).movedim(dim, 0).contiguous()
+        apart = _plain(x).unflatten(dim, (group.world_size, -1)).movedim(dim, 0).contiguous()
         wire = self._wire(apart)
         out = torch.empty(wire.shape[1:], dtype=wire.dtype, device=wire.device)
         group.reduce_scatter(array_of(group, wire.view(-1)), array_of(group, out.view(-1)), ReduceOp.SUM)
-        return out.to(x.dtype)
+        return torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype)
 
     def all_to_all(self, x: Any, dims: tuple[int, ...], gathered: int, divided: int) -> Any:
         """Split along ``divided`` instead of ``gathered``."""
         if self._alone(dims):
             return x.detach().contiguous().clone()
         group = self._groups[dims]
-        send = x.detach().unflatten(divided, (group.world_size, -1)).movedim(divided, 0).contiguous()
+        send = _plain(x).unflatten(divided, (group.world_size, -1)).movedim(divided, 0).contiguous()
         recv = torch.empty_like(send)
         group.all_to_all(self._raw(group, send), self._raw(group, recv))
         return recv.movedim(0, gathered).flatten(gathered, gathered + 1)
@@ -177,6 +177,8 @@ class MeshCommunicator:
         return torch.float32 if dtype == torch.bfloat16 and not self.world.on_device else dtype
 
     def _wire(self, x: Any) -> Any:
+        if x.is_complex():  # a sum of pairs, in the same memory: NCCL knows no complex numbers
+            return torch.view_as_real(x)
         return x.to(self.wire_dtype(x.dtype))
 
     def _raw(self, group: Communicator, x: Any) -> Any:
@@ -203,6 +205,11 @@ class MeshCommunicator:
             else:  # share
                 x = x / self.size(step.dims)
         return x
+
+
+def _plain(x: Any) -> Any:
+    """The tensor without gradients, its memory as it reads: torch only marks conjugates, unwritten."""
+    return x.detach().resolve_conj().resolve_neg()
 
 
 class Move(torch.autograd.Function):  # type: ignore[misc]

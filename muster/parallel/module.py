@@ -357,6 +357,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 value = graph.values[node.outputs[0]]
                 tensor = next(tensors)
                 _check_input(tensor, node, value, local_shape(state.outs[0], mesh, value.shape))
+                if node.name in self._traced.by_strides and not tensor.is_contiguous():
+                    raise ArrayError(
+                        f"The forward pass reads {node.name} by strides, as a contiguous tensor; it got one"
+                        f" with the strides {list(tensor.stride())}.",
+                        remedy="Feed it .contiguous().",
+                    )
                 values[node.outputs[0]] = tensor
             elif node.name in self._constants:
                 values[node.outputs[0]] = self._constants[node.name]

@@ -14,19 +14,21 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.parallel.functions import losses, products
+from muster.parallel.functions import losses, products, strides
 from muster.parallel.mesh_communicator import MeshCommunicator
 from muster.parallel.planning import precision
-from muster.parallel.planning.costs import is_training_norm
+from muster.parallel.planning.axes import MEAN
+from muster.parallel.planning.costs import CONVOLUTIONS, is_training_norm
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
 from muster.parallel.planning.layouts import PARTIAL, local_shape
+from muster.parallel.planning.loss_rules import REDUCTION_AT
 from muster.parallel.planning.problem import State
-from muster.parallel.planning.rules import MEAN
 
 _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze view_as")
-_LOSSES = names(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
-)
+_LOSSES = REDUCTION_AT.keys() | names("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss")
+_GROUPS_AT = {"convolution": 8} | dict.fromkeys(CONVOLUTIONS - {"convolution"}, 6)
+_EXACT_UP_TO = 25
+"""Rows up to which torch computes distances one by one, and not by a product, unless it is told."""
 _WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
 DRAWS_BY_GENERATOR = names("dropout scaled_dot_product_attention")
 _generators = threading.Lock()
@@ -158,16 +160,27 @@ class LocalFunction:
             return lambda tensors: tensors[0].reshape(self.shapes[0])
         if self.needless:
             return lambda tensors: tensors[0] if tensors[0].dtype.itemsize < 4 else self.plain(tensors)
+        if op in ("view", "view_as_complex"):  # a view that is no reshape is of another dtype
+            readable = strides.dense if op == "view" else strides.as_pairs
+            return lambda tensors: self.plain([readable(tensors[0])])
         if op == "expand":
             return lambda tensors: tensors[0].expand(self.shapes[0])
         if op == "cross_entropy_loss" or op.startswith("nll_loss"):
             return self._cross_entropy
-        if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
+        if op in ("linear", "addmm") or op in CONVOLUTIONS:
             return self.with_bias
         if op in _WEIGHTS:
             return lambda tensors: self._product(fill(self.node.args, tensors))
         if op == "embedding" and "v" in self.along:
             return self.embedding
+        if op in ("embedding_bag", "_embedding_bag") and "b" in self.along:
+            return lambda tensors: self.plain([*tensors[:2], tensors[2] - tensors[2][0], *tensors[3:]])
+        if op == "index" and "each" in self.along:
+            return lambda tensors: self.plain([tensors[0], tensors[1] - tensors[1][0], *tensors[2:]])
+        if op == "repeat_interleave" and self.split:  # the size of a result that was recorded is the whole's
+            return lambda tensors: self.function(tensors[0], *self.node.args[1:3])
+        if op in ("cdist", "_cdist_forward"):
+            return self._distances
         if op == "batch_norm":
             return self._batch_norm
         if op == "dropout":
@@ -192,7 +205,7 @@ class LocalFunction:
         return self.node.kwargs.get(name, default)
 
     def _reduces_to_mean(self) -> bool:
-        place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(self.node.op, 2)
+        place = REDUCTION_AT.get(self.node.op, 2)
         return bool(self._argument(place, "reduction", MEAN) == MEAN)
 
     def _shard(self) -> tuple[int, ...]:
@@ -207,7 +220,7 @@ class LocalFunction:
         if "k" in self.along and place < len(args) and isinstance(args[place], torch.Tensor):
             args[place] = args[place] / self.mesh_communicator.size(self.along["k"])
         if "g" in self.along:
-            args[6] //= self.mesh_communicator.size(self.along["g"])
+            args[_GROUPS_AT[self.node.op]] //= self.mesh_communicator.size(self.along["g"])
         if self.node.op in _WEIGHTS and not self.node.kwargs:
             return self._product(args)
         return self.function(*args, **fill(self.node.kwargs, tensors))
@@ -230,11 +243,21 @@ class LocalFunction:
         found = functional.embedding(own.clamp(0, rows - 1), weight)
         return found * here.unsqueeze(-1).to(found.dtype)
 
+    def _distances(self, tensors: Sequence[Any]) -> Any:
+        """Torch takes the way by their number, which is that of the whole here."""
+        p, mode = self._argument(2, "p", 2.0), self._argument(3, "compute_mode", None)
+        if not mode:
+            mode = 1 if any(shape[-2] > _EXACT_UP_TO for shape in self.whole) else 2
+        return self.function(*tensors, p, mode)
+
     # ------------------------------------------------------------ losses and normalisation
 
     def _cross_entropy(self, tensors: Sequence[Any]) -> Any:
         scores, target = tensors[:2]
         reduction = self._argument(3, "reduction", MEAN)
+        if target.is_floating_point():  # probabilities: a mean over samples, of which each rank has as many
+            return self.plain(tensors) / (self.summed if reduction == MEAN else 1)
+        weight = tensors[2] if len(tensors) > 2 else None
         ignored = self._argument(4, "ignore_index", -100)
         fused = self.plain_loss and reduction != 0 and ("v" in self.along or losses.pays(scores))
         if not fused and self.plain_loss:  # its cast may have been left out
@@ -249,14 +272,16 @@ class LocalFunction:
         elif self.node.op == "cross_entropy_loss":
             smoothing = self._argument(5, "label_smoothing", 0.0)
             each = functional.cross_entropy(
-                scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing
+                scores, target, weight, reduction="none", ignore_index=ignored, label_smoothing=smoothing
             )
         else:
-            each = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
+            each = functional.nll_loss(scores, target, weight, reduction="none", ignore_index=ignored)
         exact = torch.promote_types(each.dtype, torch.float32)  # float16 ends at 65,504
         total = each.sum(dtype=exact)
         if reduction == MEAN:
-            count = (target != ignored).sum().to(exact).reshape(1)
+            counts = target != ignored
+            shares = counts if weight is None else counts * weight[target.where(counts, 0)]
+            count = shares.sum().to(exact).reshape(1)
             if "m" in self.along:  # the ranks may have ignored different numbers of targets
                 count = self.mesh_communicator.all_reduce(count, self.along["m"])
             total = total / count[0]

@@ -16,12 +16,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from muster.errors import ArrayError
-from muster.parallel.eager import TraceError, in_evaluation, is_users, what_no_graph_shows
+from muster.parallel.eager import in_evaluation, is_users, what_no_graph_shows
+from muster.parallel.functions.strides import BY_STRIDES, as_recorded, strided_function
 from muster.parallel.planning.graph import Graph, Node, Ref, TensorValue
 from muster.parallel.planning.layouts import Shape
+from muster.parallel.planning.rules import axes_of
+from muster.parallel.quiet import exporter_is_quiet
+from muster.parallel.untraced import ForwardError, TraceError
 
 _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
 _COPIED = torch.ops.aten.lift_fresh_copy.default
+_BY_VALUES = ("DataDependent", "DynamicOutputShape", "GuardOnDataDependent")
+"""What torch raises begins so where control flow or a shape depends on what is in a tensor."""
 _TENSOR = object()  # stands for a tensor among the arguments
 _one_at_a_time = threading.Lock()  # torch.export has global state
 
@@ -41,6 +47,7 @@ class Traced:
         only_training: where evaluation does what the graph does not say; "": it does the same, but for
             dropout and the statistics of batches.
         counters: names of nodes that change a buffer in training only.
+        by_strides: names of inputs whose memory is read by strides, so that they must be contiguous.
     """
 
     graph: Graph
@@ -52,6 +59,7 @@ class Traced:
     structure: Any
     only_training: str = ""
     counters: frozenset[str] = frozenset()
+    by_strides: frozenset[str] = frozenset()
 
     def tensors_of(self, batch: Sequence[Any]) -> list[Any]:
         """The tensors of a batch, in the order of the graph's inputs.
@@ -96,7 +104,7 @@ def trace(
     distinct = pytree.tree_unflatten(
         [torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure
     )
-    with _one_at_a_time, warnings.catch_warnings(), what_no_graph_shows(module):
+    with _one_at_a_time, warnings.catch_warnings(), exporter_is_quiet(), what_no_graph_shows(module):
         warnings.simplefilter("ignore")
         program = _exported(module, distinct)
         with _evaluating(module):
@@ -153,12 +161,19 @@ def _not_traced(error: Exception) -> TraceError:
             where.append(f"{path}:{frame.tb_lineno}")
         frame = frame.tb_next
     line = where[-1].rsplit("/", 1)[-1] if where else ""
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    first = text.strip().splitlines()[0] if text.strip() else ""
     at = f" at {line}" if line else ""
-    return TraceError(
-        f"The forward pass cannot be recorded as a graph{at}: {first[:200]}",
+    if type(error).__name__.startswith(_BY_VALUES) or "data-dependent" in text:
+        return TraceError(
+            f"The forward pass cannot be recorded as a graph{at}: what it does there depends on values.",
+            line=line,
+            remedy='Use torch.where, or mode="data_parallel", which needs no graph.',
+        )
+    return ForwardError(
+        f"The forward pass fails{at} when it is recorded: {type(error).__name__}: {first[:200]}",
         line=line,
-        remedy='Control flow must not depend on values. mode="data_parallel" needs no graph.',
+        remedy="Give an example whose shapes and dtypes the module takes."
+        ' If it does take them, mode="data_parallel" needs no graph.',
     )
 
 
@@ -182,6 +197,7 @@ class _ProgramReader:
         self._constants: dict[str, Any] = {}
         self._regions: dict[str, Any] = {}
         self._within = 0
+        self._by_strides: set[str] = set()
 
     def read(self, trained: Sequence[bool | None]) -> Traced:
         """The graph.
@@ -227,6 +243,7 @@ class _ProgramReader:
             functools.partial(_unflatten, structure),
             (),
             None,
+            by_strides=frozenset(self._by_strides),
         )
 
     def _add(self, node: Node, metas: Sequence[Any]) -> None:
@@ -303,17 +320,30 @@ class _ProgramReader:
         op = getattr(function, "_opname", getattr(function, "__name__", str(function)))
         in_place = op.endswith("_") and not op.startswith("_") and hasattr(function, "_schema")
         _refuse_out(fx, function, in_place)
+        if op in BY_STRIDES:
+            function = strided_function(op, fx.args[0].meta["val"], fx.args[1:], _line(fx))
+            self._note_strides(fx.args[0])
+        elif "as_strided" in op:
+            raise TraceError(
+                f"{_line(fx)} calls {op}, for which there is no rule.",
+                line=_line(fx),
+                remedy="Write to an index of the tensor instead.",
+            )
         metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
         if any(not isinstance(each, torch.Tensor) for each in metas):
             if not fx.users and (op.startswith(_CHECKS) or _gives(function)):
                 return
             raise TraceError(
-                f"{fx.target} makes something that is no tensor.", line=_line(fx), remedy="Leave it out."
+                f"{_line(fx)} makes something that is no tensor, by {fx.target}.",
+                line=_line(fx),
+                remedy="Leave it out.",
             )
         inputs: list[int] = []
+        contiguous: list[bool] = []
 
         def ref(each: Any) -> Ref:
             inputs.append(self._values[self._current(each), 0])
+            contiguous.append(each.meta["val"].is_contiguous())
             return Ref(len(inputs) - 1)
 
         args = torch.fx.node.map_arg(fx.args, ref)
@@ -338,8 +368,10 @@ class _ProgramReader:
         if op in ("batch_norm", "instance_norm") and bool(fx.args[5]):
             for index in inputs[-2:] if fx.args[3] is not None else ():
                 self._graph.nodes[self._graph.values[index].node].mutated = True
-        self._functions[fx.name] = function
         self._add(node, metas)
+        if op not in BY_STRIDES and not in_place and axes_of(self._graph, node) is None:
+            function = as_recorded(function, contiguous)
+        self._functions[fx.name] = function
 
     def _check_may_write(self, fx: Any, maker: Node) -> None:
         """Refuses changes in place of what others than the recorded pass have, by what it is."""
@@ -418,6 +450,14 @@ class _ProgramReader:
             storage = self._storages.get(fx.args[0].name, storage)  # returns what it is given, but for export
         self._storages[fx.name] = storage
         self._memory.setdefault(storage, []).append(fx)
+
+    def _note_strides(self, fx: Any) -> None:
+        """Notes an input in whose memory something is read by strides: those that it was recorded with."""
+        for other in self._memory.get(self._storages.get(fx.name, 0), ()):
+            if other.op == "placeholder" and (other.name, 0) in self._values:
+                maker = self._graph.nodes[self._graph.values[self._values[other.name, 0]].node]
+                if maker.kind == "input":
+                    self._by_strides.add(maker.name)
 
     def _check_unseen(self, fx: Any, target: Any) -> None:
         """What is changed in place must not be seen under another name from then on."""

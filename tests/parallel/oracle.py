@@ -106,7 +106,7 @@ class Case:
             for name, value in each.items()
             if name.startswith("exp_avg")
         )
-        held = sum(p.numel() * p.element_size() for p in model.parameters())
+        held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         assert held == plan.parameter_bytes, f"{held} bytes of parameters, planned {plan.parameter_bytes}"
         assert state == plan.optimizer_bytes, f"{state} bytes of state, planned {plan.optimizer_bytes}"
         return losses, grads, model.full_state_dict(), held, state
@@ -151,7 +151,7 @@ def one_process(module: Any, batches: Sequence[Any]) -> Any:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    grads = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    grads = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     return losses, grads, dict(module.state_dict())
 
 

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations
 
 import muster
 from muster.errors import ArrayError, SettingsError
-from muster.parallel.eager import TraceError
 from muster.parallel.module import ParallelModule
+from muster.parallel.untraced import TraceError
 from tests.parallel.oracle import SLOW, close, part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
 

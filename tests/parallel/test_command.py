@@ -19,6 +19,7 @@ from torch import nn
 
 from muster import parallelize
 from muster.__main__ import main
+from muster.errors import SettingsError
 from muster.parallel.measure import load_machine, measure
 from tests.launch.launching import Place, environment
 from tests.parallel.ranks import RankCommunicator, run_ranks
@@ -49,6 +50,34 @@ def number():
 
 def named():
     return Net(), (torch.empty(16, 256),), "mse"
+
+class Constants(Net):
+    def __init__(self):
+        super().__init__(1000)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1]) * self.rates[1]
+        return super().forward(x * self.scale + places + torch.tensor(0.5) + torch.zeros(256))
+
+def constants():
+    return Constants(), (torch.empty(16, 256), torch.empty(16, dtype=torch.long)), F.cross_entropy
+
+def on_meta():
+    with torch.device("meta"):
+        return make()
+
+class Flow(Net):
+    def forward(self, x):
+        x = super().forward(x)
+        return x if x.sum() > 0 else -x
+
+def flow():
+    return Flow(), (torch.empty(16, 256), torch.empty(16, dtype=torch.long)), F.cross_entropy
+
+def wrong():
+    return Net(), (torch.empty(16, 255), torch.empty(16, dtype=torch.long)), F.cross_entropy
 """
 
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -73,6 +102,69 @@ def test_a_plan_without_gpus(models: Path, capsys: pytest.CaptureFixture[str]) -
     assert "-> n: ((1, 1), (8, 1), (8))" in out
     assert json.loads((models / "plan.json").read_text())["mesh"]
     assert (models / "plan.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["constants", "on_meta"])
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_constants_without_a_device(
+    models: Path, capsys: pytest.CaptureFixture[str], name: str, mode: str
+) -> None:
+    assert main(["plan", f"models:{name}", "--gpus", "8", "--mode", mode]) == 0
+    out = capsys.readouterr().out
+    assert "8 ranks as " in out
+    assert f"mode {mode}" in out
+
+
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_control_flow_that_depends_on_values_is_trained_data_parallel(
+    models: Path, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
+    assert main(["plan", "models:flow", "--mode", mode]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("data parallel, because nothing else can be searched.")
+    assert "at models.py:46: what it does there depends on values" in out
+    assert not err
+    assert main(["plan", "models:flow", "--mode", mode, "--out", "plan.json"]) == 2
+    assert "there is no plan to save" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_shapes_that_do_not_fit_are_told_in_a_sentence(
+    models: Path, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
+    assert main(["plan", "models:wrong", "--mode", mode]) == 1
+    out, err = capfd.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    assert err.startswith("muster plan: The forward pass fails at models.py:12 when it is recorded: ")
+    assert "255" in err
+    assert "Give an example whose shapes and dtypes the module takes." in err
+
+
+def test_a_mesh_is_kept(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "models:constants", "--mesh", "2,2,2"]) == 0
+    assert "8 ranks as 2 x 2 x 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "flops_per_s is missing"),
+        ("[]", "it holds no names and values, but list"),
+        ('{"speed": 1}', "there is nothing called 'speed'"),
+        ('{GOOD, "latency_s": -1}', "latency_s is -1"),
+        ('{GOOD, "exposed": 7}', "exposed is 7"),
+        ('{GOOD, "name": 3}', "name is 3"),
+        ('{GOOD, "measured": {"all_reduce": {"2": []}}}', "all_reduce of 2 ranks was measured as []"),
+    ],
+)
+def test_a_file_that_is_no_machine(tmp_path: Path, text: str, words: str) -> None:
+    good = '"flops_per_s": 1e12, "memory_bytes_per_s": 1e9, "bus_bytes_per_s": 1e9, "memory_bytes": 1e9'
+    path = tmp_path / "some.json"
+    path.write_text(text.replace("GOOD", good))
+    with pytest.raises(SettingsError, match="is no machine that muster plan --measure wrote") as raised:
+        load_machine(path)
+    assert words in str(raised.value)
 
 
 def test_what_is_fixed_on_the_command_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

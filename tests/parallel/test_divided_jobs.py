@@ -64,7 +64,7 @@ def test_a_killed_rank_is_replaced_and_losses_stay_those_of_one_process(
 
 @pytest.mark.timeout(120)
 def test_the_big_vocabulary_is_divided_and_trains(tmp_path: Path) -> None:
-    small = ("--words", "4096", "--width", "64", "--layers", "1", "--tokens", "16", "--steps", "4")
+    small = ("--words", "65536", "--width", "64", "--layers", "1", "--tokens", "16", "--steps", "4")
     code, out, err = Place(tmp_path).run(
         *("-n", "2", "--scheduler", "--oversubscribe"),
         command=(sys.executable, "-m", "examples.big_vocabulary", *small),

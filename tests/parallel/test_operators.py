@@ -71,7 +71,12 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]
     "cross_entropy of pixels": (
         lambda x: F.cross_entropy(x, LABELS.view(2, 4)), ((2, 4, 4),), "m"),
     "cross_entropy with weights": (
-        lambda x: F.cross_entropy(x, LABELS, torch.tensor([0.1, 0.2, 0.3, 0.4]).double()), ((8, 4),), ""),
+        lambda x: F.cross_entropy(x, LABELS, torch.tensor([0.1, 0.2, 0.3, 0.4]).double()), ((8, 4),), "m"),
+    "cross_entropy of probabilities": (
+        lambda x, y: F.cross_entropy(x, y.softmax(1), label_smoothing=0.1), ((8, 4), (8, 4)), "m"),
+    "embedding_bag": (
+        lambda w: F.embedding_bag(torch.arange(12).view(4, 3) % 6, w, mode="sum"), ((6, 4),), "b n"),
+    "index of each": (lambda x: x[torch.arange(8), LABELS], ((8, 4),), "i0 each"),
     "nll_loss": (lambda x: F.nll_loss(x.log_softmax(1), LABELS, ignore_index=1), ((8, 4),), "m"),
     "mse_loss": (F.mse_loss, ((4, 6), (4, 6)), "d0 d1"),
     "l1_loss": (lambda a, b: F.l1_loss(a, b, reduction="sum"), ((4, 6), (4, 6)), "d0 d1"),

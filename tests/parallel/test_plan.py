@@ -80,8 +80,8 @@ def test_fused_projections_say_why_they_cannot_be_split() -> None:
 def test_data_parallel_is_an_answer() -> None:
     plan = wide(classes=10)
     assert plan.is_data_parallel
-    assert plan.verdict == "data parallel is best: no plan is predicted more than 5% faster."
-    assert plan.seconds <= (plan.baseline_s or 0) * 1.002
+    assert plan.verdict.startswith("data parallel is best")
+    assert plan.seconds <= (plan.baseline_s or 0) + 3 * plan.machine.latency_s  # of a loss of the whole batch
 
 
 def test_data_parallelism_computes_its_part_of_the_batch_and_nothing_twice() -> None:
@@ -94,13 +94,22 @@ def test_data_parallelism_computes_its_part_of_the_batch_and_nothing_twice() -> 
     parameters = sum(node.kind == "parameter" for node in plan.graph.nodes)
     assert sum(each.nbytes for each in gradients) == whole + 4 * parameters  # and whether there is one
     assert {each.kind for each in plan.collectives if each.phase != "gradients"} == {"all_reduce"}
-    assert plan.seconds == pytest.approx(wide().baseline_s or 0)
+    assert plan.seconds == pytest.approx(
+        wide().baseline_s or 0, rel=0.01
+    )  # but for the loss of the whole batch
 
 
 def test_operators_without_a_rule_are_named() -> None:
-    graph = graph_of(make("odd"), MODELS["odd"][1](0), 2)
-    plan = find_plan(graph, 2, machine=Hardware())
-    assert "kept whole, for want of a rule: linalg_vector_norm" in str(plan)
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.fc(x).cummax(1).values.sum()
+
+    plan = find_plan(graph_of(Odd(), (torch.empty(8, 4),), 2), 2, machine=Hardware())
+    assert "kept whole, for want of a rule: cummax" in str(plan)
 
 
 def test_a_plan_says_what_the_loss_of_a_rank_would_mean() -> None:

@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("torch")
 
 from muster.parallel import operators
+from muster.parallel.planning import axes as named
 from muster.parallel.planning import problem, rules
+from muster.parallel.planning.axes import Axis, Mode
 from muster.parallel.planning.graph import Graph, Node
 from muster.parallel.planning.layouts import REPLICATE
-from muster.parallel.planning.rules import Axis, Mode
 from muster.parallel.planning.search import solve
 from tests.parallel.oracle import Case
 
@@ -55,7 +56,7 @@ WRONG: dict[str, tuple[str, str, str, Change]] = {
         "gpt",
         "linear",
         "k",
-        lambda g, n, a: swap(a, "k", outs=(rules.EXCHANGED,)),
+        lambda g, n, a: swap(a, "k", outs=(named.EXCHANGED,)),
     ),
     "weights of a linear layer by the wrong dimension": (
         "gpt",

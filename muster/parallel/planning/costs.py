@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from muster.parallel.planning.axes import MEAN
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, TensorValue, names
 from muster.parallel.planning.layouts import (
     COLLECTIVES,
@@ -19,7 +20,7 @@ from muster.parallel.planning.layouts import (
     parts,
 )
 from muster.parallel.planning.precision import RUNS_EXACT, feeds_a_loss
-from muster.parallel.planning.rules import LINEAR_VIEWS, MEAN
+from muster.parallel.planning.rules import LINEAR_VIEWS
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -126,7 +127,8 @@ def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
 _ATTENTION = "scaled_dot_product_attention"
 _ATTENTION_SPEED = 0.3
 """Of a product's: between its two products an attention kernel takes exponentials, which are slower."""
-_PRODUCTS = names("linear matmul mm bmm addmm einsum conv1d conv2d conv3d")
+CONVOLUTIONS = names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
+_PRODUCTS = names("linear matmul mm bmm addmm einsum") | CONVOLUTIONS
 _WRITES_WIDER = names("linear matmul mm addmm")  # gradients of weights, in their own precision at once
 _RECURRENT = names("lstm gru rnn_tanh rnn_relu")
 _NORMS = names("layer_norm group_norm rms_norm")
@@ -142,8 +144,9 @@ def flops(graph: Graph, node: Node) -> float:
         return 2.0 * out * shapes[0][-1]
     if node.op == "addmm":
         return 2.0 * out * shapes[1][-1]
-    if node.op in ("conv1d", "conv2d", "conv3d"):
-        return 2.0 * out * math.prod(shapes[1][1:])
+    if node.op in CONVOLUTIONS:
+        turned = node.args[6] if node.op == "convolution" else "transpose" in node.op
+        return 2.0 * (math.prod(shapes[0]) if turned else out) * math.prod(shapes[1][1:])
     if node.op == _ATTENTION:
         causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
         return (2.0 if causal else 4.0) * out * shapes[1][-2]
@@ -386,7 +389,7 @@ def inner_collectives(
     needs_grad = bool(node.outputs) and graph.values[node.outputs[0]].needs_grad
     if node.op == "cross_entropy_loss" or node.op.startswith("nll_loss"):
         reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", MEAN)
-        if "m" in along and reduction == MEAN:
+        if "m" in along and reduction == MEAN and not graph.values[node.inputs[1]].floating:
             add("forward", "all_reduce", along["m"], 1)
         if "v" in along:  # maxima, sums and targets' scores
             ranks = math.prod(mesh[d] for d in along["v"])

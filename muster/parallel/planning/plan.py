@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from muster.parallel.planning.problem import Options, Pin, Problem, State, build
 from muster.parallel.planning.rows import Row, module_rows
 from muster.parallel.planning.search import solve
 from muster.parallel.planning.timeline import Timeline, timeline
+from muster.parallel.planning.undivided import Undivided, undivided
 from muster.parallel.planning.words import shortened, size_text, times_text
 
 SAME = 0.05
@@ -60,6 +61,7 @@ class Plan:
         gradients: "averaged" or "summed" over the parts of the batch.
         strategies: what the user fixed, as text by name.
         loaded: the file that it was loaded from; "": it was searched.
+        skipped: meshes that are too much for the search.
     """
 
     graph: Graph
@@ -76,6 +78,7 @@ class Plan:
     gradients: str = "averaged"
     strategies: dict[str, str] = field(default_factory=dict)
     loaded: str = ""
+    skipped: tuple[str, ...] = ()
     limit_bytes: float = math.inf
     step_times: list[float] = field(default_factory=list)
     forward_times: dict[str, float] = field(default_factory=dict)
@@ -115,6 +118,11 @@ class Plan:
         return self._problem().without_rule
 
     @property
+    def undivided(self) -> list[Undivided]:
+        """The operators above 1 % of the step that every rank does as a whole, for want of a rule."""
+        return undivided(self.graph, self.states, self.mesh, self.machine, self.seconds)
+
+    @property
     def gap(self) -> float:
         """By what share a better plan on this mesh might be faster, at most."""
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
@@ -139,7 +147,8 @@ class Plan:
         if self.loaded:
             return f"loaded from {self.loaded}: {predicted}; what else is possible was not searched."
         if self.mode in ("data_parallel", "stand_alone", "hybrid"):
-            return f"{self.mode.replace('_', ' ')}, as asked: {predicted}."
+            seconds = self.seconds if self.baseline_s is None else self.baseline_s
+            return f"{self.mode.replace('_', ' ')}, as asked: {seconds * 1e3:.3g} ms a step predicted."
         if self.baseline_s is None and not self.baseline_nbytes:
             return f"{predicted}; fed as dataset_strategy says, there is no data parallelism."
         if self.baseline_s is None:
@@ -148,12 +157,40 @@ class Plan:
                 f" are {size_text(self.limit_bytes)}; this plan needs {size_text(self.nbytes)}."
             )
         ratio = self.baseline_s / self.seconds
-        if self.is_data_parallel and abs(ratio - 1) <= 0.1:
+        whole = self.undivided
+        if whole:
+            return self._not_the_best(ratio, whole)
+        if self.is_data_parallel and abs(ratio - 1) <= 2 * SAME:
             return f"data parallel is best: no plan is predicted more than {SAME:.0%} faster."
         if ratio >= 1:
             return f"{times_text(ratio)} data parallel: {self._reason()}."
-        fixed = ", ".join(self.strategies)
-        return f"{times_text(ratio)} data parallel: that is the price of what is fixed ({fixed})."
+        if self._fixed:
+            return f"{times_text(ratio)} data parallel: that is the price of what is fixed ({self._fixed})."
+        own = "loss and BatchNorm's statistics are" if self._sums_statistics else "loss is"
+        faster = f'mode="data_parallel" is predicted {times_text(1 / ratio)} as fast'
+        return f"data parallel is best, and {faster} as this plan: its {own} of each rank's part."
+
+    @property
+    def _fixed(self) -> str:
+        """What users have fixed, in words; "": nothing."""
+        mesh = f"the mesh {' x '.join(map(str, self.mesh))}" if len(self.mesh) > 1 else ""
+        return ", ".join(self.strategies) or mesh
+
+    @property
+    def _sums_statistics(self) -> bool:
+        """Whether BatchNorm takes the statistics of all ranks' samples."""
+        return any(node.op == "batch_norm" for node in self.graph.nodes) and not self.options.local_norm
+
+    def _not_the_best(self, ratio: float, whole: Sequence[Undivided]) -> str:
+        """A verdict where operators are kept whole: says which, and what data parallelism would be."""
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        names = ", ".join(map(str, whole[:3])) + more
+        missing = f"no rule divides {names}, so each rank does all of it"
+        if ratio < 1 / (1 + SAME):
+            return f'mode="data_parallel" is predicted {times_text(1 / ratio)} as fast: {missing}.'
+        if ratio <= 1 + SAME:
+            return f"as fast as data parallel, and perhaps not the best: {missing}."
+        return f"{times_text(ratio)} data parallel, and perhaps not the best: {missing}."
 
     def _reason(self) -> str:
         """Says why the plan is better: what is no longer sent, or stored less often."""
@@ -260,12 +297,17 @@ class Plan:
 
     def _facts(self) -> list[str]:
         mesh = " x ".join(map(str, self.mesh))
+        searched = " on the meshes that were searched" if self.skipped else ""
         facts = [
             f"{math.prod(self.mesh)} ranks as {mesh}; mode {self.mode}; gradients are {self.gradients}"
             f" over the parts of the batch; costs of: {self.machine.name}",
             f"predicted {self.seconds * 1e3:.3f} ms a step, {size_text(self.nbytes)} a rank; at most"
-            f" {self.gap:.2%} from the best possible",
+            f" {self.gap:.2%} from the best possible{searched}",
         ]
+        if self.skipped:
+            facts.append(
+                f"not searched, for the graph is too connected there: ranks as {', '.join(self.skipped)}"
+            )
         if math.prod(self.mesh) > 1:
             facts += [self._overlap_text(), self._loss_text()]
         if self.step_times:
@@ -282,7 +324,7 @@ class Plan:
         sharded = sum(state.sharded for state in self.states)
         if sharded:
             facts.append(f"the updates of {sharded} parameters are divided among ranks (ZeRO-1)")
-        whole = self.without_rule
+        whole = [] if self.mode in ("data_parallel", "hybrid") else self.without_rule
         if whole:
             facts.append("kept whole, for want of a rule: " + ", ".join(whole))
         return facts

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from muster.errors import SettingsError
+from muster.parallel.planning.baseline import data_parallel_seconds
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import batch_led, feeding
 from muster.parallel.planning.graph import FAN_OUT, Graph
@@ -18,6 +20,7 @@ from muster.parallel.planning.layouts import (
     factorisations,
     replicated,
 )
+from muster.parallel.planning.obstacles import too_large
 from muster.parallel.planning.plan import SAME, Plan
 from muster.parallel.planning.problem import ALWAYS, Options, Pin, Problem, State, build
 from muster.parallel.planning.rules import modes_of
@@ -128,8 +131,10 @@ def find_plan(
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
     baseline = _data_parallel(graph, world, machine, base, dataset)
 
+    skipped: list[str] = []
+
     def plan_of(mesh: Mesh, options: Options, found: Found) -> Plan:
-        return _plan(graph, mesh, machine, options, found, mode, baseline, limit, texts)
+        return _plan(graph, mesh, machine, options, found, mode, baseline, limit, texts, skipped)
 
     if mode == "data_parallel":
         _check_one_dimension(mesh, world)
@@ -142,8 +147,8 @@ def find_plan(
     if not given:
         raise SettingsError(_indivisible(graph, world, dataset))
     others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
-    found_mesh, (solution, states) = _best_of(graph, given, machine, pins, others, limit, search)
-    if baseline is not None and not pins and search == "exact":
+    found_mesh, (solution, states), skipped = _best_of(graph, given, machine, pins, others, limit, search)
+    if baseline is not None and not pins and search == "exact" and mesh in (None, (world,)):
         (plain, plain_states), options = baseline
         if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
             exact = replace(options, whole_parameters=False, shard_updates=shard_updates)
@@ -181,8 +186,10 @@ def _best_of(
     others: Mapping[str, Pin],
     limit: float,
     search: str,
-) -> tuple[Mesh, Found]:
-    """The mesh with the fastest plan, and that plan.
+) -> tuple[Mesh, Found, list[str]]:
+    """The mesh with the fastest plan, that plan, and the meshes that could not be searched.
+
+    The plan's bound is that of all meshes that were.
 
     Args:
         graph: see :func:`find_plan`, as for all that is not here.
@@ -197,7 +204,8 @@ def _best_of(
         SettingsError: there is none; says what is in the way.
     """
     best: tuple[Mesh, Found] | None = None
-    refused = ""
+    refused, bound, skipped = "", math.inf, list[str]()
+    smallest = (math.inf, "")
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
@@ -213,15 +221,18 @@ def _best_of(
             continue
         except TooWide as error:
             refused = refused or f"{error}: fix some strategies, or give a mesh of one dimension"
+            skipped.append(" x ".join(map(str, mesh)))
             continue
         if solution is None:
-            refused = f"no plan fits into {limit / 1e9:.1f} GB a rank: take more ranks, a smaller batch, or"
-            refused += " memory=1"
-        elif best is None or solution.seconds < best[1][0].seconds * (1 - 1e-9):
+            smallest = min(smallest, too_large(problem, limit), key=operator.itemgetter(0))
+            continue
+        bound = min(bound, solution.bound_s)
+        if best is None or solution.seconds < best[1][0].seconds * (1 - 1e-9):
             best = mesh, (solution, problem.chosen(solution.choice))
     if best is None:
-        raise SettingsError(refused)
-    return best
+        raise SettingsError(smallest[1] or refused)
+    found_mesh, (solution, states) = best
+    return found_mesh, (replace(solution, bound_s=min(bound, solution.seconds)), states), skipped
 
 
 Found = tuple[Solution, list[State]]
@@ -318,16 +329,19 @@ def _plan(
     baseline: tuple[Found, Options] | None,
     limit: float,
     strategies: dict[str, str],
+    skipped: Sequence[str],
 ) -> Plan:
     solution, states = found
     plan = Plan(
         graph, mesh, machine, options, states, mode, solution.seconds, solution.nbytes, solution.bound_s
     )
-    plan.limit_bytes, plan.strategies = limit, strategies
+    plan.limit_bytes, plan.strategies, plan.skipped = limit, strategies, tuple(skipped)
     if baseline is not None:
-        plain = baseline[0][0]
+        plain, plain_states = baseline[0]
+        world = (math.prod(mesh),)
         plan.baseline_nbytes = plain.nbytes
-        plan.baseline_s = plain.seconds if plain.nbytes <= limit else None
+        if plain.nbytes <= limit:
+            plan.baseline_s = data_parallel_seconds(graph, plain_states, world, machine)
     return plan
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from muster.parallel.planning.axes import WHOLE, Mode
 from muster.parallel.planning.costs import Hardware, OperatorTimes, inner_collectives, kept_bytes
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
 from muster.parallel.planning.layouts import (
@@ -27,7 +28,7 @@ from muster.parallel.planning.layouts import (
     parts,
     plan_move,
 )
-from muster.parallel.planning.rules import WHOLE, Mode, modes_of
+from muster.parallel.planning.rules import modes_of
 
 Matrix = npt.NDArray[np.float64]
 

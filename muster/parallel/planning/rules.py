@@ -9,101 +9,20 @@ kept whole on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+from muster.parallel.planning import indexing_rules, loss_rules
+from muster.parallel.planning.axes import RULES, WHOLE, Axis, Mode, OperatorCall, rule
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
-from muster.parallel.planning.layouts import PARTIAL, REPLICATE, Placement, Shape
+from muster.parallel.planning.layouts import PARTIAL, REPLICATE
 
-WHOLE = "-"
-EXCHANGED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What one mesh dimension may do to an operator.
-
-    Attributes:
-        name: the axis that is split; ``WHOLE``: every rank computes the same.
-        size: what the number of slices of this axis must divide; 0: any.
-        ins: the entry of each input's layout.
-        in_grads: the entry of the layout of each input's gradient.
-        outs: the entry of each output's layout.
-        out_grads: the entry of the layout of each output's gradient.
-    """
-
-    name: str
-    size: int
-    ins: tuple[Placement, ...]
-    in_grads: tuple[Placement, ...]
-    outs: tuple[Placement, ...]
-    out_grads: tuple[Placement, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A named axis: the dimension that it is of each input and output; None: not there.
-
-    An output that is ``EXCHANGED`` comes out whole: the ranks exchange what is needed within the operator.
-    """
-
-    name: str
-    size: int
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...]
-
-    def mode(self) -> Mode:
-        """What splitting this axis means."""
-        return Mode(
-            self.name,
-            self.size,
-            tuple(REPLICATE if d is None else d for d in self.ins),
-            tuple(PARTIAL if d is None else d for d in self.ins),
-            tuple(PARTIAL if d is None else REPLICATE if d == EXCHANGED else d for d in self.outs),
-            tuple(REPLICATE if d in (None, EXCHANGED) else d for d in self.outs),
-        )
-
-
-class OperatorCall:
-    """An operator as rules see it: names, arguments and shapes."""
-
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.op = node.op
-        self.args = node.args
-        self.kwargs = node.kwargs
-        self.ins: list[Shape] = [graph.values[v].shape for v in node.inputs]
-        self.outs: list[Shape] = [graph.values[v].shape for v in node.outputs]
-        self.floating = [graph.values[v].floating for v in node.inputs]
-
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
-        if index < len(self.args):
-            return self.args[index]
-        return self.kwargs.get(name, default)
-
-    def dim(self, value: int, of: Shape | None = None) -> int:
-        """A dimension of the first input counted from 0."""
-        return value % max(1, len(self.ins[0] if of is None else of))
-
-    def dims(self, value: Any) -> list[int]:
-        """Dimensions of the first input counted from 0; None: all."""
-        if value is None or value == [] or isinstance(value, bool):
-            return list(range(len(self.ins[0])))
-        return [self.dim(d) for d in ([value] if isinstance(value, int) else value)]
-
-    def one(self, position: int, dim: int | None) -> tuple[int | None, ...]:
-        """``dim`` for one input, None for the others."""
-        return tuple(dim if i == position else None for i in range(len(self.ins)))
-
-
-Rule = Callable[[OperatorCall], "list[Axis] | None"]
-_RULES: dict[str, Rule] = {}
+MORE_RULES = (indexing_rules, loss_rules)
+"""Modules that register theirs when they are imported."""
 
 LINEAR_VIEWS = names(
     "view reshape flatten unflatten _unsafe_view squeeze unsqueeze transpose t permute numpy_T slice "
     "select chunk split split_with_sizes unbind contiguous clone alias expand narrow view_as movedim "
-    "swapaxes"
+    "swapaxes view_as_complex view_as_real diagonal expand_as"
 )
 """Operators whose output only has the input's elements: sums may pass through them unadded."""
 
@@ -113,21 +32,12 @@ _ELEMENTWISE = names(
     "contiguous clone masked_fill where eq ne lt gt le ge logical_and logical_or logical_not "
     "bitwise_and bitwise_or bitwise_not clamp clamp_min clamp_max maximum minimum square reciprocal "
     "type_as ones_like zeros_like full_like log1p expm1 sign floor ceil round isnan isinf lerp "
-    "addcmul addcdiv threshold relu6 logsigmoid rsub true_divide atan tan"
+    "addcmul addcdiv threshold relu6 log_sigmoid rsub true_divide atan tan acos acosh asin asinh atan2 atanh "
+    "cosh sinh bitwise_xor logical_xor fmod remainder log10 log2 trunc fill copy expand_as selu celu "
+    "softsign tanhshrink hardshrink softshrink erfc exp2 sinc xlogy nan_to_num hypot"
 )
 _SUMS = names("add sub")
 _SCALED = names("mul div neg")
-
-
-def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators."""
-
-    def register(function: Rule) -> Rule:
-        for op in ops:
-            _RULES[op] = function
-        return function
-
-    return register
 
 
 def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
@@ -135,7 +45,7 @@ def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
     call = OperatorCall(graph, node)
     if node.kind == FAN_OUT:
         return _each_dim(call)
-    found = _RULES.get(node.op)
+    found = RULES.get(node.op)
     if found is not None:
         try:
             return found(call)
@@ -250,9 +160,11 @@ def _einsum(call: OperatorCall) -> list[Axis] | None:
     ]
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", "convolution")
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _convolution(call: OperatorCall) -> list[Axis] | None:
-    groups = call.argument(6, "groups", 1)
+    turned = call.args[6] if call.op == "convolution" else "transpose" in call.op
+    groups = call.argument(8 if call.op == "convolution" else 6, "groups", 1)
     x, weight = call.ins[:2]
     if len(x) != len(weight):
         return None
@@ -260,43 +172,32 @@ def _convolution(call: OperatorCall) -> list[Axis] | None:
     axes = [Axis("b", x[0], (0, None, *(None,) * more), (0,))]
     if groups > 1:
         return [*axes, Axis("g", groups, (1, 0, *(0,) * more), (1,))]
-    axes.append(Axis("n", weight[0], (None, 0, *(0,) * more), (1,)))
-    axes.append(Axis("k", weight[1], (1, 1, *(None,) * more), (None,)))
+    before, after = (0, 1) if turned else (1, 0)  # of the weight's dimensions, the inputs and the outputs
+    axes.append(Axis("n", weight[after], (None, after, *(0,) * more), (1,)))
+    axes.append(Axis("k", weight[before], (1, before, *(None,) * more), (None,)))
     return axes
 
 
 @rule("scaled_dot_product_attention")
 def _attention(call: OperatorCall) -> list[Axis] | None:
     q, k = call.ins[:2]
-    if len(q) != 4 or len(k) != 4:
+    if len(q) != len(k) or not 3 <= len(q) <= 4:
         return None
     masks = call.ins[3:]
 
     def axis(name: str, d: int, size: int) -> Axis:
         of_masks = []
         for mask in masks:
-            place = d - (4 - len(mask))
+            place = d - (len(q) - len(mask))
             of_masks.append(place if place >= 0 and mask[place] == q[d] else None)
         return Axis(name, size, (d, d, d, *of_masks), (d,))
 
+    if len(q) == 3:
+        return [axis("b", 0, q[0])]
     heads = math.gcd(q[1], k[1])
     if any(len(mask) >= 3 and mask[-3] not in (1, q[1]) for mask in masks):
         return [axis("b", 0, q[0])]
     return [axis("b", 0, q[0]), axis("h", 1, heads)]
-
-
-@rule("embedding")
-def _embedding(call: OperatorCall) -> list[Axis] | None:
-    # padding_idx, scale_grad_by_freq and sparse change gradients only by rows, which the last two mix.
-    if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
-        return None
-    out = call.outs[0]
-    padding = call.argument(2, "padding_idx", -1)
-    axes = [Axis(f"b{d}", out[d], (None, d), (d,)) for d in range(len(out) - 1)]
-    axes.append(Axis("n", out[-1], (1, None), (len(out) - 1,)))
-    if padding is None or padding < 0:
-        axes.append(Axis("v", call.ins[0][0], (0, None), (None,)))
-    return axes
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -314,7 +215,30 @@ def _recurrent(call: OperatorCall) -> list[Axis] | None:
     return [Axis("b", x[batch], ins, (batch, *(1,) * states))]
 
 
-# ---------------------------------------------------------------- normalisation and losses
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _cell(call: OperatorCall) -> list[Axis] | None:
+    states = 2 if call.op == "lstm_cell" else 1
+    if len(call.ins[0]) != 2:
+        return None
+    ins = (0, *(0,) * states, *(None,) * (len(call.ins) - 1 - states))
+    return [Axis("b", call.ins[0][0], ins, (0,) * len(call.outs))]
+
+
+@rule("cdist", "_cdist_forward")
+def _distances(call: OperatorCall) -> list[Axis] | None:
+    a, b = call.ins
+    if len(a) != len(b):
+        return None
+    last = len(a) - 1
+    axes = [Axis(f"b{d}", a[d], (d, d), (d,)) for d in range(last - 1) if a[d] == b[d]]
+    return [
+        *axes,
+        Axis("m", a[-2], (last - 1, None), (last - 1,)),
+        Axis("n", b[-2], (None, last - 1), (last,)),
+    ]
+
+
+# ---------------------------------------------------------------- normalisation
 
 
 @rule("batch_norm")
@@ -330,56 +254,30 @@ def _layer_norm(call: OperatorCall) -> list[Axis]:
     return [Axis(f"b{d}", call.ins[0][d], call.one(0, d), (d,)) for d in range(kept)]
 
 
+@rule("instance_norm")
+def _instance_norm(call: OperatorCall) -> list[Axis] | None:
+    if isinstance(call.args[3], Ref):  # statistics of all samples so far
+        return None
+    more = len(call.ins) - 1
+    axes = [Axis("b", call.ins[0][0], (0, *(None,) * more), (0,))]
+    return [*axes, Axis("c", call.ins[0][1], (1, *(0,) * more), (1,))]
+
+
+@rule("native_layer_norm")
+def _native_layer_norm(call: OperatorCall) -> list[Axis]:
+    kept = len(call.ins[0]) - len(call.args[1])
+    return [Axis(f"b{d}", call.ins[0][d], call.one(0, d), (d, d, d)) for d in range(kept)]
+
+
 @rule("group_norm")
 def _group_norm(call: OperatorCall) -> list[Axis]:
     return [Axis("b", call.ins[0][0], call.one(0, 0), (0,))]
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "glu")
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "glu")
 def _along_one_dim(call: OperatorCall) -> list[Axis]:
     axis = call.dim(call.argument(1, "dim", -1))
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0]) if d != axis]
-
-
-MEAN = 1
-
-
-@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-def _cross_entropy(call: OperatorCall) -> list[Axis] | None:
-    scores = call.ins[0]
-    reduction = call.argument(3, "reduction", MEAN)
-    smoothing = call.argument(5, "label_smoothing", 0.0) if call.op == "cross_entropy_loss" else 0.0
-    if len(call.ins) > 2 or call.floating[1] or len(scores) < 2:
-        return None
-    rest = (0,) if reduction == 0 else (None,)
-    axes = [Axis("m", scores[0], (0, 0), rest)]
-    if call.op == "cross_entropy_loss" and len(scores) == 2 and not smoothing and reduction != 0:
-        axes.append(_classes(scores[1]))
-    return axes
-
-
-def _classes(size: int) -> Axis:
-    """The classes of a loss: the ranks exchange maxima and sums."""
-    return Axis("v", size, (1, None), (EXCHANGED,))
-
-
-@rule(
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-def _pointwise_loss(call: OperatorCall) -> list[Axis] | None:
-    # Weights may stand before the reduction: then only what has defaults is split.
-    where = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(call.op, 2)
-    reduction = call.argument(where, "reduction", MEAN)
-    if len(call.ins) != 2 or call.ins[0] != call.ins[1]:
-        return None
-    return [
-        Axis(f"d{d}", size, (d, d), (d if reduction == 0 else None,)) for d, size in enumerate(call.ins[0])
-    ]
 
 
 @rule("mean", "sum")
@@ -396,10 +294,13 @@ def _reduction(call: OperatorCall) -> list[Axis]:
 @rule(
     "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "logsumexp", "any", "all", "topk", "sort"
 )
+@rule("argsort", "prod", "norm", "linalg_vector_norm")
 def _kept_dims(call: OperatorCall) -> list[Axis] | None:
     """Reductions that are no sums: dimensions that stay may be split."""
-    index = 2 if call.op == "topk" else 1
-    dim = call.argument(index, "dim", -1 if call.op in ("topk", "sort") else None)
+    index = 2 if call.op in ("topk", "norm", "linalg_vector_norm") else 1
+    dim = call.argument(index, "dim", -1 if call.op in ("topk", "sort", "argsort") else None)
+    if len(call.ins) == 2 and call.op in ("max", "min"):
+        return _elementwise(call)
     if len(call.ins) != 1 or dim is None:
         return []
     gone = call.dims(dim)
@@ -413,7 +314,10 @@ def _kept_dims(call: OperatorCall) -> list[Axis] | None:
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d")
-@rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
+@rule("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+@rule("adaptive_max_pool1d", "adaptive_max_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d")
+@rule("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "pixel_shuffle")
 def _pooling(call: OperatorCall) -> list[Axis] | None:
     spatial = 1 if "1d" in call.op else 3 if "3d" in call.op else 2
     if len(call.ins[0]) != spatial + 2:
@@ -551,8 +455,64 @@ def _join(call: OperatorCall) -> list[Axis] | None:
     ]
 
 
-@rule("pad", "constant_pad_nd")
+@rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
 def _pad(call: OperatorCall) -> list[Axis]:
     padded = len(call.args[1]) // 2
     kept = len(call.ins[0]) - padded
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:kept])]
+
+
+@rule("view_as_complex", "view_as_real")
+def _pairs(call: OperatorCall) -> list[Axis]:
+    """The last dimension of the real side is that of the two parts."""
+    count = min(len(call.ins[0]), len(call.outs[0]))
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:count])]
+
+
+@rule("diagonal")
+def _diagonal(call: OperatorCall) -> list[Axis]:
+    gone = {call.dim(call.argument(2, "dim1", 0)), call.dim(call.argument(3, "dim2", 1))}
+    kept = [d for d in range(len(call.ins[0])) if d not in gone]
+    return [Axis(f"d{d}", call.ins[0][d], (d,), (place,)) for place, d in enumerate(kept)]
+
+
+@rule("tril", "triu")
+def _triangle(call: OperatorCall) -> list[Axis]:
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:-2])]
+
+
+@rule("repeat")
+def _repeat(call: OperatorCall) -> list[Axis]:
+    repeats = list(call.args[1])
+    more = len(repeats) - len(call.ins[0])
+    return [
+        Axis(f"d{d}", size, (d,), (d + more,)) for d, size in enumerate(call.ins[0]) if repeats[d + more] == 1
+    ]
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(call: OperatorCall) -> list[Axis] | None:
+    """Parts of the repeated dimension stay in order, so it can be split as well."""
+    if len(call.ins) != 1 or not isinstance(call.argument(1, "repeats"), int):
+        return None
+    if call.argument(2, "dim") is None:
+        return None
+    return _each_dim(call)
+
+
+@rule("_fft_r2c", "_fft_c2r", "_fft_c2c")
+def _fourier(call: OperatorCall) -> list[Axis]:
+    gone = call.dims(call.args[1])
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0]) if d not in gone]
+
+
+@rule("grid_sampler_2d", "grid_sampler_3d")
+def _grid(call: OperatorCall) -> list[Axis]:
+    return [Axis("b", call.ins[0][0], (0, 0), (0,)), Axis("c", call.ins[0][1], (1, None), (1,))]
+
+
+@rule("im2col", "col2im")
+def _patches(call: OperatorCall) -> list[Axis] | None:
+    batched = {"im2col": 4, "col2im": 3}[call.op]
+    return [Axis("b", call.ins[0][0], (0,), (0,))] if len(call.ins[0]) == batched else None

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.errors import SettingsError
+from muster.parallel.planning.axes import Axis
 from muster.parallel.planning.graph import Graph, Node
 from muster.parallel.planning.layouts import Mesh, Shape
 from muster.parallel.planning.problem import Pin, State
-from muster.parallel.planning.rules import Axis, axes_of
+from muster.parallel.planning.rules import axes_of
 
 Slices = tuple[int, ...]
 Strategy = tuple[Slices, ...] | Mapping[str, int]

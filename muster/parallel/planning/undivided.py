@@ -1,0 +1,76 @@
+"""Operators that every rank does as a whole because nothing says how to divide them, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.parallel.planning.buckets import move_collectives
+from muster.parallel.planning.costs import Hardware
+from muster.parallel.planning.graph import Graph, Node
+from muster.parallel.planning.layouts import Mesh
+from muster.parallel.planning.problem import State
+from muster.parallel.planning.rules import LINEAR_VIEWS, modes_of
+
+MATTERS = 0.01
+"""The share of a step from which on an operator that is kept whole is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undivided:
+    """An operator that no rule divides, as it is called here.
+
+    Attributes:
+        node: its name in the graph.
+        op: the operator.
+        where: its module, or else its line.
+        seconds: of a step, with what must be gathered for it.
+        share: of the step.
+    """
+
+    node: str
+    op: str
+    where: str
+    seconds: float
+    share: float
+
+    def __str__(self) -> str:
+        """The operator with its place and share."""
+        place = f" of {self.where}" if self.where else ""
+        return f"{self.op}{place} ({self.share:.1%})"
+
+
+def undivided(
+    graph: Graph, states: Sequence[State], mesh: Mesh, machine: Hardware, total_s: float
+) -> list[Undivided]:
+    """The operators that cannot be divided and cost at least ``MATTERS`` of a step, the dearest first.
+
+    Args:
+        graph: of the forward pass.
+        states: one of each node's.
+        mesh: sizes; of one rank nothing is named.
+        machine: what things cost.
+        total_s: seconds of the step.
+    """
+    found = []
+    for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):
+        if math.prod(mesh) == 1 or not _cannot(graph, node):
+            continue
+        seconds = state.seconds
+        for each in move_collectives(graph, states, mesh, index):
+            ranks = math.prod(mesh[d] for d in each.dims)
+            seconds += machine.collective_s(each.kind, ranks, each.nbytes)
+        share = seconds / total_s if total_s else 0.0
+        if share >= MATTERS:
+            found.append(Undivided(node.name, node.op, node.module or node.line, seconds, share))
+    return sorted(found, key=lambda each: -each.share)
+
+
+def _cannot(graph: Graph, node: Node) -> bool:
+    """Whether no axis of an operator can be split; views, numbers and what is of parameters do not count."""
+    if node.kind != "call" or node.op in LINEAR_VIEWS or not node.inputs or node.op.endswith("_"):
+        return False
+    if node.of_parameters or all(graph.values[v].numel <= 1 for v in node.inputs):
+        return False
+    return not any(mode.size for mode in modes_of(graph, node)[0])
