@@ -99,6 +99,7 @@ class Machine:
         env: Mapping[str, str] | None = None,
         mounts: Mapping[str, Path] | None = None,
         cwd: str = "/opt/muster",
+        within: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         """Starts a command.
 
@@ -108,6 +109,7 @@ class Machine:
             env: the environment, besides the least.
             mounts: further directories of the machine, and what they are.
             cwd: the working directory.
+            within: a command that starts the rest in name spaces of its own: nsenter, say.
         """
         every = self._mounts | dict(mounts or {})
         for prefix in (Path(sys.base_prefix), Path(sys.prefix)):
@@ -119,6 +121,7 @@ class Machine:
         inside = ["env", "-C", cwd, *(["setpriv", *user] if user else []), *command]
         process = subprocess.Popen(
             [
+                *within,
                 "unshare",
                 "-m",
                 "sh",

@@ -324,7 +324,7 @@ class Pods:
         [container] = pod["containers"]
         mounted = self.mounted(role, index)
         for volume in pod["volumes"]:
-            self._fill(volume, mounted / volume["name"], pod["securityContext"]["fsGroup"])
+            self.fill(volume, mounted / volume["name"], pod["securityContext"]["fsGroup"])
         env = dict(named("ConfigMap", "muster-job")["data"])
         env |= {one["name"]: one.get("value", "127.0.0.1") for one in container["env"]}
         env |= {"MS_SCHED_PORT": self.port, "MS_METRICS_PORT": "", "JOB_COMPLETION_INDEX": str(index)}
@@ -338,7 +338,8 @@ class Pods:
             mounts=mounts,
         )
 
-    def _fill(self, volume: dict[str, Any], target: Path, group: int) -> None:
+    def fill(self, volume: dict[str, Any], target: Path, group: int) -> None:
+        """Makes the folder of a volume, as the kubelet does."""
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         source = volume.get("secret") or volume.get("configMap")

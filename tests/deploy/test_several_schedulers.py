@@ -42,7 +42,9 @@ def test_kubernetes_objects_fit_their_schema(path: Path) -> None:
 
 def test_the_schedulers_of_kubernetes_take_their_settings_and_find_etcd() -> None:
     container = named("Deployment", "muster-scheduler")["spec"]["template"]["spec"]["containers"][0]
-    job = next(one for one in documents(DEPLOY / "kubernetes" / "config.yaml") if one["kind"] == "ConfigMap")
+    job = next(
+        one for one in documents(DEPLOY / "kubernetes" / "base" / "config.yaml") if one["kind"] == "ConfigMap"
+    )
     settings = scheduler_settings({**job["data"], **variables(container)}, serve=True)
     assert server_parser().parse_args(container["command"][3:]).serve
     assert settings.etcd is not None

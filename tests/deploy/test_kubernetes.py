@@ -1,0 +1,158 @@
+"""deploy/kubernetes: what each kustomization applies, and a job that trains through its manifests."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from tests.deploy.cluster import Cluster
+from tests.deploy.kustomize import Object, build, documents, identity
+from tests.deploy.machines import Machine, can_make_machines, end
+from tests.deploy.test_deploy import DEPLOY
+from tests.deploy.test_recipes import Pods
+from tests.end_to_end.hosts import can_make_namespaces
+
+KUBERNETES = DEPLOY / "kubernetes"
+FOLDERS = sorted(path.parent.relative_to(KUBERNETES) for path in KUBERNETES.rglob("kustomization.yaml"))
+OWN_KINDS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+}
+TRAINED_S = 240.0
+
+
+def one_of(objects: list[Object], kind: str) -> Object:
+    [one] = [each for each in objects if each["kind"] == kind]
+    return one
+
+
+def pod_template(objects: list[Object]) -> tuple[int, Object]:
+    """How many workers a kustomization starts, and the template of their pods."""
+    for one in objects:
+        if one["kind"] == "Job":
+            return one["spec"]["completions"], one["spec"]["template"]
+        if one["kind"] == "JobSet":
+            [replicated] = one["spec"]["replicatedJobs"]
+            job = replicated["template"]["spec"]
+            return replicated["replicas"] * job["completions"], job["template"]
+        if one["kind"] == "ClusterTrainingRuntime":
+            [replicated] = one["spec"]["template"]["spec"]["replicatedJobs"]
+            return one["spec"]["mlPolicy"]["numNodes"], replicated["template"]["spec"]["template"]
+    raise AssertionError("no workers")
+
+
+# ---------------------------------------------------------------- what is applied
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_what_a_kustomization_applies_fits_the_schema_of_each_kind(folder: Path) -> None:
+    for one in build(KUBERNETES / folder):
+        if one["kind"] in OWN_KINDS:
+            read = OWN_KINDS[one["kind"]].from_dict(one)
+            assert read is not None
+            assert read.to_dict() == one  # a field that is unknown would have been dropped
+        else:
+            kubernetes_validate.validate(one, "1.31", strict=True)
+
+
+def test_a_field_that_the_api_of_jobset_does_not_have_is_noticed() -> None:
+    broken = one_of(build(KUBERNETES / "jobset"), "JobSet")
+    broken["spec"]["failurePolicy"]["restartPlan"] = "InPlaceRestart"
+    read = OWN_KINDS["JobSet"].from_dict(broken)
+    assert read is None or read.to_dict() != broken
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_our_helper_builds_what_kubectl_builds(folder: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not here to compare with")
+    told = subprocess.run(
+        ["kubectl", "kustomize", KUBERNETES / folder], capture_output=True, text=True, check=True
+    )
+    theirs = {identity(one): one for one in yaml.safe_load_all(told.stdout)}
+    assert theirs == {identity(one): one for one in build(KUBERNETES / folder)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_as_many_workers_start_as_the_scheduler_waits_for(folder: Path) -> None:
+    objects = build(KUBERNETES / folder)
+    [data] = [one["data"] for one in objects if one["metadata"]["name"] == "muster-job"]
+    assert pod_template(objects)[0] == int(data["MS_WORKER_NUM"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_all_kustomizations_start_the_same_pods_but_for_image_and_resources(folder: Path) -> None:
+    def essence(template: Object) -> Object:
+        spec = {key: value for key, value in template["spec"].items() if key != "tolerations"}
+        [container] = spec["containers"]
+        own = {key: container[key] for key in container if key not in ("name", "image", "resources")}
+        return {"labels": template["metadata"]["labels"], "spec": spec | {"containers": [own]}}
+
+    base = pod_template(build(KUBERNETES / "base"))[1]
+    assert essence(pod_template(build(KUBERNETES / folder))[1]) == essence(base)
+
+
+def test_the_pod_monitor_finds_the_schedulers_metrics() -> None:
+    [monitor] = documents(KUBERNETES / "pod-monitor.yaml")
+    template = one_of(build(KUBERNETES / "base"), "Deployment")["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [one["name"] for one in template["spec"]["containers"][0]["ports"]]
+
+
+# ---------------------------------------------------------------- what trains
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """The small overlay's cluster, with certificates made by hand as deploy/README.md says."""
+    with contextlib.ExitStack() as stack:
+        machine = Machine(tmp_path / "machine")
+        stack.callback(machine.close)
+        pods = Pods(machine)
+        pods.secrets_by_hand()
+        made = Cluster(machine, build(KUBERNETES / "overlays" / "small"), pods.fill)
+        stack.callback(made.close)
+        yield made
+
+
+@pytest.mark.system
+@pytest.mark.skipif(
+    not (can_make_machines() and can_make_namespaces() and shutil.which("nft")),
+    reason="needs root, mounts, network namespaces and nftables",
+)
+def test_two_workers_train_through_the_manifests_and_strangers_reach_nobody(cluster: Cluster) -> None:
+    scheduler = cluster.add("muster-scheduler-0", one_of(cluster.objects, "Deployment")["spec"]["template"])
+    count, template = pod_template(cluster.objects)
+    workers = [cluster.add(f"muster-workers-{index}", template, index) for index in range(count)]
+    nobody: Object = {"metadata": {"labels": {}}, "spec": {}}
+    stranger = cluster.add("stranger", nobody)
+    prometheus = cluster.add("prometheus", nobody, namespace="monitoring")
+    cluster.connect()
+
+    serving = cluster.start(scheduler)
+    log = ""
+    try:
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert cluster.probe(scheduler, kind), kind
+        rendezvous, metrics = (scheduler.port(name) for name in ("rendezvous", "metrics"))
+        assert cluster.reaches(workers[0], "muster-scheduler.muster.svc", rendezvous)
+        assert cluster.reaches(prometheus, scheduler.address, metrics)
+        for pod, port in ((stranger, rendezvous), (stranger, metrics), (prometheus, rendezvous)):
+            assert not cluster.reaches(pod, scheduler.address, port)
+        training = [cluster.start(pod, "--epochs", "1") for pod in workers]
+        told = [process.communicate(timeout=TRAINED_S)[0] for process in training]
+    finally:
+        [log] = end(serving)
+    assert [process.returncode for process in training] == [0, 0], "\n".join([*told, log])
+    assert "test accuracy" in told[0], log
+    assert all(pod.address in log for pod in workers) or "muster-workers-1" in log, log
