@@ -255,7 +255,7 @@ def test_an_image_copies_all_that_the_wheel_is_made_of(
     lines = DockerfileParser(path=str(ROOT / "deploy/docker/Dockerfile")).structure
     image = tmp_path / "image"
     image.mkdir()
-    begin = next(i for i, line in enumerate(lines) if line["value"].endswith(f" AS {target}"))
+    begin = next(i for i, line in enumerate(lines) if line["value"].endswith(f" AS {target}-build"))
     for line in lines[begin + 1 :]:
         if line["instruction"] == "RUN" and "pip install" in line["value"]:
             break

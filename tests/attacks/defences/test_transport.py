@@ -22,6 +22,7 @@ from muster.certs.pki.certificates import parse_certificates
 from muster.certs.pki.identity import Identity, parse_uri
 from muster.certs.pki.peer import PeerCertificate, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
+from muster.certs.pki.spiffe import IdentityMap
 from muster.scheduler.access import Access
 from muster.scheduler.errors import UnauthenticatedError
 from muster.scheduler.serve.sessions import Limits, Sessions
@@ -250,7 +251,9 @@ def shown(make: Callable[[Field], tuple[bytes, bytes]]) -> Try:
     return attack
 
 
-def careless_peer(certificate_pem: bytes, *, require_identity: bool = True) -> PeerCertificate:
+def careless_peer(
+    certificate_pem: bytes, *, require_identity: bool = True, identity_map: IdentityMap | None = None
+) -> PeerCertificate:
     """Reads a certificate as it comes: its last URI counts, and who has none is a worker."""
     leaf = x509.load_pem_x509_certificate(certificate_pem)
     names = [each.value for each in leaf.extensions if isinstance(each.value, x509.SubjectAlternativeName)]
