@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.serialization import (
     pkcs12,
 )
 
-from muster.certs.config import CIPHERS, SecurityConfig
+from muster.certs.config import CIPHERS, NO_FILE, SecurityConfig
 from muster.certs.errors import (
+    ConfigError,
     FileError,
     KeyMismatchError,
     MissingKeyError,
@@ -132,13 +133,7 @@ def load_configured(
         from muster.certs.runtime.workload_api import WorkloadApi
 
         with WorkloadApi(config.spiffe_endpoint_socket) as api:
-            credentials = checked(api.newest(), CredentialRules.of(config, role))
-        if config.crl_path is not None:
-            credentials = dataclasses.replace(
-                credentials, revocations=revocations_for(credentials, config.crl_path)
-            )
-        credentials.peer(credentials.cert_chain_pem)
-        return credentials
+            return with_lists(checked(api.newest(), CredentialRules.of(config, role)), config.crl_path)
     password = password_for(role, env, prompt) if password is None else password
     try:
         return load_credentials(
@@ -167,6 +162,14 @@ def load_for_etcd(
     Raises:
         CertificateError: as :func:`load_credentials`.
     """
+    if NO_FILE in (
+        config.etcd_cert_path or config.server_cert_path,
+        config.etcd_ca_cert_path or config.ca_cert_path,
+    ):
+        raise ConfigError(
+            f"{config.path}: what is shown to etcd comes from files, not from the SPIFFE Workload API.",
+            remedy="Name them: etcd_cert_path and etcd_ca_cert_path.",
+        )
     return load_credentials(
         config.etcd_cert_path or config.server_cert_path,
         password_for("scheduler", env, None) if password is None else password,
@@ -213,11 +216,7 @@ def load_credentials(
     roots = load_authorities(read_file(ca_path, "The CA file"), f"The CA file {os.fspath(ca_path)!r}")
     material = Material(key, leaf, tuple(extra), tuple(roots), f"The certificate in {os.fspath(p12_path)!r}")
     rules = CredentialRules(purpose, require_identity, identity_map, cipher_list)
-    credentials = checked(material, rules, now)
-    if crl_path is not None:
-        credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
-    credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
-    return credentials
+    return with_lists(checked(material, rules, now), crl_path, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +266,23 @@ def checked(material: Material, rules: CredentialRules, now: datetime.datetime |
         require_identity=rules.require_identity,
         identity_map=rules.identity_map,
     )
+
+
+def with_lists(
+    credentials: Credentials,
+    crl_path: str | os.PathLike[str] | None,
+    now: datetime.datetime | None = None,
+) -> Credentials:
+    """Adds the revocation lists, and checks the certificate against them.
+
+    Raises:
+        RevocationListError: they cannot be relied on.
+        RevokedError: the certificate itself is on one.
+    """
+    if crl_path is not None:
+        credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
+    credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
+    return credentials
 
 
 def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) -> Revocations:

@@ -25,6 +25,7 @@ from muster.certs.runtime.store import (
     load_credentials,
     load_for_etcd,
     revocations_for,
+    with_lists,
 )
 from muster.wire.threads import start_thread
 
@@ -251,10 +252,7 @@ class CredentialsWatcher:
         self.etcd: Credentials | None = None
         self._api: WorkloadApi | None = None
         self._seen = self._signature(self.config)
-        base = self._load(self.config)
-        if self.config.crl_path is not None:
-            base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
-        base.peer(base.cert_chain_pem)
+        base = with_lists(self._load(self.config), self.config.crl_path)
         self.credentials: Credentials = base
         self._look = _Look(self._find_change)
         self._hangs = False

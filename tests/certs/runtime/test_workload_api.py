@@ -14,7 +14,7 @@ from muster.certs.errors import CertificateError, ConfigError, IdentityError, Wo
 from muster.certs.pki.peer import peer_of_pem
 from muster.certs.runtime import workload_api
 from muster.certs.runtime.follower import Follower, follow_files
-from muster.certs.runtime.store import load_configured
+from muster.certs.runtime.store import load_configured, load_for_etcd
 from muster.certs.runtime.watcher import CredentialsWatcher
 from tests.certs.spiffe_agent import Entry, FakeAgent
 from tests.waiting import wait_for
@@ -80,6 +80,11 @@ def test_what_was_in_force_stays_while_the_agent_is_away_and_it_is_found_again(w
     assert followed() == first
     workload.agent.serve(workload.socket, Entry("job/worker/n1"))
     wait_for(lambda: followed().fingerprint != first.fingerprint)
+
+
+def test_what_is_shown_to_etcd_is_asked_for_by_name(workload: Workload) -> None:
+    with pytest.raises(ConfigError, match="etcd_cert_path and etcd_ca_cert_path"):
+        load_for_etcd(load_config(workload.config), {}, b"x")
 
 
 @pytest.mark.parametrize("mode", ["refuse", "rubbish", "silent", "huge"])
