@@ -13,6 +13,8 @@ from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
 from tests.simulation.launchers import SAID
 from tests.simulation.mutants import hunt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:

@@ -10,6 +10,8 @@ from tests.simulation.mutants import MUTANTS, hunt
 from tests.simulation.scenario import KINDS
 from tests.simulation.world import World, play
 
+pytestmark = pytest.mark.slow
+
 QUICKLY_CAUGHT = (
     "ranks by arrival",
     "two members with rank 0",

@@ -8,6 +8,8 @@ from tests.simulation.mutants import hunt
 from tests.simulation.snapshot_mutants import SNAPSHOT_MUTANTS
 from tests.simulation.snapshots import SnapshotWorld, play_snapshots
 
+pytestmark = pytest.mark.slow
+
 
 def test_no_promise_is_broken() -> None:
     restored = counted = 0
