@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-FROZEN_PING_S = 2.5
+FROZEN_PING_S = 2.7
 """So soon at the earliest a ping ends the stream of a member that is frozen: a stream that ends within two
-heartbeats is that of one that was killed."""
+heartbeats is that of one that was killed, and its last word may be under way for a while."""
 
 WAITING_PING_S = 2 * WAITING_HEARTBEAT_S + 0.5
 """The same of a worker that is heard less often, because it has no place yet."""

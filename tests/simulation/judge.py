@@ -233,6 +233,7 @@ class Judge:
     ) -> None:
         """As many members stay as have reached each other; or those that hold the state.
 
+        Who was killed cannot stay, whether or not the scheduler knows of it.
         Unless one host, or worker, alone was at fault: it goes, whatever it has of workers. So does one that
         was broken with two others, one after the other.
         """
@@ -244,7 +245,8 @@ class Judge:
         members = [each.candidate.node_id for each in formed.members]
         here = [node for node in members if node in self.claims]
         ago = world.loop.now - 20.0 - world.scheduler.held_up_s()
-        nodes = [*here, *(gone & set(members))]
+        living = {worker.node_id for worker in world.living()}
+        nodes = [*here, *(gone & living & set(members))]
         left = {world.host(node) for node in here}
         # Who is in a single pair now is what the newest round has found: it saw no cut that was over before.
         suspect = self._suspect({world.host(node) for node in gone} - left, left, max(ago, self.asked_at))

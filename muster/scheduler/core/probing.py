@@ -32,6 +32,7 @@ from muster.scheduler.core.probing_state import (
     ProbeBackoff,
     ProbeParticipant,
     ProbeRound,
+    opposite,
 )
 from muster.wire import messages
 
@@ -59,11 +60,13 @@ def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
     job.probing.number = max(job.probing.number + 1, int(now * 1000))
     job.probing.not_before = now + ROUND_PAUSE_S
     hosts = _by_host(job)
-    asked = dict(_participants(job, hosts, among_members=among_members))
+    generation, backoff = job.ledger.generation, job.probing.backoff
+    shift = backoff.rounds if among_members and backoff.generation == generation else 0
+    asked = dict(_participants(job, hosts, shift, among_members=among_members))
     if not asked:
         return
     job.probing.current = ProbeRound(
-        job.probing.number, now + ROUND_S, among_members, asked, list(asked), job.ledger.generation, hosts
+        job.probing.number, now + ROUND_S, among_members, asked, list(asked), generation, hosts, shift
     )
     named = {each: (asked[each].candidate.node_id, job.probing.addresses[each]) for each in asked}
     for session, each in asked.items():
@@ -82,7 +85,7 @@ def _by_host(job: Job) -> dict[str, list[events.SessionId]]:
 
 
 def _participants(
-    job: Job, hosts: Mapping[str, Sequence[events.SessionId]], *, among_members: bool
+    job: Job, hosts: Mapping[str, Sequence[events.SessionId]], shift: int, *, among_members: bool
 ) -> Iterator[tuple[events.SessionId, ProbeParticipant]]:
     outside = dict(list(job.probing.outside.items())[:CANDIDATES_AT_ONCE])
     places = {session: place for here in hosts.values() for place, session in enumerate(here)}
@@ -92,7 +95,7 @@ def _participants(
             continue
         place, host_id = places[session], claim.candidate.host.id
         others = [there for host, there in hosts.items() if host != host_id]
-        targets = [there[place % len(there)] for there in others] if among_members else []
+        targets = [opposite(there, place, shift) for there in others] if among_members else []
         if place == 0:
             targets += [s for s, each in outside.items() if each.candidate.host.id != host_id]
         if targets or among_members:

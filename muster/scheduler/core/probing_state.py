@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.scheduler.core import events
@@ -43,12 +43,18 @@ class ProbeParticipant:
     place: int = 0
 
 
+def opposite(there: Sequence[events.SessionId], place: int, shift: int) -> events.SessionId:
+    """Which of the workers on another host one with this place on its own probes."""
+    return there[(place + shift) % len(there)]
+
+
 @dataclass(slots=True)
 class ProbeRound:
     """A round of probes under way; ``awaited``: the workers whose answers it waits for, at least.
 
     Attributes:
         hosts: the streams of those with a claim that are asked, by the id of their host.
+        shift: how many places further than its own one probes on another host.
         unreached: why they could not reach others, by node id, of each that has answered.
         began: since when those that have answered have probed.
         silent: those, by node id, that were not reached, and not heard either while they were probed.
@@ -61,6 +67,7 @@ class ProbeRound:
     awaited: list[events.SessionId]
     generation: int = 0
     hosts: dict[str, list[events.SessionId]] = field(default_factory=dict)
+    shift: int = 0
     answers: dict[events.SessionId, events.ProbeAnswered] = field(default_factory=dict)
     unreached: dict[events.SessionId, dict[str, str]] = field(default_factory=dict)
     began: dict[events.SessionId, float] = field(default_factory=dict)
@@ -68,8 +75,7 @@ class ProbeRound:
 
     def target(self, place: int, host_id: str) -> events.SessionId:
         """Which worker one with this place on its host probes of another host."""
-        there = self.hosts[host_id]
-        return there[place % len(there)]
+        return opposite(self.hosts[host_id], place, self.shift)
 
     def failed(self, session: events.SessionId, target: events.SessionId) -> str | None:
         """Why one worker could not reach another that it was to probe; "" if it could; None: not known.
@@ -105,17 +111,23 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class ProbeBackoff:
-    """Until when no further round is needed, because all members were found to reach each other."""
+    """Until when no further round is needed, because all members were found to reach each other.
+
+    Attributes:
+        rounds: how many in a row have found that. The next one probes other pairs of workers: a path that is
+            broken between two single ones is found after as many rounds as a host has workers.
+    """
 
     generation: int = 0
     until: float = 0.0
     pause_s: float = ROUND_PAUSE_S
+    rounds: int = 0
 
     def again(self, generation: int, now: float) -> ProbeBackoff:
         """The same after another such round; the pause grows within a generation."""
         same = generation == self.generation
         pause_s = min(2 * self.pause_s, LONGEST_ROUND_PAUSE_S) if same else ROUND_PAUSE_S
-        return ProbeBackoff(generation, now + pause_s, pause_s)
+        return ProbeBackoff(generation, now + pause_s, pause_s, self.rounds + 1 if same else 1)
 
 
 PartyName = tuple[str, str]

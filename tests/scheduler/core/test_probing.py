@@ -119,6 +119,18 @@ def test_each_worker_probes_one_of_each_other_host_and_all_addresses_are_tried()
     }  # fmt: skip
 
 
+def test_a_path_broken_between_two_single_workers_is_found_by_rounds_that_ask_other_pairs() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1")
+    broken = "a0>b1 b1>a0"
+    assert hosts.late("a0")["a0"] == ["b0"]
+    hosts.answer(broken)
+    hosts.now += 60.0
+    assert hosts.late("a0")["a0"] == ["b1"]
+    hosts.answer(broken)
+    assert len(hosts.ranks()) == 3
+    assert not {"a0", "b1"} <= set(hosts.ranks())
+
+
 def test_many_late_ones_make_one_round() -> None:
     hosts = Hosts("a0", "b0", "c0")
     assert hosts.late("a0")
