@@ -7,7 +7,7 @@ accuses the other, because a group needs connections both ways.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from muster.scheduler.core import events
@@ -24,6 +24,7 @@ from muster.scheduler.core.ledger import (
 )
 from muster.scheduler.core.probing_state import (
     CANDIDATES_AT_ONCE,
+    PROBES_EACH,
     ROUND_PAUSE_S,
     ROUND_S,
     BrokenPair,
@@ -32,7 +33,6 @@ from muster.scheduler.core.probing_state import (
     ProbeBackoff,
     ProbeParticipant,
     ProbeRound,
-    opposite,
 )
 from muster.wire import messages
 
@@ -61,13 +61,17 @@ def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
     job.probing.not_before = now + ROUND_PAUSE_S
     hosts = _by_host(job)
     generation, backoff = job.ledger.generation, job.probing.backoff
-    shift = backoff.rounds if among_members and backoff.generation == generation else 0
-    asked = dict(_participants(job, hosts, shift, among_members=among_members))
+    rounds = backoff.rounds if backoff.generation == generation else 0
+    # While a group is built any broken path holds it up; in training the first question is only who is apart.
+    all_paths = job.phase is Phase.BUILDING or rounds > 0
+    reach = max(1, PROBES_EACH // max(1, len(hosts) - 1)) if all_paths else 1
+    current = ProbeRound(job.probing.number, now + ROUND_S, among_members, generation, hosts)
+    current.shift, current.reach = rounds * reach, reach
+    current.asked = asked = dict(_participants(job, current))
     if not asked:
         return
-    job.probing.current = ProbeRound(
-        job.probing.number, now + ROUND_S, among_members, asked, list(asked), generation, hosts, shift
-    )
+    current.awaited = list(asked)
+    job.probing.current = current
     named = {each: (asked[each].candidate.node_id, job.probing.addresses[each]) for each in asked}
     for session, each in asked.items():
         targets = tuple(map(named.__getitem__, each.targets))
@@ -84,18 +88,17 @@ def _by_host(job: Job) -> dict[str, list[events.SessionId]]:
     return hosts
 
 
-def _participants(
-    job: Job, hosts: Mapping[str, Sequence[events.SessionId]], shift: int, *, among_members: bool
-) -> Iterator[tuple[events.SessionId, ProbeParticipant]]:
+def _participants(job: Job, current: ProbeRound) -> Iterator[tuple[events.SessionId, ProbeParticipant]]:
     outside = dict(list(job.probing.outside.items())[:CANDIDATES_AT_ONCE])
+    hosts, among_members = current.hosts, current.among_members
     places = {session: place for here in hosts.values() for place, session in enumerate(here)}
     for claim in seated_claims(job):
         session = job.members.session_of(claim.candidate.node_id)
         if session not in places:
             continue
         place, host_id = places[session], claim.candidate.host.id
-        others = [there for host, there in hosts.items() if host != host_id]
-        targets = [opposite(there, place, shift) for there in others] if among_members else []
+        elsewhere = [host for host in hosts if host != host_id] if among_members else []
+        targets = [target for host in elsewhere for target in current.targets(place, host)]
         if place == 0:
             targets += [s for s, each in outside.items() if each.candidate.host.id != host_id]
         if targets or among_members:
@@ -714,7 +717,7 @@ def failures(
         named = [by_node[node_id] for node_id in current.unreached.get(session, ()) if node_id in by_node]
         for target in sorted(named, key=lambda one: order[members[one].host.id]):
             host_id, place = members[target].host.id, current.asked[session].place
-            if host_id != candidate.host.id and current.target(place, host_id) == target:
+            if host_id != candidate.host.id and target in current.targets(place, host_id):
                 why = current.failed(session, target)
                 if why:
                     yield session, target, why
@@ -744,10 +747,10 @@ def _got_through(current: ProbeRound, here: str, there: str) -> bool:
     Or the other way, where a single probe speaks for a host of many: one worker may refuse it, or lie.
     """
     forth, back = (_tried(current, *ends) for ends in ((here, there), (there, here)))
-    counts = forth + back if len(forth) == 1 < len(back) else forth
+    counts = forth + back if len(current.hosts[here]) == 1 < len(current.hosts[there]) else forth
     return any(current.failed(*pair) == "" for pair in counts)
 
 
 def _tried(current: ProbeRound, here: str, there: str) -> list[tuple[events.SessionId, events.SessionId]]:
     """Which workers on the one host were to probe which on the other."""
-    return [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here]]
+    return [(s, t) for s in current.hosts[here] for t in current.targets(current.asked[s].place, there)]

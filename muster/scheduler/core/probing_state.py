@@ -25,6 +25,9 @@ LONG_S = 2.5
 
 CANDIDATES_AT_ONCE = 32
 
+PROBES_EACH = 32
+"""So many others a worker probes where no path may be left out, and one of each other host at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeParticipant:
@@ -43,9 +46,10 @@ class ProbeParticipant:
     place: int = 0
 
 
-def opposite(there: Sequence[events.SessionId], place: int, shift: int) -> events.SessionId:
+def opposite(there: Sequence[events.SessionId], place: int, shift: int, reach: int) -> list[events.SessionId]:
     """Which of the workers on another host one with this place on its own probes."""
-    return there[(place + shift) % len(there)]
+    first = place + shift
+    return [there[number % len(there)] for number in range(first, first + min(reach, len(there)))]
 
 
 @dataclass(slots=True)
@@ -54,7 +58,8 @@ class ProbeRound:
 
     Attributes:
         hosts: the streams of those with a claim that are asked, by the id of their host.
-        shift: how many places further than its own one probes on another host.
+        shift: how many places further than its own one probes on another host, at first.
+        reach: how many workers of each other host one probes.
         unreached: why they could not reach others, by node id, of each that has answered.
         began: since when those that have answered have probed.
         silent: those, by node id, that were not reached, and not heard either while they were probed.
@@ -63,19 +68,20 @@ class ProbeRound:
     number: int
     due: float
     among_members: bool
-    asked: dict[events.SessionId, ProbeParticipant]
-    awaited: list[events.SessionId]
     generation: int = 0
     hosts: dict[str, list[events.SessionId]] = field(default_factory=dict)
+    asked: dict[events.SessionId, ProbeParticipant] = field(default_factory=dict)
+    awaited: list[events.SessionId] = field(default_factory=list)
     shift: int = 0
+    reach: int = 1
     answers: dict[events.SessionId, events.ProbeAnswered] = field(default_factory=dict)
     unreached: dict[events.SessionId, dict[str, str]] = field(default_factory=dict)
     began: dict[events.SessionId, float] = field(default_factory=dict)
     silent: dict[events.SessionId, frozenset[str]] = field(default_factory=dict)
 
-    def target(self, place: int, host_id: str) -> events.SessionId:
-        """Which worker one with this place on its host probes of another host."""
-        return opposite(self.hosts[host_id], place, self.shift)
+    def targets(self, place: int, host_id: str) -> list[events.SessionId]:
+        """Which workers one with this place on its host probes of another host."""
+        return opposite(self.hosts[host_id], place, self.shift, self.reach)
 
     def failed(self, session: events.SessionId, target: events.SessionId) -> str | None:
         """Why one worker could not reach another that it was to probe; "" if it could; None: not known.
@@ -114,8 +120,8 @@ class ProbeBackoff:
     """Until when no further round is needed, because all members were found to reach each other.
 
     Attributes:
-        rounds: how many in a row have found that. The next one probes other pairs of workers: a path that is
-            broken between two single ones is found after as many rounds as a host has workers.
+        rounds: how many in a row have found that. The next one probes other pairs of workers, else a path
+            that is broken between two single ones is never found.
     """
 
     generation: int = 0

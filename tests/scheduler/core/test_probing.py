@@ -119,16 +119,43 @@ def test_each_worker_probes_one_of_each_other_host_and_all_addresses_are_tried()
     }  # fmt: skip
 
 
-def test_a_path_broken_between_two_single_workers_is_found_by_rounds_that_ask_other_pairs() -> None:
+def test_a_path_broken_between_two_single_workers_is_found_by_the_second_round() -> None:
     hosts = Hosts("a0", "a1", "b0", "b1")
     broken = "a0>b1 b1>a0"
     assert hosts.late("a0")["a0"] == ["b0"]
     hosts.answer(broken)
     hosts.now += 60.0
-    assert hosts.late("a0")["a0"] == ["b1"]
+    assert set(hosts.late("a0")["a0"]) == {"b0", "b1"}
     hosts.answer(broken)
     assert len(hosts.ranks()) == 3
     assert not {"a0", "b1"} <= set(hosts.ranks())
+
+
+def test_while_a_group_is_built_all_paths_are_asked_about_at_once() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1")
+    hosts.feed(events.SessionLost(hosts.sessions["b0"], "killed"))  # a new generation of those that are left
+    assert {name: set(targets) for name, targets in hosts.late("a1").items()} == {
+        "a0": {"b1"},
+        "a1": {"b1"},
+        "b1": {"a0", "a1"},
+    }
+    hosts.answer("a1>b1 b1>a1")
+    assert len(hosts.ranks()) == 2
+
+
+def test_of_many_hosts_each_is_asked_about_and_of_few_all_their_workers() -> None:
+    names = [f"{host}{place}" for host in "abcdefghi" for place in range(8)]
+    hosts = Hosts(*names)
+    hosts.late("a0")
+    hosts.answer()
+    seen = set()
+    for _ in range(2):
+        hosts.now += 200.0
+        asked = hosts.late("a0")["a0"]
+        assert len(asked) == 8 * 4
+        seen |= set(asked)
+        hosts.answer()
+    assert seen == {name for name in names if name[0] != "a"}
 
 
 def test_many_late_ones_make_one_round() -> None:
