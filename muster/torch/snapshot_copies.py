@@ -16,10 +16,16 @@ Source = Callable[[Any], Any]
 
 
 class OwnRoom:
-    """Host memory for one copy; its address stays, so that a GPU may write there by itself."""
+    """Host memory for one copy; its address stays, so that a GPU may write there by itself.
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    Args:
+        size: in bytes.
+        pinned: a GPU writes there.
+        host: the memory, where it is there already.
+    """
+
+    def __init__(self, size: int, *, pinned: bool, host: Any = None) -> None:
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if host is None else host
         self.data = memoryview(self.host.numpy())
 
 

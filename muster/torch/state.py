@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from muster.communicators.base import Communicator
 from muster.errors import MembershipChanged, SettingsError, WorkerError
+from muster.torch.checkpoint_copier import CheckpointCopier
 from muster.torch.comparison import RankComparison
 from muster.torch.data_parallel import DataParallel
 from muster.torch.extra_state import ExtraState
@@ -38,6 +39,7 @@ from muster.torch.snapshot_tensors import SnapshotTensor, whole_tensor
 from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import CopiesAside, TensorLibrary, memory_bytes
 from muster.training.carrier import Carrier
+from muster.training.checkpoint_copy import CheckpointCopy, Room
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateHolder, StateMismatchError, TrainingState
 
@@ -127,6 +129,7 @@ class TorchTrainingState(TrainingState):
         self._loader_generator = torch.Generator()
         self._takes_up = False  # joins a run that has made steps
         self._restored = False  # has got the state since it last entered a generation
+        self._checkpoint_copier: CheckpointCopier | None = None
         self._snapshots = snapshots
         if snapshots is not None:
             snapshots.follow(self)
@@ -488,6 +491,23 @@ class TorchTrainingState(TrainingState):
 
         A step that was committed and broke is not in it.
         """
+        description, tensors, more = self._for_checkpoint()
+        return description, {name: _to_host(tensor) for name, tensor in tensors.items()} | more
+
+    def copy_for_checkpoint(self, room: Room) -> CheckpointCopy:
+        """See :class:`TrainingState`; a GPU without room for one more copy is waited for instead."""
+        description, tensors, more = self._for_checkpoint()
+        if self._checkpoint_copier is None:
+            self._checkpoint_copier = CheckpointCopier(self._model.device)
+        try:
+            return self._checkpoint_copier.copy(description, tensors, more, room)
+        except torch.OutOfMemoryError:
+            _log.warning("no room on the GPU for a copy that is written: the training waits for the host's")
+            self._checkpoint_copier = None
+            return super().copy_for_checkpoint(room)
+
+    def _for_checkpoint(self) -> tuple[str, dict[str, Any], dict[str, NDArray[Any]]]:
+        """The description, the tensors, and what else is written as arrays."""
         try:
             self.confirm()
         except MembershipChanged:
@@ -495,14 +515,15 @@ class TorchTrainingState(TrainingState):
                 raise
             self.roll_back()
         derived = self.derived()
-        arrays = {name: _to_host(tensor) for name, tensor in self.arrays.items() if name not in derived}
+        tensors = {name: tensor for name, tensor in self.arrays.items() if name not in derived}
+        arrays: dict[str, NDArray[Any]] = {}
         values = json.loads(self.describe())
         for name, data in values["also"].items():  # too much for a header, maybe
             arrays[_ALSO + name] = np.frombuffer(base64.b64decode(data), np.uint8)
             values["also"][name] = ""
         generators = [_packed(row) for row in self._all_generators()]
         order = self._model.bucket_order()
-        return json.dumps(values | {"generators": generators, "buckets": order}), arrays
+        return json.dumps(values | {"generators": generators, "buckets": order}), tensors, arrays
 
     def _all_generators(self) -> list[Any]:
         """Every rank's generators, by rank; none where those of the others are not known."""

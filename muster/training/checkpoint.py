@@ -13,7 +13,6 @@ whose clocks differ agree on that, and a worker that was expelled may write as l
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -23,28 +22,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.errors import NotInitializedError, WorkerError
+from muster.errors import NotInitializedError, SettingsError, WorkerError
+from muster.training.attempts import NO_LINKS, number_of_attempt
+from muster.training.checkpoint_copy import arrays_in
+from muster.training.paced_file import write_safetensors
 from muster.training.state import TrainingState
-from muster.wire.files import beside, read_regular, remove_left
+from muster.training.writer_process import WriteOrder, WriterProcess
+from muster.wire.files import beside, remove_left
 from muster.worker import runtime as process
 
 log = logging.getLogger("muster.worker")
 
 _SUFFIX = ".safetensors"
 _FORMAT = "1"
-_ATTEMPTS = ".attempts"
-"""The directory of a folder where each attempt has a file: its number's name, and who took it."""
-TAKEN_WITHIN_S = 1.0
-"""How long a number's file may be without a name, on file systems without hard links."""
-
-_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
 class CheckpointSession(Protocol):
@@ -138,35 +135,112 @@ def _save(
     root: Path, folder: Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
 ) -> Path:
     """See :func:`save`; ``root`` is where attempts are counted."""
+    from safetensors.numpy import save_file
+
+    _refuse_within_step(state)
+    description, arrays = state.for_checkpoint()
+    return _write(_naming(root, folder, state, description, keep, clock()), description, arrays, save_file)
+
+
+def _refuse_within_step(state: TrainingState) -> None:
     if state.in_step:
         raise CheckpointError(
             f"The state is in the middle of a step: {state.step} are finished, and the next one has begun.",
             remedy="Save after the block of `with step`; after an error call state.roll_back() first.",
         )
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
 
-    description, arrays = state.for_checkpoint()
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """What a file is called, and says of itself."""
+
+    root: str
+    folder: str
+    unfinished: str
+    keep: int
+    saved_at: float
+    step: int
+    model: str
+    program: str
+    run: str
+    launch: str
+    attempt: str
+    generation: int
+
+
+def _naming(
+    root: Path, folder: Path, state: TrainingState, description: str, keep: int, saved_at: float
+) -> _Naming:
     step = _step_of(description)  # the state's own attribute may be an adapter's, and late
-    unfinished = beside(_path(folder, step))
+    return _Naming(
+        str(root),
+        str(folder),
+        str(beside(_path(folder, step))),
+        keep,
+        saved_at,
+        step,
+        _model_of(description, state.derived()),
+        _program(),
+        state.run,
+        state.launch,
+        state.attempt,
+        state.generation,
+    )
+
+
+def write_copy(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes what :meth:`Folder.save_beside` has copied; in the process that writes.
+
+    Args:
+        data: the room's bytes.
+        what: their places, the description, and the file's naming.
+
+    Returns:
+        The file's size in bytes, and the seconds that writing took.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    begun = time.monotonic()
+
+    def put(arrays: dict[str, NDArray[Any]], path: Path, metadata: dict[str, str]) -> None:
+        write_safetensors(path, arrays, metadata, mbytes_per_s=what["mbytes_per_s"])
+
+    path = _write(_Naming(**what["naming"]), what["description"], arrays_in(data, what["places"]), put)
+    size_bytes = 0
+    with contextlib.suppress(FileNotFoundError):  # another launch beside this one has made room
+        size_bytes = path.stat().st_size
+    return {"size_bytes": size_bytes, "seconds": time.monotonic() - begun}
+
+
+def _write(
+    naming: _Naming,
+    description: str,
+    arrays: dict[str, NDArray[Any]],
+    put: Callable[[dict[str, NDArray[Any]], Path, dict[str, str]], object],
+) -> Path:
+    """Writes a file with ``put``, gives it its name, and makes room."""
+    from safetensors import SafetensorError
+
+    folder, unfinished = Path(naming.folder), Path(naming.unfinished)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_left(folder)
         new = Found(
             folder,
-            clock(),
-            step,
-            _model_of(description, state.derived()),
-            _program(),
-            state.run,
-            state.launch,
-            _number(root, state.attempt),
-            state.generation,
+            naming.saved_at,
+            naming.step,
+            naming.model,
+            naming.program,
+            naming.run,
+            naming.launch,
+            _number(Path(naming.root), naming.attempt),
+            naming.generation,
         )
         metadata = {
             "format": _FORMAT,
             "state": description,
-            "step": str(step),
+            "step": str(new.step),
             "saved_at": repr(new.saved_at),
             "program": new.program,
             "model": new.model,
@@ -176,14 +250,14 @@ def _save(
             "generation": str(new.generation),
             "digest": digest_of(description, arrays),
         }
-        save_file(arrays, unfinished, metadata)
+        put(arrays, unfinished, metadata)
         _flush(unfinished)
         path = _put(unfinished, folder, new)
         _flush(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"The checkpoint {_path(folder, step)} could not be written: {reason}.",
+            f"The checkpoint {_path(folder, naming.step)} could not be written: {reason}.",
             remedy="Make room, or choose another directory with --checkpoint-dir.",
         ) from None  # the reason is said; a traceback of the serializer would hide it
     finally:
@@ -192,9 +266,9 @@ def _save(
     before = [
         one
         for one in find(folder)
-        if one.path.parent == folder and one.kin == new.kin and one.order < new.order and one.step <= step
+        if one.path.parent == folder and one.kin == new.kin and one.order < new.order and one.step <= new.step
     ]
-    for old in [one for one in before if one.path != path][keep - 1 :] if keep else []:
+    for old in [one for one in before if one.path != path][naming.keep - 1 :] if naming.keep else []:
         old.path.unlink(missing_ok=True)
     return path
 
@@ -274,26 +348,39 @@ class Folder:
         directory: "" keeps none.
         state: what is saved and resumed.
         session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
+        mbytes_per_s: the most that :meth:`save_beside` writes, in 10**6 bytes a second; 0: no bound.
+
+    Raises:
+        SettingsError: ``mbytes_per_s`` is below 0.
     """
 
     def __init__(
-        self, directory: str, state: TrainingState, session: CheckpointSession | None = None
+        self,
+        directory: str,
+        state: TrainingState,
+        session: CheckpointSession | None = None,
+        *,
+        mbytes_per_s: float = 0.0,
     ) -> None:
+        if mbytes_per_s < 0:
+            raise SettingsError(f"Folder: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
         self._directory = directory
         self._state = state
         self._session = session
+        self._mbytes_per_s = mbytes_per_s
         self._place: Path | None = None
         self._read: Path | None = None
+        self._writer: WriterProcess | None = None
+        self._room_bytes = 0
 
     def save(self) -> None:
         """See :func:`save`; a save that takes long is no standstill to the scheduler."""
         if not self._directory:
             return
+        self.wait()
         session = self._current()
-        with session.busy("saves a checkpoint") if session is not None else contextlib.nullcontext():
-            self._place = self._place or self._choose()
-            if not self._state.launch and session is not None:  # a loop of the script's own
-                self._state.launch = self._launch
+        with self._busy("saves a checkpoint"):
+            self._place = self._find_place()
             began = time.monotonic()
             path = _save(Path(self._directory), self._place, self._state)
             took_s = time.monotonic() - began
@@ -301,6 +388,79 @@ class Folder:
                 size_bytes = path.stat().st_size
                 if session is not None:
                     session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
+
+    def save_beside(self) -> None:
+        """Saves as :meth:`save` does, in a process of its own, while the training goes on.
+
+        It returns when the state is copied; on a GPU, when the copy can no more be changed by what follows.
+        The write before it is waited for first. A write that fails is a sentence in the log. Changes of
+        members by plan, the end of an ElasticLoop, SIGTERM there too, and the end of this process wait for
+        what is being written; if this process is killed, the file that is being written never appears.
+
+        Raises:
+            CheckpointError: a step is under way, or there is no memory for the copy.
+        """
+        if not self._directory:
+            return
+        _refuse_within_step(self._state)
+        self.wait()
+        with self._busy("copies the state for a checkpoint"):
+            place = self._place = self._find_place()
+            if self._writer is None:
+                self._writer = WriterProcess()
+                self._state.writes.append(self.wait)
+            try:
+                copy = self._state.copy_for_checkpoint(self._writer.room)
+            except OSError as error:
+                raise CheckpointError(
+                    f"There is no memory for a copy of the state to write beside the training: {error}.",
+                    remedy="Call save() in place of save_beside(), which needs none.",
+                ) from error
+        if copy.size > self._room_bytes:
+            self._room_bytes = copy.size
+            log.info("Checkpoints beside the training take %.1f MB of this host's memory", copy.size / 1e6)
+        naming = _naming(Path(self._directory), place, self._state, copy.description, 3, time.time())
+        what = {
+            "naming": asdict(naming),
+            "description": copy.description,
+            "places": copy.places,
+            "mbytes_per_s": self._mbytes_per_s,
+        }
+        session = self._current()
+
+        def done(found: Any) -> None:
+            if session is not None and found["size_bytes"]:
+                session.report_checkpoint(
+                    naming.step, size_bytes=found["size_bytes"], seconds=found["seconds"]
+                )
+
+        self._writer.write(
+            WriteOrder(
+                f"{__name__}:{write_copy.__name__}",
+                what,
+                copy.size,
+                Path(naming.unfinished),
+                copy.ready,
+                done,
+            )
+        )
+
+    def wait(self) -> None:
+        """Waits for what :meth:`save_beside` is writing; that is no standstill to the scheduler."""
+        if self._writer is not None and self._writer.is_writing:
+            with self._busy("waits for a checkpoint that is being written"):
+                self._writer.wait()
+
+    def _busy(self, what: str) -> AbstractContextManager[None]:
+        session = self._current()
+        return session.busy(what) if session is not None else contextlib.nullcontext()
+
+    def _find_place(self) -> Path:
+        """Where to save; this launch is the one that saves there."""
+        place = self._place or self._choose()
+        if not self._state.launch and self._current() is not None:  # a loop of the script's own
+            self._state.launch = self._launch
+        return place
 
     def resume(self, source: str, *, say: Callable[[str], None]) -> None:
         """Does what ``--resume`` asks for, and says what it read.
@@ -414,81 +574,7 @@ def _model_of(description: str, derived: set[str]) -> str:
 
 
 def _number(root: Path, attempt: str) -> int:
-    """An attempt's number in a folder: the one that it has, or the next one, which is its own from now on.
-
-    Whoever makes the file of a number has it, also where several hosts share the file system.
-
-    Raises:
-        OSError: the folder cannot be written, or not read.
-    """
-    folder = root / _ATTEMPTS
-    folder.mkdir(parents=True, exist_ok=True)
-    number = max([*(one.attempt for one in find(root)), *_taken(folder)], default=0)
-    # Numbers are taken in order. A folder that is read while they are may show one and not the one before: a
-    # second look has all up to the highest of the first.
-    for each in sorted(_taken(folder), reverse=True):
-        if _who_took(folder, each) == attempt:
-            return each
-    while True:
-        number += 1
-        try:
-            _take(folder / f"{number:06d}", attempt)
-        except FileExistsError:
-            if _who_took(folder, number) != attempt:
-                continue
-        return number
-
-
-def _taken(folder: Path) -> list[int]:
-    return [int(each.name) for each in folder.iterdir() if each.name.isascii() and each.name.isdigit()]
-
-
-def _take(path: Path, attempt: str) -> None:
-    """Makes the file of a number, with the attempt's name in it from its first moment on.
-
-    Raises:
-        FileExistsError: somebody has the number.
-        OSError: the file cannot be written.
-    """
-    new = beside(path)
-    try:
-        _write_new(new, attempt)
-        try:
-            os.link(new, path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            _write_new(path, attempt)  # the name comes a moment after the file: who sees none waits for it
-    finally:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-
-
-def _write_new(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _who_took(folder: Path, number: int) -> str:
-    """The attempt that has a number; "": none that can be told."""
-    path, until = folder / f"{number:06d}", time.monotonic() + TAKEN_WITHIN_S
-    while True:
-        try:
-            name = read_regular(path, 200).decode("ascii", "replace")
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # a network's file system: it was made again
-                return ""
-            name = ""
-        if name or time.monotonic() > until:
-            return name
-        time.sleep(0.01)
+    return number_of_attempt(root, attempt, (one.attempt for one in find(root)))
 
 
 def _path(folder: Path, step: int) -> Path:
@@ -507,7 +593,7 @@ def _put(unfinished: Path, folder: Path, new: Found) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 raise
             unfinished.replace(path)
         return path

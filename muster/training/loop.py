@@ -214,6 +214,7 @@ class ElasticLoop:
             finally:
                 if self._loading is not None:
                     self._loading.close()
+                self._await_writes()
                 self.state.end()
         if self._granted is not None:
             raise self._granted.with_traceback(None)
@@ -243,7 +244,13 @@ class ElasticLoop:
             self.session.request_leave(self._leave_reason)
         if self.session.membership_event is not None:
             self.state.confirm()  # the members are to change: not during a step
+            self._await_writes()
         self.session.step_boundary(self.state.step)
+
+    def _await_writes(self) -> None:
+        """Waits for checkpoints that are being written beside the training."""
+        for wait in self.state.writes:
+            wait()
 
     def _finish(self, step: Step) -> None:
         if self._loading is not None and not 0 < self._steps <= self.state.step + 1:

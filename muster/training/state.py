@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from muster.communicators.arrays import Array
 from muster.communicators.base import Communicator
 from muster.errors import WorkerError
 from muster.training.carrier import Carrier, NumpyLibrary, array_module
+from muster.training.checkpoint_copy import CheckpointCopy, Room, copy_arrays
 from muster.training.sampler import ShardedSampler
 
 
@@ -48,6 +49,8 @@ class TrainingState:
         returns: how often this launch has gone back to a checkpoint.
         shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
         in_step: a step has begun, and has been neither committed nor rolled back.
+        writes: each waits for what is being written of the state beside the training. The loop calls them
+            before members change by plan, and at its end.
     """
 
     arrays: dict[str, Array]
@@ -61,6 +64,7 @@ class TrainingState:
     returns: int = field(default=0, init=False)
     shared: bool = field(default=False, init=False)
     in_step: bool = field(default=False, init=False)
+    writes: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     _rng_before: Any = field(default=None, init=False, repr=False)
     _alone: str = field(default_factory=_some_name, init=False, repr=False)
 
@@ -208,6 +212,17 @@ class TrainingState:
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
         """The description and every array on the host, as :meth:`from_checkpoint` takes them."""
         return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
+
+    def copy_for_checkpoint(self, room: Room) -> CheckpointCopy:
+        """Copies what :meth:`for_checkpoint` gives, to be written while the training goes on.
+
+        Args:
+            room: where to.
+
+        Raises:
+            OSError: there is not as much memory.
+        """
+        return copy_arrays(*self.for_checkpoint(), room)
 
     def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Takes over what :meth:`for_checkpoint` gave and :meth:`check` did not refuse; arrays in place."""

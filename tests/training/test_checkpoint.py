@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from muster.training import checkpoint
+from muster.training import attempts, checkpoint
 from muster.training.checkpoint import CheckpointError, DamagedCheckpointError
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateMismatchError, TrainingState
@@ -434,7 +434,7 @@ def test_workers_of_one_launch_agree_on_its_number_and_no_two_launches_share_one
 ) -> None:
     """All begin in one moment, also where the file system has no hard links."""
     if not links:
-        monkeypatch.setattr(checkpoint, "TAKEN_WITHIN_S", 60.0)  # the machine may be slow
+        monkeypatch.setattr(attempts, "TAKEN_WITHIN_S", 60.0)  # the machine may be slow
 
         def refuse(*_: object) -> None:
             raise OSError(errno.ENOTSUP, "Operation not supported")

@@ -1,0 +1,96 @@
+"""Writes a safetensors file piece by piece: without a second copy in memory, and no faster than asked for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PIECE_BYTES = 4 << 20
+_NAMES = {
+    "b1": "BOOL",
+    "u1": "U8",
+    "i1": "I8",
+    "u2": "U16",
+    "i2": "I16",
+    "f2": "F16",
+    "u4": "U32",
+    "i4": "I32",
+    "f4": "F32",
+    "u8": "U64",
+    "i8": "I64",
+    "f8": "F64",
+    "c8": "C64",
+}
+
+
+class WritePace:
+    """Holds a writer back.
+
+    Args:
+        mbytes_per_s: the most that it writes, in 10**6 bytes a second; 0: no bound.
+    """
+
+    def __init__(self, mbytes_per_s: float) -> None:
+        self._bytes_per_s = 1e6 * mbytes_per_s
+        self._begun = time.monotonic()
+        self._written = 0
+
+    def wrote(self, nbytes: int) -> None:
+        """Waits as long as these bytes more may take."""
+        self._written += nbytes
+        if self._bytes_per_s:
+            due = self._begun + self._written / self._bytes_per_s
+            time.sleep(max(0.0, due - time.monotonic()))
+
+
+def write_safetensors(
+    path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str], *, mbytes_per_s: float = 0.0
+) -> None:
+    """Writes arrays and texts as ``safetensors.numpy.save_file`` does.
+
+    Args:
+        path: of the file.
+        arrays: C-contiguous, by name.
+        metadata: texts by name.
+        mbytes_per_s: see :class:`WritePace`.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: the format has no such dtype.
+    """
+    # Large items first, as the format asks for: so each array is aligned in the file.
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        array = arrays[name]
+        kind = _NAMES.get(array.dtype.str[1:])
+        if kind is None or array.dtype.str[0] == ">":
+            raise TypeError(f"{name} is of {array.dtype}, which a checkpoint cannot hold")
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    pace = WritePace(mbytes_per_s)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text), pace)
+        for name in names:
+            flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+            _write_all(file, flat.data, pace)
+
+
+def _write_all(file: Any, data: memoryview, pace: WritePace) -> None:
+    while len(data):
+        written = file.write(data[:_PIECE_BYTES])
+        pace.wrote(written)
+        data = data[written:]

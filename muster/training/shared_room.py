@@ -1,0 +1,41 @@
+"""Memory that another process of this host reads, too: a checkpoint waits there until it is written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+
+class SharedRoom:
+    """Anonymous shared memory that has a descriptor; it grows to what is asked for, and never shrinks.
+
+    Attributes:
+        descriptor: for the process that reads it.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("muster-checkpoint", os.MFD_CLOEXEC)
+        self._size = 0
+        self._data = memoryview(b"")
+
+    def take(self, size: int) -> memoryview:
+        """The memory's first bytes, to be written; what it held is gone where it had to grow.
+
+        Args:
+            size: in bytes.
+
+        Raises:
+            OSError: there is not as much memory.
+        """
+        if size > self._size:
+            os.posix_fallocate(self.descriptor, 0, size)  # an error now, and no SIGBUS later
+            self._data = memoryview(mmap.mmap(self.descriptor, size))
+            self._size = size
+        return self._data[:size]
+
+    def close(self) -> None:
+        """Gives the memory back once nobody reads it any more."""
+        self._data = memoryview(b"")
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self._size = -1, 0

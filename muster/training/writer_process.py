@@ -1,0 +1,167 @@
+"""Has a process of its own write checkpoints, so that the training goes on beside it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster.forking import not_for_children
+from muster.training.shared_room import SharedRoom
+from muster.training.writer import take_away
+from muster.wire.threads import start_thread
+
+log = logging.getLogger("muster.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    """One checkpoint that is to be written.
+
+    Attributes:
+        call: ``module:function`` that writes it, given the room's bytes and ``what``.
+        what: says what the bytes are, and where they go; JSON values.
+        size: bytes of the room that it takes.
+        unfinished: what is being written has this path until it is whole.
+        ready: waits until all bytes are there.
+        done: gets what the function returned.
+    """
+
+    call: str
+    what: Mapping[str, Any]
+    size: int
+    unfinished: Path
+    ready: Callable[[], None]
+    done: Callable[[Any], None]
+
+
+class WriterProcess:
+    """Writes one checkpoint at a time in a process that is started once; call it from one thread.
+
+    A write that fails, for a full disk, say, is a sentence in the log, and so is the end of that process: the
+    next write starts another. This process does not end before a write that is under way has.
+
+    Attributes:
+        room: shared memory with what is to be written next; take it after :meth:`wait`.
+    """
+
+    def __init__(self) -> None:
+        self.room = SharedRoom()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._answers: Any = None
+        self._thread: threading.Thread | None = None
+        self._end: Any = None
+        wait = weakref.WeakMethod(self.wait)  # who writes is there until it has written
+        atexit.register(lambda: (call := wait()) and call())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, order: WriteOrder) -> None:
+        """Begins to write; waits before that for the write before it."""
+        self.wait()
+        self._thread = start_thread(partial(self._write, order), name="muster-checkpoint")
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """Waits for the write under way, and ends the process; idempotent."""
+        self.wait()
+        self._let_go()
+        self.room.close()
+
+    def _write(self, order: WriteOrder) -> None:
+        try:
+            order.ready()
+            answer = self._ask(order)
+            if "error" in answer:
+                log.error("%s Training goes on. %s", answer["error"], answer["remedy"])
+            else:
+                order.done(answer["found"])
+        except Exception as error:
+            log.error("The checkpoint could not be written: %r. Training goes on.", error)
+
+    def _ask(self, order: WriteOrder) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._process is not None
+        assert self._channel is not None
+        line = json.dumps(
+            {
+                "call": order.call,
+                "what": order.what,
+                "size": order.size,
+                "unfinished": str(order.unfinished),
+            }
+        )
+        answer = b""
+        with contextlib.suppress(OSError):
+            self._channel.sendall(line.encode() + b"\n")
+            answer = self._answers.readline()
+        if answer.endswith(b"\n"):
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        code = self._process.wait()
+        self._let_go()
+        take_away(str(order.unfinished))
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return {
+            "error": f"A checkpoint was not written: the process that writes them was {how}.",
+            "remedy": "The next one starts another process.",
+        }
+
+    def _start(self) -> None:
+        self._let_go()
+        channel, theirs = socket.socketpair()
+        not_for_children(channel)  # or a DataLoader's processes would keep the writer alive
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        with theirs:
+            descriptors = theirs.fileno(), self.room.descriptor
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "muster.training.writer", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path.rstrip(os.pathsep),
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+        self._channel, self._answers = channel, channel.makefile("rb")
+        self._end = weakref.finalize(self, _end, self._process, channel, self._answers)
+
+    def _let_go(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._channel = self._answers = self._end = None
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: Any) -> None:
+    """Ends a writer that has nothing to do."""
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
+    for each in (answers, channel):
+        with contextlib.suppress(OSError):
+            each.close()
+    process.wait()
