@@ -129,24 +129,22 @@ def test_the_write_before_is_awaited_and_each_is_reported(
 def test_a_writer_that_is_killed_is_a_sentence_and_the_next_checkpoint_is_written(
     tmp_path: Path, folder_of: Callable[..., checkpoint.Folder], caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = make(1)
-    folder = folder_of(state)
+    state = make(1, size=300_000)
+    folder = folder_of(state, mbytes_per_s=0.02)
     folder.save_beside()
-    folder.wait()
+    while not list(tmp_path.glob(".*.part")):
+        assert len(writers(os.getpid())) <= 1
     (pid,) = writers(os.getpid())
-    os.kill(pid, signal.SIGSTOP)  # it is killed in the midst of the next one
-    state.step = 2
-    folder.save_beside()
     os.kill(pid, signal.SIGKILL)
     folder.wait()
     (message,) = caplog.messages
     assert "was killed by SIGKILL" in message
     assert "\n" not in message
-    assert left(tmp_path) == ["step_000000001.safetensors"]
-    state.step = 3
+    assert left(tmp_path) == []
+    state.arrays["w"] = np.arange(3)  # quickly written
     folder.save_beside()
     folder.wait()
-    assert left(tmp_path) == ["step_000000001.safetensors", "step_000000003.safetensors"]
+    assert left(tmp_path) == ["step_000000001.safetensors"]
 
 
 def test_a_full_disk_is_a_sentence_and_training_goes_on(
@@ -236,6 +234,20 @@ def test_sigterm_during_a_write_waits_and_the_file_is_whole(
     other = TrainingState({"w": np.zeros(300)}, ShardedSampler(100, 8, seed=1))
     checkpoint.load(tmp_path / "step_000000003.safetensors", other)
     np.testing.assert_array_equal(other.arrays["w"], np.full(300, 3.0))
+
+
+def test_the_end_of_a_loop_waits_for_what_is_being_written(
+    tmp_path: Path, folder_of: Callable[..., checkpoint.Folder]
+) -> None:
+    (session,) = ElasticWorld(1).members
+    state = TrainingState({"w": np.zeros(300)}, ShardedSampler(100, 8, seed=1))
+    folder = folder_of(state, mbytes_per_s=0.02)
+    for step in ElasticLoop(session, state, epochs=1, steps=2):
+        with step:
+            pass
+        if state.step == 2:
+            folder.save_beside()
+    assert left(tmp_path) == ["step_000000002.safetensors"]
 
 
 def test_what_was_asked_for_wrongly_is_refused(
