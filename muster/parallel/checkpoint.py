@@ -13,7 +13,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,32 +87,38 @@ def save_divided(
     final = Path(directory)
     unfinished = final.with_name(f".{final.name}.unfinished")
     device = _device(model)
-    with _together(model, "made ready"):
+    with together(model, "made ready"):
         if communicator.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
     tensors = divided_tensors(model, optimizer)
+    values = saved_values(model, optimizer, extra)
+    plans, metadata = create_default_global_save_plan(
+        [SavePlan(write_items(tensors, values, rank)) for rank in range(communicator.world_size)]
+    )
+    written: list[Any] = []
+    with together(model, "written"):
+        writer = FileSystemWriter(unfinished, sync_files=True)
+        plan = writer.prepare_global_plan(plans)[communicator.rank]
+        written = writer.write_data(plan, _Source(tensors, values, communicator.rank)).wait()
+    mine = json.dumps([row_of(each) for each in written])
+    rows = [broadcast_text(communicator, device, mine, rank) for rank in range(communicator.world_size)]
+    with together(model, "finished"):
+        if communicator.rank == 0:
+            results = [result_of(row) for text in rows for row in json.loads(text)]
+            name_aliases([(each.name, each.aliases) for each in tensors], metadata, results)
+            writer.finish(metadata, [results])
+            put_in_place(unfinished, final)
+    return final
+
+
+def saved_values(model: ParallelModule, optimizer: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is saved beside the tensors, by name."""
     values: dict[str, Any] = {_EXTRA: json.dumps(dict(extra or {}))}
     if optimizer is not None:
         for number, group in enumerate(_settings(model, optimizer)):
             values |= {f"{_GROUPS}.{number}.{key}": value for key, value in group.items()}
-    plans, metadata = create_default_global_save_plan(
-        [SavePlan(_items(tensors, values, rank)) for rank in range(communicator.world_size)]
-    )
-    written: list[Any] = []
-    with _together(model, "written"):
-        writer = FileSystemWriter(unfinished, sync_files=True)
-        plan = writer.prepare_global_plan(plans)[communicator.rank]
-        written = writer.write_data(plan, _Source(tensors, values, communicator.rank)).wait()
-    mine = json.dumps([_row(each) for each in written])
-    rows = [broadcast_text(communicator, device, mine, rank) for rank in range(communicator.world_size)]
-    with _together(model, "finished"):
-        if communicator.rank == 0:
-            results = [_result(row) for text in rows for row in json.loads(text)]
-            _name_aliases(tensors, metadata, results)
-            writer.finish(metadata, [results])
-            _put_in_place(unfinished, final)
-    return final
+    return values
 
 
 def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = None) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
         make_optimizer_state(optimizer)
     tensors = divided_tensors(model, optimizer)
     extra: dict[str, Any] = {}
-    with _together(model, "read"), torch.no_grad():
+    with together(model, "read"), torch.no_grad():
         try:
             reader = FileSystemReader(saved_at(directory))
             metadata = reader.read_metadata()
@@ -160,7 +166,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
 
 
 @contextlib.contextmanager
-def _together(model: ParallelModule, done: str) -> Iterator[None]:
+def together(model: ParallelModule, done: str) -> Iterator[None]:
     """Context for work on all ranks: where one fails, all raise an error that names it."""
     error: Exception | None = None
     try:
@@ -185,7 +191,7 @@ def _device(model: ParallelModule) -> Any:
 # ---------------------------------------------------------------- writing
 
 
-def _items(tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: int) -> list[WriteItem]:
+def write_items(tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: int) -> list[WriteItem]:
     """The parts that this rank writes; ranks with the same part take turns by tensor."""
     found = []
     for number, each in enumerate(tensors):
@@ -232,7 +238,7 @@ class _Source(DefaultSavePlanner):  # type: ignore[misc]
         return buffer
 
 
-def _row(result: Any) -> list[Any]:
+def row_of(result: Any) -> list[Any]:
     """The place where an item was written, as JSON values."""
     index, place = result.index, result.storage_data
     offset = None if index.offset is None else list(index.offset)
@@ -247,25 +253,28 @@ def _row(result: Any) -> list[Any]:
     ]
 
 
-def _result(row: Sequence[Any]) -> WriteResult:
+def result_of(row: Sequence[Any]) -> WriteResult:
+    """What :func:`row_of` was given."""
     name, offset, number, nbytes, path, start, length = row
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
     return WriteResult(index, nbytes, _StorageInfo(path, start, length))
 
 
-def _name_aliases(tensors: Sequence[DividedTensor], metadata: Metadata, results: list[WriteResult]) -> None:
+def name_aliases(
+    aliases: Iterable[tuple[str, Sequence[str]]], metadata: Metadata, results: list[WriteResult]
+) -> None:
     """A tied parameter is stored once, and found under each of its names."""
-    for each in tensors:
-        for alias in each.aliases:
-            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[each.name]
+    for name, others in aliases:
+        for alias in others:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
             results += [
                 dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=alias))
                 for result in results
-                if result.index.fqn == each.name
+                if result.index.fqn == name
             ]
 
 
-def _put_in_place(unfinished: Path, final: Path) -> None:
+def put_in_place(unfinished: Path, final: Path) -> None:
     """Gives a finished directory its name; what had it before is there until the new one is."""
     old = _set_aside(final)
     if final.exists():

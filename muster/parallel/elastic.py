@@ -8,11 +8,14 @@ which of the two it would be.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 from muster.communicators.base import Communicator
 from muster.errors import SettingsError
 from muster.parallel.checkpoint import load_divided, save_divided, saved_at
+from muster.parallel.checkpoint_beside import DividedWriter
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning.parts import Part, overlap
 from muster.parallel.planning.plan import Plan
@@ -39,6 +43,7 @@ from muster.torch.transfer import (
     gather_numbers,
     gather_rows,
 )
+from muster.training.checkpoint import CheckpointSession
 from muster.training.parts import divided
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateHolder, StateMismatchError, TrainingState
@@ -72,10 +77,11 @@ class ParallelTrainingState(TrainingState):
             schedulers.
         snapshots: keep each rank's parts in other ranks' memory, too: what was held only by workers that are
             lost then comes from there, and from the checkpoint only where it is nowhere.
+        mbytes_per_s: the most that a rank writes in :meth:`save_beside`, in 10**6 bytes a second; 0: any.
 
     Raises:
-        SettingsError: the optimizer is of another model, or its state cannot be made before a first step;
-            the model was not made with ``elastic=True``.
+        SettingsError: ``mbytes_per_s`` is below 0; the optimizer is of another model, or its state cannot be
+            made before a first step; the model was not made with ``elastic=True``.
     """
 
     def __init__(
@@ -87,7 +93,10 @@ class ParallelTrainingState(TrainingState):
         checkpoint: str | Path = "",
         also: Mapping[str, Any] | None = None,
         snapshots: Snapshots | None = None,
+        mbytes_per_s: float = 0.0,
     ) -> None:
+        if mbytes_per_s < 0:
+            raise SettingsError(f"ParallelTrainingState: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
         if not isinstance(model, ParallelModule) or not model.can_start:
             raise SettingsError(
                 "ParallelTrainingState takes what parallelize(elastic=True) made, before it trains; for"
@@ -103,6 +112,10 @@ class ParallelTrainingState(TrainingState):
         super().__init__({}, sampler)
         self._model, self._optimizer = model, optimizer
         self._checkpoint = Path(checkpoint) if checkpoint else None
+        self._writer = None if self._checkpoint is None else DividedWriter(self._checkpoint, mbytes_per_s)
+        self._session: StateHolder | None = None
+        self._copied_bytes = 0
+        self.writes.append(self.wait)
         self._tensors = divided_tensors(model, optimizer)
         self._place = model.communicator.rank
         self._kept: CopiesAside | None = None
@@ -122,11 +135,58 @@ class ParallelTrainingState(TrainingState):
         Raises:
             CheckpointError: a rank could not write; on all ranks.
         """
-        if self._checkpoint is None:
+        directory, writer = self._place_to_save()
+        with self._busy("saves a checkpoint"):
+            writer.wait()
+            begun = time.monotonic()
+            save_divided(directory, self._model, self._optimizer, extra=self._whole_position())
+            took_s = time.monotonic() - begun
+            if self._model.communicator.rank == 0:
+                self._report(self.step, sum(path.stat().st_size for path in directory.iterdir()), took_s)
+
+    def save_beside(self) -> None:
+        """Saves as :meth:`save` does, each rank by a process of its own, while the training goes on.
+
+        It returns when the parts are copied. The write before is waited for first. A write that fails is a
+        sentence in the log, and leaves the checkpoint that was there. Changes of members by plan, and the end
+        of an ElasticLoop, wait for what is being written; the loss of a member gives it up.
+
+        Raises:
+            CheckpointError: a rank could not begin to write; on all ranks.
+        """
+        _, writer = self._place_to_save()
+        step = self.step
+        with self._busy("copies the state for a checkpoint"):
+            size = writer.save(
+                self._model,
+                self._optimizer,
+                self._whole_position(),
+                lambda size_bytes, seconds: self._report(step, size_bytes, seconds),
+            )
+        if size > self._copied_bytes:
+            self._copied_bytes = size
+            log.info("Checkpoints beside the training take %.1f MB of this host's memory", size / 1e6)
+
+    def wait(self) -> None:
+        """Waits for what :meth:`save_beside` is writing; that is no standstill to the scheduler."""
+        if self._writer is not None and self._writer.is_writing:
+            with self._busy("waits for a checkpoint that is being written"):
+                self._writer.wait()
+
+    def _place_to_save(self) -> tuple[Path, DividedWriter]:
+        if self._checkpoint is None or self._writer is None:
             raise StateLostError(
                 "There is no place to save to.", remedy="Give ParallelTrainingState checkpoint=."
             )
-        save_divided(self._checkpoint, self._model, self._optimizer, extra=self._whole_position())
+        return self._checkpoint, self._writer
+
+    def _busy(self, what: str) -> AbstractContextManager[None]:
+        session = self._session
+        return session.busy(what) if isinstance(session, CheckpointSession) else contextlib.nullcontext()
+
+    def _report(self, step: int, size_bytes: int, seconds: float) -> None:
+        if isinstance(self._session, CheckpointSession):
+            self._session.report_checkpoint(step, size_bytes=size_bytes, seconds=seconds)
 
     def load(self) -> bool:
         """Takes up the checkpoint, if there is one; all ranks call it. Returns whether there was."""
@@ -201,6 +261,9 @@ class ParallelTrainingState(TrainingState):
             MembershipChanged: the members changed again; nothing was overwritten.
         """
         self.roll_back()
+        self._session = session
+        if self._writer is not None:
+            self._writer.give_up()  # it may wait for a rank that is lost
         communicator: Communicator = session.communicator
         rank, anew = communicator.rank, session.state_source_rank < 0
         holds = self.shared and (anew or rank not in session.newcomer_ranks)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ _SUFFIX = ".safetensors"
 _FORMAT = "1"
 
 
+@runtime_checkable
 class CheckpointSession(Protocol):
     """What is needed of a :class:`muster.worker.session.session.Session`."""
 

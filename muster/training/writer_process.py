@@ -65,6 +65,7 @@ class WriterProcess:
         self._answers: Any = None
         self._thread: threading.Thread | None = None
         self._end: Any = None
+        self._given_up = ""
         wait = weakref.WeakMethod(self.wait)  # who writes is there until it has written
         atexit.register(lambda: (call := wait()) and call())
 
@@ -83,6 +84,19 @@ class WriterProcess:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+
+    def give_up(self, reason: str) -> None:
+        """Ends the process if it is writing: what it writes will not be whole.
+
+        Args:
+            reason: why, as a half sentence for the log.
+        """
+        process = self._process
+        if self.is_writing and process is not None:
+            self._given_up = reason
+            process.kill()
+        self.wait()
+        self._given_up = ""
 
     def close(self) -> None:
         """Waits for the write under way, and ends the process; idempotent."""
@@ -124,6 +138,8 @@ class WriterProcess:
         code = self._process.wait()
         self._let_go()
         take_away(str(order.unfinished))
+        if self._given_up:
+            return {"error": f"A checkpoint was not written: {self._given_up}.", "remedy": ""}
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return {
             "error": f"A checkpoint was not written: the process that writes them was {how}.",

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from muster.training import paced_file
 from muster.training.paced_file import write_safetensors
 
 
 def test_the_library_reads_what_it_would_have_written(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, Any] = {
         each: np.arange(6).reshape(2, 3).astype(each)
         for each in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c8"]
     }
@@ -36,7 +37,7 @@ def test_no_more_is_written_than_the_bound_allows(tmp_path: Path, monkeypatch: p
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(paced_file.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(paced_file.time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     write_safetensors(tmp_path / "file", {"x": np.zeros(10_000_000, "u1")}, {}, mbytes_per_s=5.0)
     assert now[0] == pytest.approx(102.0, abs=0.01)
