@@ -446,9 +446,14 @@ class Folder:
             )
         )
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether what :meth:`save_beside` copied is still being written."""
+        return self._writer is not None and self._writer.is_writing
+
     def wait(self) -> None:
         """Waits for what :meth:`save_beside` is writing; that is no standstill to the scheduler."""
-        if self._writer is not None and self._writer.is_writing:
+        if self._writer is not None and self.is_writing:
             with self._busy("waits for a checkpoint that is being written"):
                 self._writer.wait()
 

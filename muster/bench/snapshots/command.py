@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--batch", type=int, default=16, metavar="N", help="windows of 1,024 bytes a step, GPU (16)")
     option("--rounds", type=int, default=6, metavar="N", help="turns of each, GPU (6)")
     option("--seconds", type=float, default=5.0, metavar="S", help="how long a turn is, GPU (5)")
-    option("--mbytes-per-s", type=float, default=0.0, help="most that is sent, GPU (0: no bound)")
+    option("--mbytes-per-s", type=float, default=0.0, help="most that is sent, or written, GPU (0: any)")
+    option("--checkpoints", type=int, default=4, metavar="N", help="turns with checkpoints, GPU (4; 0: none)")
     option("--tiny", action="store_true", help="try the script for GPUs on a CPU, with a small net")
     option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
 

@@ -15,6 +15,7 @@ import torch
 
 import muster
 from examples import gpt2 as example
+from muster.bench.snapshots.checkpoints import CheckpointTurns
 from muster.bench.snapshots.keeper import PairSession
 from muster.bench.training import gpt2
 from muster.torch import Snapshots, TorchTrainingState
@@ -115,6 +116,7 @@ def main() -> int:
     option("--rounds", type=int, required=True)
     option("--seconds", type=float, required=True)
     option("--mbytes-per-s", type=float, default=0.0)
+    option("--checkpoints", type=int, default=0)
     option("--tiny", action="store_true")
     options = parser.parse_args()
     pair = PairSession(options.directory)
@@ -137,6 +139,17 @@ def main() -> int:
             turns[kind].append(1e3 * runner.run(steps))
             if kind == "with":
                 taken.append(len(pair.completed) - before)
+        snapshots.paused = True
+        durable: dict[str, Any] = {}
+        if options.checkpoints:
+            turns_of_checkpoints = CheckpointTurns(
+                options.directory / "checkpoints",
+                runner.job.state,
+                session,
+                runner.run,
+                mbytes_per_s=options.mbytes_per_s,
+            )
+            durable = {"checkpoints": turns_of_checkpoints.measure(options.checkpoints)}
         parts = runner.job.state.snapshot_tensors(0, 1)
         size = sum(each.tensor.numel() * each.tensor.element_size() for each in parts)
         captured = runner.job.step.captured
@@ -154,6 +167,7 @@ def main() -> int:
         "state_bytes": size,
         "captured_steps": captured,
         "kept_at_the_end": pair.close(),
+        **durable,
     }
     (options.directory / "result.json").write_text(json.dumps(result))
     return 0

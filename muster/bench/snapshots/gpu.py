@@ -14,7 +14,7 @@ from muster.bench.launches import MUSTER, environment
 from muster.bench.snapshots.keeper import write_keys
 from muster.bench.training import gpt2
 
-LIMIT_S = 230.0
+LIMIT_S = 500.0
 
 
 def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -31,6 +31,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
         *("--", sys.executable, "-m", "muster.bench.snapshots.gpt2", "--directory", str(directory)),
         *("--every", str(options.every), "--batch", str(options.batch), "--rounds", str(options.rounds)),
         *("--seconds", str(options.seconds), "--mbytes-per-s", str(options.mbytes_per_s)),
+        *("--checkpoints", str(options.checkpoints)),
         *(("--tiny",) if options.tiny else ()),
     ]
     more = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
@@ -44,6 +45,14 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
         )
     found: dict[str, Any] = json.loads(result.read_text())
     say(f"snapshots every {options.every} steps cost {found['cost']:+.2%} of a step")
+    if options.checkpoints:
+        durable = found["checkpoints"]
+        held = durable["held_up_s"]
+        say(
+            f"a checkpoint beside the training holds it up {held['beside']:.2f} s, and costs"
+            f" {durable['cost_while_written']:+.2%} of a step while it is written; else it waits"
+            f" {held['waiting']:.2f} s"
+        )
     if not options.tiny:
         from muster.bench.gpu_machine import describe_machine
 
