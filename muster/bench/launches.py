@@ -22,11 +22,16 @@ MUSTER = (sys.executable, "-m", "muster")
 _LOWEST_PORT, _HIGHEST_PORT = 10_000, 32_000
 
 
-def make_keys(directory: Path) -> tuple[Path, Path]:
-    """Makes certificates for this machine in a folder; returns its config.json and password file."""
+def make_keys(directory: Path, *, hosts: str = "") -> tuple[Path, Path]:
+    """Makes certificates for this machine in a folder, and for schedulers on ``hosts``, if it has none.
+
+    Returns:
+        Its config.json and password file.
+    """
     config, password = directory / "config.json", directory / "password"
     if not config.exists():
         certs = [*MUSTER, "certs", "init", "--dir", str(directory), "--password-file", str(password)]
+        certs += ["--hosts", hosts] if hosts else []
         done = subprocess.run(certs, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"muster certs init ended with code {done.returncode}:\n{done.stderr}")

@@ -101,9 +101,11 @@ class MeasuredJob:
 
     Attributes:
         scheduler_module: what the scheduler is started as, by ``python -m``.
+        scheduler_prefix: what starts it, before the interpreter; as ``ip netns exec``.
     """
 
     scheduler_module = "scheduler"
+    scheduler_prefix: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class MeasuredJob:
         """Starts the scheduler, for the first time or on the journal of the one before."""
         with (self.directory / "scheduler.log").open("ab") as log:
             self.scheduler = subprocess.Popen(
-                [sys.executable, "-m", self.scheduler_module, *arguments],
+                [*self.scheduler_prefix, sys.executable, "-m", self.scheduler_module, *arguments],
                 env={**self.env, "MS_ROLE": "MS_SCHED"},
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,

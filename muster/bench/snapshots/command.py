@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gpu", action="store_true", help="what a step pays on one GPU; else kills on the CPU")
     option("--kills", type=int, default=20, metavar="N", help="hosts to kill, for each kind, CPU (20)")
     option("--kinds", nargs="+", choices=("sharded", "parallel"), default=["sharded"], help="what is divided")
+    option("--loss", choices=("kill", "cut"), default="kill", help="its workers are killed, or it is cut off")
+    option("--namespaces", action="store_true", help="hosts are network namespaces, CPU; takes root")
     option("--every", type=int, default=10, metavar="N", help="steps between two snapshots (10)")
     option("--pace-ms", type=float, default=30, help="least time of a step, CPU (30)")
     option("--seed", type=int, default=0, help="of what is killed, and when")

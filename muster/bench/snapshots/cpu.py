@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from muster.bench.launches import make_keys
 from muster.bench.recovery.job import MeasuredJob, WorkerProcess, median_and_worst
 from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
 from muster.bench.snapshots.forked import Nursery
+from muster.bench.snapshots.namespaces import NamespaceHosts
 
 RANKS, PER_HOST, HOSTS = 4, 2, 3
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 120.0
+CUT_NODE_TIMEOUT_S = 5.0
+"""MS_NODE_TIMEOUT where hosts are cut off: its default."""
 
 Say = Callable[[str], None]
 
 
 class DividedJob(MeasuredJob):
-    """Four ranks on two hosts, and two spares on a third: names of hosts, on one machine.
+    """Four ranks on two hosts, and two spares on a third: names on one machine, or network namespaces.
 
     Args:
         directory: for keys, logs and records; is made.
@@ -30,12 +35,30 @@ class DividedJob(MeasuredJob):
         pace_s: least time of a step; 0: none.
         steps: how many in all; 0: no end.
         say: shows progress.
+        hosts: namespaces that stand for them; None: they are names alone.
+        node_timeout_s: MS_NODE_TIMEOUT.
     """
 
     def __init__(
-        self, directory: Path, *, kind: str, every: int, pace_s: float, steps: int, say: Say
+        self,
+        directory: Path,
+        *,
+        kind: str,
+        every: int,
+        pace_s: float,
+        steps: int,
+        say: Say,
+        hosts: NamespaceHosts | None = None,
+        node_timeout_s: float = 30.0,
     ) -> None:
         directory.mkdir(parents=True)
+        self._hosts = hosts
+        more: dict[str, str] = {}
+        if hosts is not None:
+            address = hosts.address(hosts.scheduler_host)
+            more = {"MS_SCHED_HOST": address}
+            make_keys(directory / "keys", hosts=address)
+            self.scheduler_prefix = "ip", "netns", "exec", hosts.name(hosts.scheduler_host)
         self.pace = directory / "pace"
         if pace_s:
             self.pace.write_text(str(pace_s))
@@ -48,7 +71,8 @@ class DividedJob(MeasuredJob):
                 PACE_VARIABLE: str(self.pace),
                 "MS_TOPO_TIMEOUT": "240",
                 "MS_SPARES": "2",
-                "MS_NODE_TIMEOUT": "30",
+                "MS_NODE_TIMEOUT": f"{node_timeout_s:g}",
+                **more,
             },
             say=say,
         )
@@ -60,7 +84,8 @@ class DividedJob(MeasuredJob):
         number = len(self.workers)
         record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
         whole = {**self.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, RECORD_VARIABLE: str(record), **env}
-        process: Any = self._nursery.start(self._command, whole, log, self.directory)
+        namespace = "" if self._hosts is None else self._hosts.name(int(name[1 : name.index("-")]))
+        process: Any = self._nursery.start(self._command, whole, log, self.directory, namespace=namespace)
         self.workers.append(WorkerProcess(name, process, record, log))
         return self.workers[-1]
 
@@ -113,8 +138,19 @@ class DividedJob(MeasuredJob):
         waits = ["waits as a spare" in worker.log.read_text(errors="replace") for worker in others]
         return len(waits) == PER_HOST and all(waits)
 
-    def kill_host(self, chance: random.Random) -> dict[str, Any]:
-        """Kills all workers of one host of members at a random moment, and waits for the next good step."""
+    def lose(self, host: int, victims: Sequence[WorkerProcess], *, cut: bool) -> float:
+        """Kills a host's workers, or takes it off the network; returns when."""
+        if not cut:
+            return min(worker.kill() for worker in victims)
+        assert self._hosts is not None
+        now = time.monotonic()
+        self._hosts.cut(host)
+        for worker in victims:
+            worker.killed = True  # as far as the job goes
+        return now
+
+    def kill_host(self, chance: random.Random, *, cut: bool = False) -> dict[str, Any]:
+        """Loses one host of members at a random moment, and waits for the next good step."""
         members = self.members()
         hosts = sorted({host_of(worker) for worker in members})
         host = chance.choice(hosts)
@@ -123,7 +159,7 @@ class DividedJob(MeasuredJob):
         survivors = [worker for worker in members if worker not in victims]
         before = max(worker.steps()[-1]["step"] for worker in survivors)
         generation = survivors[0].steps()[-1]["generation"]
-        now = min(worker.kill() for worker in victims)
+        now = self.lose(int(host), victims, cut=cut)
         self.wait(
             "all train again",
             lambda: (
@@ -137,6 +173,11 @@ class DividedJob(MeasuredJob):
             for worker in self.members()
         ]
         next_step_s = max(step["t"] for step in firsts) - now
+        if cut:
+            assert self._hosts is not None
+            for worker in victims:
+                worker.kill()
+            self._hosts.join(int(host))
         self.start_host(int(host), spare=True)
         self.wait("a snapshot counts again", self.is_safe, STEP_TIMEOUT_S)
         self.wait("the next spares are in", self.has_spares, START_TIMEOUT_S)
@@ -163,18 +204,30 @@ def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str,
     Raises:
         RuntimeError: the job did not behave, or a state was another one.
     """
-    return {kind: _one(kind, options, directory / kind, say) for kind in options.kinds}
+    if options.loss == "cut" and not options.namespaces:
+        raise RuntimeError("a host by name alone cannot be cut off: --namespaces makes hosts of their own")
+    with NamespaceHosts(HOSTS) if options.namespaces else contextlib.nullcontext() as hosts:
+        return {kind: _one(kind, options, directory / kind, say, hosts) for kind in options.kinds}
 
 
-def _one(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
+def _one(
+    kind: str, options: argparse.Namespace, directory: Path, say: Say, hosts: NamespaceHosts | None
+) -> dict[str, Any]:
     chance, kills = random.Random(options.seed), []
-    pace_s = options.pace_ms / 1000
+    cut = options.loss == "cut"
     with DividedJob(
-        directory / "killed", kind=kind, every=options.every, pace_s=pace_s, steps=0, say=say
+        directory / "killed",
+        kind=kind,
+        every=options.every,
+        pace_s=options.pace_ms / 1000,
+        steps=0,
+        say=say,
+        hosts=hosts,
+        node_timeout_s=CUT_NODE_TIMEOUT_S if cut else 30.0,
     ) as job:
         job.begin()
         for number in range(options.kills):
-            kills.append(job.kill_host(chance))
+            kills.append(job.kill_host(chance, cut=cut))
             say(f"{kind}: kill {number + 1} of {options.kills}: {kills[-1]}")
         found = job.digests()
     last = max(step for step, _ in found)
@@ -194,6 +247,11 @@ def _one(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> d
         step, rank = min(others)
         raise RuntimeError(f"{kind}: after step {step} rank {rank} held another state than without kills")
     return {
+        "seed": options.seed,
+        "loss": options.loss,
+        "namespaces": options.namespaces,
+        "node_timeout_s": CUT_NODE_TIMEOUT_S if cut else 30.0,
+        "checkpoint_files": len(list(directory.rglob(".metadata")) + list(directory.rglob("step_*"))),
         "kills": kills,
         "steps": last,
         "states_compared": len(found),

@@ -51,14 +51,22 @@ class Nursery:
             self._process.wait()
             self._changed.notify_all()
 
-    def start(self, arguments: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> Forked:
-        """Starts a worker.
+    def start(
+        self, arguments: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, *, namespace: str = ""
+    ) -> Forked:
+        """Starts a worker, in a network namespace if one is named.
 
         Raises:
             RuntimeError: the nursery has ended.
         """
         assert self._process.stdin is not None
-        order = {"arguments": list(arguments), "env": dict(env), "log": str(log), "cwd": str(cwd)}
+        order = {
+            "arguments": list(arguments),
+            "env": dict(env),
+            "log": str(log),
+            "cwd": str(cwd),
+            "namespace": namespace,
+        }
         with self._changed:
             count = len(self._pids)
             self._process.stdin.write(json.dumps(order) + "\n")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.bench.snapshots import job
+from muster.bench.snapshots.namespaces import enter_namespace
 
 POLL_S = 0.02
 
@@ -20,6 +21,8 @@ def _child(order: Mapping[str, Any]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    if order["namespace"]:
+        enter_namespace(order["namespace"])
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
