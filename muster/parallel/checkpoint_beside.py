@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from muster.parallel.module import ParallelModule
 from muster.parallel.planning.parts import Box
 from muster.parallel.tensors import divided_tensors
 from muster.torch.checkpoint_copier import CheckpointCopier
+from muster.torch.transfer import broadcast_text
 from muster.training.checkpoint import CheckpointError
 from muster.training.checkpoint_copy import arrays_in
 from muster.training.paced_file import WritePace
@@ -91,11 +93,16 @@ class DividedWriter:
             CheckpointError: a rank could not begin; on all ranks.
         """
         rank, world_size = model.communicator.rank, model.communicator.world_size
-        self.wait()
-        unfinished = self._final.with_name(f".{self._final.name}.unfinished")
-        with together(model, "made ready"):  # all ranks have waited: nobody writes there any more
+        with together(model, "awaited"):
+            self.wait()
+        # A name that was never used: a host that is cut off may still write what was given up.
+        device = next(model.parameters()).device
+        token = broadcast_text(model.communicator, device, os.urandom(4).hex(), 0)
+        unfinished = self._final.with_name(f".{self._final.name}.{token}.unfinished")
+        with together(model, "made ready"):
             if rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                for old in unfinished.parent.glob(f".{self._final.name}.*.unfinished"):
+                    shutil.rmtree(old, ignore_errors=True)
                 unfinished.mkdir(parents=True)
         with together(model, "copied"):
             tensors = divided_tensors(model, optimizer)
@@ -116,7 +123,7 @@ class DividedWriter:
                 if len(row) > 1
             }
             if self._copier is None:
-                self._copier = CheckpointCopier(next(model.parameters()).device)
+                self._copier = CheckpointCopier(device)
             plain = {
                 str(number): _saved(values[row[0]]) for number, row in enumerate(rows[rank]) if len(row) == 1
             }

@@ -23,7 +23,7 @@ import torch
 
 from muster.communicators.base import Communicator
 from muster.errors import SettingsError
-from muster.parallel.checkpoint import load_divided, save_divided, saved_at
+from muster.parallel.checkpoint import load_divided, save_divided, saved_at, together
 from muster.parallel.checkpoint_beside import DividedWriter
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning.parts import Part, overlap
@@ -137,7 +137,8 @@ class ParallelTrainingState(TrainingState):
         """
         directory, writer = self._place_to_save()
         with self._busy("saves a checkpoint"):
-            writer.wait()
+            with together(self._model, "awaited"):
+                writer.wait()
             begun = time.monotonic()
             save_divided(directory, self._model, self._optimizer, extra=self._whole_position())
             took_s = time.monotonic() - begun

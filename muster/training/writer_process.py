@@ -26,6 +26,8 @@ from muster.wire.threads import start_thread
 
 log = logging.getLogger("muster.worker")
 
+LOOK_AGAIN_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
@@ -91,10 +93,11 @@ class WriterProcess:
         Args:
             reason: why, as a half sentence for the log.
         """
-        process = self._process
-        if self.is_writing and process is not None:
-            self._given_up = reason
-            process.kill()
+        self._given_up = reason
+        while self._thread is not None and self._thread.is_alive():
+            if self._process is not None:  # it may be about to start
+                self._process.kill()
+            self._thread.join(LOOK_AGAIN_S)
         self.wait()
         self._given_up = ""
 
@@ -116,6 +119,8 @@ class WriterProcess:
             log.error("The checkpoint could not be written: %r. Training goes on.", error)
 
     def _ask(self, order: WriteOrder) -> dict[str, Any]:
+        if self._given_up:
+            return {"error": f"A checkpoint was not written: {self._given_up}.", "remedy": ""}
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None

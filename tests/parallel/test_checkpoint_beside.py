@@ -88,6 +88,7 @@ def test_what_is_written_beside_is_what_a_synchronous_save_writes(
     assert "could not write its parts of the checkpoint" in caplog.text
     assert "members have changed while it was written" in caplog.text
     assert "\n" not in "".join(caplog.messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "sync"]  # no half one
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("beside", "sync")]
     assert names[0] == names[1]
 

@@ -74,7 +74,7 @@ class CheckpointTurns:
         elif kind == "waiting":
             self._folder.save()
         held_up_s = time.perf_counter() - begun
-        times = []  # of as many steps at once in each kind: each time a GPU is waited for
+        times: list[float] = []  # of as many steps at once in each kind: each time a GPU is waited for
         while self._folder.is_writing or len(times) < (1 if kind == "beside" else self._turns):
             times.append(self._run(STEPS_AT_ONCE))
         if kind == "beside":
