@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from muster.training import checkpoint
 
 KINDS = ("none", "beside", "waiting")
@@ -42,12 +44,17 @@ class CheckpointTurns:
         self.turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Takes each kind in turn, the order turning with them; returns what was measured."""
+        """Takes each kind in turn, the order turning with them; returns what was measured.
+
+        Raises:
+            RuntimeError: what was written beside the training is not what a save that waits writes.
+        """
         self._one("beside")  # the process begins, memory is made
         for number in range(rounds):
             for index in range(len(KINDS)):
                 kind = KINDS[(index + number) % len(KINDS)]
                 self.turns[kind].append(self._one(kind))
+        self._compare()
         size = max(path.stat().st_size for path in self._directory.glob("step_*"))
         shutil.rmtree(self._directory)
         step_ms = {
@@ -63,6 +70,20 @@ class CheckpointTurns:
             "written_in_s": statistics.median(turn["written_in_s"] for turn in self.turns["beside"]),
             "bytes": size,
         }
+
+    def _compare(self) -> None:
+        self._folder.save()
+        waiting = self._digest()
+        self._folder.save_beside()
+        self._run(STEPS_AT_ONCE)  # changes what was copied
+        self._folder.wait()
+        if self._digest() != waiting:
+            raise RuntimeError("a checkpoint that was written beside the training holds another state")
+
+    def _digest(self) -> str:
+        """The digest of all contents in the latest file."""
+        with safe_open(checkpoint.find(self._directory)[0].path, framework="np") as file:
+            return str(file.metadata()["digest"])
 
     def _one(self, kind: str) -> dict[str, float]:
         """One turn: how long the training was held up, and how long its steps took then."""
