@@ -48,7 +48,18 @@ def test_each_tensor_is_copied_row_by_row_in_a_kind_that_files_have() -> None:
     room.close()
 
 
-def test_a_torch_state_written_beside_the_training_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room_on_gpu", [True, False])
+def test_a_torch_state_written_beside_the_training_is_that_of_a_synchronous_save(
+    room_on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a GPU has no room for one more copy: the training then waits for the host's."""
+
+    def without_room(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    if not room_on_gpu:
+        monkeypatch.setattr(CheckpointCopier, "copy", without_room)
+
     def run(communicator: ThreadCommunicator) -> None:
         model = DataParallel(torch.nn.Linear(5, 3), communicator=communicator, elastic=True)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -72,6 +83,7 @@ def test_a_torch_state_written_beside_the_training_is_that_of_a_synchronous_save
         assert digest_of(tmp_path / "beside" / want.name) == digest_of(want)
 
     run_ranks(1, run)
+    assert ("no room on the GPU" in caplog.text) is not room_on_gpu
 
 
 def digest_of(path: Path) -> Any:
