@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 
 class SharedRoom:
     """Anonymous shared memory that has a descriptor; it grows to what is asked for, and never shrinks.
+
+    It is given back when nobody refers to the object any more.
 
     Attributes:
         descriptor: for the process that reads it.
@@ -17,6 +20,7 @@ class SharedRoom:
         self.descriptor = os.memfd_create("muster-checkpoint", os.MFD_CLOEXEC)
         self._size = 0
         self._data = memoryview(b"")
+        self._give_back = weakref.finalize(self, os.close, self.descriptor)
 
     def take(self, size: int) -> memoryview:
         """The memory's first bytes, to be written; what it held is gone where it had to grow.
@@ -36,6 +40,5 @@ class SharedRoom:
     def close(self) -> None:
         """Gives the memory back once nobody reads it any more."""
         self._data = memoryview(b"")
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        self._give_back()
         self.descriptor, self._size = -1, 0
