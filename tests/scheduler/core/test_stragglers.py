@@ -272,3 +272,20 @@ def test_nobody_is_drained_who_is_not_slow_enough(policy: events.DrainPolicy | N
     job = two_and_a_spare(policy)
     beaten(job, {1: 0.1, 2: 0.4}, 0, 30)
     assert not job.job.ledger.leaving
+
+
+def test_in_a_group_of_a_thousand_that_reports_seldom_a_slow_rank_is_named_after_as_many_reports() -> None:
+    size, apart_s = 1000, 5.0
+    watch = StragglerWatch({str(rank): Seat(rank, f"host-{rank // 8}") for rank in range(size)})
+    named_at = None
+    for report in range(1, 9):
+        for rank in range(size):
+            computed_s, waited_s = (0.2, 0.0) if rank == 7 else (0.1, 0.1)
+            seconds = (25 * computed_s, computed_s, 25 * waited_s, waited_s, 0.0, 0.0, 0.0)
+            now = apart_s * (report + rank / size)
+            watch.hear(str(rank), messages.StepTimes(25, seconds), now)
+        if named_at is None and watch.named:
+            named_at = report
+    assert list(watch.named) == ["7"]
+    assert named_at == 6  # five whole intervals, ended by the first report of the next
+    assert watch.named["7"].since == apart_s
