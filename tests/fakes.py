@@ -354,6 +354,7 @@ class ElasticFakeSession:
         steps: int = 0,
         loss: float | None = None,
         learning_rate: float | None = None,
+        data_s: float = 0.0,
     ) -> None:
         if step is None:  # a loss alone
             return

@@ -13,7 +13,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from muster.communicators.arrays import HOST, Array, Description, kind_of
 from muster.communicators.membership import Membership
@@ -174,6 +174,14 @@ class NetPlugin(Protocol):
 
     def forget_reason(self) -> None:
         """Forgets why connections ended before."""
+
+
+@runtime_checkable
+class TellsOfLinks(Protocol):
+    """A communicator that knows how its connections do."""
+
+    def sending_s(self) -> Mapping[int, float]:
+        """For how long data could not leave for each rank, in all, in seconds."""
 
 
 class Backend(abc.ABC):

@@ -98,6 +98,7 @@ class FlightRecorder:
         self._clock = clock
         self._waiting_since: float | None = None
         self.awaited = 0  # async collectives that the training thread waits for
+        self.waited_s = 0.0  # in all, for others or for a device
         self._entries: deque[Entry] = deque(maxlen=KEPT_COLLECTIVES)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
@@ -118,9 +119,19 @@ class FlightRecorder:
 
     def settle(self, issued: Iterable[Entry] | None = None) -> None:
         """Notes that the device was waited for: these are over, or all."""
+        if self._waiting_since is not None:
+            self.waited_s += self._clock() - self._waiting_since
         self._waiting_since = None
         for entry in self._entries if issued is None else issued:
             entry.over = entry.over or entry.on_device
+
+    def waited_since(self, begun: float) -> None:
+        """Notes that this worker's thread has waited for others since then."""
+        self.waited_s += self._clock() - begun
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._clock()
 
     def clear(self) -> None:
         """Begins a new generation, in which all ranks count from 1."""
@@ -226,11 +237,13 @@ class FaultAwareWork:
         """
         recorder = self._guard.recorder
         recorder.awaited += 1
+        begun = recorder.now()
         try:
             with self._guard.explained:
                 self._work.wait()
         finally:
             recorder.awaited -= 1
+            recorder.waited_since(begun)
 
 
 class FaultAwareCommunicator(Communicator):
@@ -329,6 +342,8 @@ class FaultAwareCommunicator(Communicator):
                 entry.over = True  # only now: until others are heard of, it waits for them
             raise
         entry.work = work
+        if not (async_op or entry.on_device):
+            self.recorder.waited_since(entry.begun)
         return FaultAwareWork(work, self) if async_op else work
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:

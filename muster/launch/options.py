@@ -163,6 +163,12 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         "a scheduler that is not started here needs a place for each (MS_SPARES)",
     )
     group.add_argument(
+        "--drain-stragglers",
+        metavar="1.5x:60s",
+        default="",
+        help=option_help("MS_DRAIN_STRAGGLERS"),
+    )
+    group.add_argument(
         *_both_ways("--max-restarts"),
         type=int,
         default=0,

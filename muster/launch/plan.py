@@ -475,6 +475,7 @@ def _scheduler_recipe(
         "MS_ROLE": "MS_SCHED",
         "MS_WORKER_NUM": str(counts.world_size),
         **_spare_places(counts, here.env),
+        **({"MS_DRAIN_STRAGGLERS": options.drain_stragglers} if options.drain_stragglers else {}),
     }
     hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
     argv = (here.python, *here.python_flags, "-m", "muster.scheduler")

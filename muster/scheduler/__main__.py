@@ -87,6 +87,9 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         action="store_true",
         help="take over the generation that all its workers hold, where the journal is older or lost",
     )
+    made.add_argument(
+        "--drain-stragglers", metavar="1.5x:60s", default=None, help=option_help("MS_DRAIN_STRAGGLERS")
+    )
     made.add_argument("--version", action="version", version=f"muster {__version__}")
     return made
 
@@ -103,6 +106,7 @@ def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
         port=options.port,
         bind_host=options.bind,
         adopt=options.adopt,
+        drain_stragglers=options.drain_stragglers,
     )
     from muster.scheduler.audit import logs
     from muster.scheduler.audit.native_stderr import handshakes_watched

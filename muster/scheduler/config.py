@@ -6,12 +6,13 @@ variable, the value and the legal range.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.scheduler.core.events import CoreSettings
+from muster.scheduler.core.events import CoreSettings, DrainPolicy
 from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.files import path_of
 from muster.wire.patience import breaking_pause_s, takeover_patience_s
@@ -21,10 +22,13 @@ from muster.wire.settings import (
     canonical_address,
     shared_settings,
 )
-from muster.wire.variables import default_of
+from muster.wire.variables import LONGEST_S, default_of
 
 ETCD_PORT = 2379
 _ETCD = "etcd://"
+_DRAIN = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x:(\d{1,6})s", re.ASCII)
+LEAST_DRAINED = 1.2
+"""The least slowdown for which a rank may be drained: smaller ones are not named."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class SchedulerSettings:
     metrics_host: str = default_of("MS_METRICS_HOST")
     audit_log_path: Path | None = None
     log_level: str = default_of("MS_LOG_LEVEL")
+    drain_stragglers: DrainPolicy | None = None
 
     def core(self, *, own_job: bool = True) -> CoreSettings:
         """The settings of a job's state machine; the workers of a job other than the own one say its size."""
@@ -90,6 +95,7 @@ class SchedulerSettings:
             recovered_timeout_s=takeover_patience_s(self.node_timeout_s) if several else None,
             breaking_pause_s=breaking_pause_s(self.node_timeout_s) if several else None,
             rank_table=self.rank_table if own_job else None,
+            drain_stragglers=self.drain_stragglers,
         )
 
 
@@ -126,6 +132,7 @@ def load_settings(
     port: int | None = None,
     bind_host: str = "",
     adopt: bool = False,
+    drain_stragglers: str | None = None,
 ) -> SchedulerSettings:
     """Reads and checks the scheduler's settings from the environment.
 
@@ -136,6 +143,8 @@ def load_settings(
         port: the command line's port; 0 lets the system choose.
         bind_host: the address to listen on, where it is not the one that the workers call.
         adopt: take over workers that are ahead of the journal.
+        drain_stragglers: which stragglers are drained, as given on the command line; wins over
+            MS_DRAIN_STRAGGLERS.
 
     Raises:
         SchedulerSettingsError: a value is missing, out of its range or contradicts another.
@@ -164,7 +173,27 @@ def load_settings(
         metrics_port=read.integer("MS_METRICS_PORT") or None,
         metrics_host=read.host("MS_METRICS_HOST"),
         audit_log_path=read.path("MS_AUDIT_LOG"),
+        drain_stragglers=drain_policy(
+            read.text("MS_DRAIN_STRAGGLERS") if drain_stragglers is None else drain_stragglers
+        ),
     )
+
+
+def drain_policy(text: str) -> DrainPolicy | None:
+    """Reads which stragglers are drained, as ``1.5x:60s``; None: none are.
+
+    Raises:
+        SchedulerSettingsError: it is something else.
+    """
+    if not text:
+        return None
+    found = _DRAIN.fullmatch(text.strip())
+    if found is None or float(found[1]) < LEAST_DRAINED or float(found[2]) > LONGEST_S:
+        raise SchedulerSettingsError(
+            "MS_DRAIN_STRAGGLERS (--drain-stragglers) must be how many times as long a rank makes steps, from"
+            f" {LEAST_DRAINED}, and for how many seconds, as in 1.5x:60s; it is {text[:40]!r}."
+        )
+    return DrainPolicy(float(found[1]), float(found[2]))
 
 
 def _recovery(read: Environment, address: Address, job: str) -> dict[str, Any]:

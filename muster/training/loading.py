@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Loading:
         self._state = state
         self._iterator: Iterator[Any] | None = None
         self._next: SamplerPosition | None = None
+        self._waited_s = 0.0
         self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
         if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
             raise SettingsError(
@@ -80,12 +82,24 @@ class Loading:
             made = _Made(following.place, error=error)
         self._made.append(made)
 
+    def take_waited_s(self) -> float:
+        """For how long this process has waited for data since the last call, or made them, in seconds."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
     def close(self) -> None:
         """Ends a loader's processes, as far as they are not to persist."""
         self._iterator = self._next = None
         self._made = []
 
     def _make(self, sampler: ShardedSampler, *, anew: bool) -> Any:
+        begun = time.monotonic()
+        try:
+            return self._make_now(sampler, anew=anew)
+        finally:
+            self._waited_s += time.monotonic() - begun
+
+    def _make_now(self, sampler: ShardedSampler, *, anew: bool) -> Any:
         batch = sampler.batch()
         if callable(self._source):
             return self._source(batch)

@@ -68,8 +68,8 @@ class ElasticSession(StateHolder, Protocol):
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
-    def report(self, step: int, samples_per_s: float, *, steps: int) -> None:
-        """Says how far this worker is, and of how many steps."""
+    def report(self, step: int, samples_per_s: float, *, steps: int, data_s: float) -> None:
+        """Says how far this worker is, of how many steps, and how long the last one waited for data."""
 
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
@@ -262,7 +262,8 @@ class ElasticLoop:
         now = self._clock()
         self.samples_per_s = len(step.batch.indices) / max(now - self._last_finish, 1e-9)
         self._last_finish = now
-        self.session.report(self.state.step, self.samples_per_s, steps=self._total())
+        data_s = 0.0 if self._loading is None else self._loading.take_waited_s()
+        self.session.report(self.state.step, self.samples_per_s, steps=self._total(), data_s=data_s)
 
     def _total(self) -> int:
         """How many steps the run has in all."""

@@ -17,19 +17,21 @@ EVENTS_KEPT = 512
 STILL_S = 5.0
 """Seconds without a finished step, and five times the last steps' time, after which a job stands still."""
 
-HEARD_EVERY_S = 1.5
-"""Seconds that two workers' heartbeats may be apart, in which the later one gets steps ahead."""
-
 LISTED = 8
+ONE_OFF = "one-off"
+"""The kind of a single long step, which is no straggler."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A worker as last seen: its seat, and its figures; ``lag`` in steps, None: not reported."""
+    """A worker as last seen: its seat, and its figures; None: not reported.
+
+    ``computed_s``, ``waited_s`` and ``data_s`` say where a step's time goes; ``straggler`` says how it holds
+    the others up.
+    """
 
     seat: pb.Seat
     step: int
-    lag: int
     silent_s: float
     samples_per_s: float
     loss: float | None
@@ -38,6 +40,10 @@ class ObservedWorker:
     done: bool
     snapshot: rendezvous_pb.SnapshotReport | None = None
     checkpoint: rendezvous_pb.CheckpointReport | None = None
+    computed_s: float = 0.0
+    waited_s: float = 0.0
+    data_s: float = 0.0
+    straggler: rendezvous_pb.Straggler | None = None
 
 
 @dataclass(slots=True)
@@ -120,16 +126,14 @@ class ObservedJob:
         """The workers, with figures where those are of the newest roster."""
         seats, columns = self.roster.seats, self.progress
         if columns.roster != self.roster.number or len(columns.step) != len(seats):
-            return [ObservedWorker(seat, 0, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
-        furthest, calls = columns.job.furthest, columns.calls
+            return [ObservedWorker(seat, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
+        calls = columns.calls
         copies = {each.seat: each for each in columns.seat_copies}
-        step_s = self._step_s()
-        allowed = 1 + HEARD_EVERY_S / step_s if step_s else 1
+        slow = {each.node_id: each for each in columns.stragglers if each.kind != ONE_OFF}
         return [
             ObservedWorker(
                 seat,
                 step,
-                _lag(furthest - step, allowed) if seat.rank >= 0 else 0,
                 silent_s,
                 speed,
                 None if math.isnan(loss) else loss,
@@ -137,6 +141,8 @@ class ObservedJob:
                 sequence,
                 done,
                 *_copies(copies.get(number)),
+                *_times(columns, number),
+                slow.get(seat.node_id),
             )
             for number, seat, step, silent_s, speed, loss, call, sequence, done in zip(
                 range(len(seats)),
@@ -193,6 +199,13 @@ def _copies(
     )
 
 
+def _times(columns: pb.Progress, number: int) -> tuple[float, float, float]:
+    """Where a worker's time goes; zeros where an older scheduler does not say it."""
+    if number >= len(columns.computed_s):
+        return 0.0, 0.0, 0.0
+    return columns.computed_s[number], columns.waited_s[number], columns.data_s[number]
+
+
 def trouble(line: pb.JobLine) -> str:
     """What is wrong with a job, in the scheduler's words; empty: nothing is."""
     calm = line.state == "running" and line.reason.startswith(f"Generation {line.generation} stands with ")
@@ -240,11 +253,6 @@ def ranks(numbers: Sequence[int]) -> str:
     words = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
     return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(words[:LISTED])}{more}"
-
-
-def _lag(steps: int, allowed: float) -> int:
-    """By how many steps a rank is behind, beyond what comes of workers' being heard at different times."""
-    return steps if steps > allowed else 0
 
 
 def _verb(items: Sequence[object], one: str, many: str) -> str:

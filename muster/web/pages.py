@@ -115,7 +115,10 @@ class JobPage:
         live.put("head", render("head.html", job=job, line=job.line, copies=copies, now=now, nccl=nccl))
         waits = list(who_waits(workers)) if job.stands_still_s(now) else []
         still_s = job.stands_still_s(now)
-        live.put("trouble", render("job_trouble.html", job=job, waits=waits, still_s=still_s))
+        live.put(
+            "trouble",
+            render("job_trouble.html", job=job, waits=waits, still_s=still_s, slow=job.progress.stragglers),
+        )
         self._put_grid(job, workers)
         live.put("plots", render("plots.html", plots=plots(job.series)))
         shown = bars(generations, now if job.line.state != "ended" else _last(job, now))
@@ -199,16 +202,16 @@ def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, den
     seat = worker.seat
     state = STATES.get(seat.state, seat.state)
     kinds = ["cell", f"s-{seat.state}"]
-    if seat.rank >= 0 and worker.lag:
-        kinds.append("lags")
+    if worker.straggler is not None:
+        kinds.append("straggles")
     if worker.silent_s >= SILENT_S:
         kinds.append("silent")
     label = ""
     if dense:  # read out: what does not change with every step
         name = f"rank {seat.rank}" if seat.rank >= 0 else "no rank"
-        behind = f", {worker.lag} steps behind" if "lags" in kinds else ""
+        slow = ", holds the others up" if "straggles" in kinds else ""
         quiet = f", not heard for {worker.silent_s:.0f} s" if "silent" in kinds else ""
-        label = f"{name}, node {seat.node_id}: {state}{behind}{quiet}"
+        label = f"{name}, node {seat.node_id}: {state}{slow}{quiet}"
     html = template.render(worker=worker, seat=seat, state=state, job_id=job_id)
     return Cell(cell_id(seat.node_id), " ".join(kinds), label, html.strip())
 

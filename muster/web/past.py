@@ -26,7 +26,7 @@ END_LINES = 60
 
 _SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
 _TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
-_LOSS = re.compile(r"\b(?:is lost|was expelled): ")
+_LOSS = re.compile(r"\b(?:(?:is lost|was expelled): |holds? (?:the others|all) up: )")
 _CHANGE = re.compile(r"\. Generation \d+ is formed .*", re.DOTALL)
 NOTED = frozenset(("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended"))
 

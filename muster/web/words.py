@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+from typing import Protocol
 
 from muster.scheduler.cli.status import newest_of
 from muster.wire.v1 import rendezvous_pb2 as pb
@@ -80,6 +81,31 @@ def checkpoint(report: pb.CheckpointReport) -> str:
     """``step 100, 3 min ago, 1.5 GB in 2.1 s``."""
     age, took = duration(report.age_s), duration(report.seconds)
     return f"step {number(report.step)}, {age} ago, {size(report.size_bytes)} in {took}"
+
+
+class Timed(Protocol):
+    """A worker, as far as it is said here where its time goes; in seconds a step."""
+
+    computed_s: float
+    waited_s: float
+    data_s: float
+
+
+def waits(worker: Timed) -> str:
+    """``40 %``: the part of its steps in which a worker waited for others, or for data."""
+    whole_s = worker.computed_s + worker.waited_s + worker.data_s
+    return f"{100 * (worker.waited_s + worker.data_s) / whole_s:.0f} %" if whole_s > 0 else "–"
+
+
+def step_time(worker: Timed) -> str:
+    """``computes 120 ms, waits 30 ms for others and 2 ms for data``."""
+    if worker.computed_s + worker.waited_s + worker.data_s <= 0:
+        return "–"
+    computes, waited, data = (
+        f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+        for seconds in (worker.computed_s, worker.waited_s, worker.data_s)
+    )
+    return f"computes {computes}, waits {waited} for others and {data} for data"
 
 
 def size(size_bytes: int) -> str:

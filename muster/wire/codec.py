@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from google.protobuf.message import DecodeError
@@ -30,6 +30,10 @@ MAX_RECENT = 64
 MAX_UNIQUE_IDS = 512
 MAX_PARTNERS = 64
 MAX_UNIQUE_ID_BYTES = 1024
+TIMED = 7
+"""How many durations a heartbeat's ``times`` have."""
+LONGEST_TIMES_S = 1e9
+"""Limit of their sum, in seconds; what is no number is not below it."""
 PACKED_FROM_BYTES = 4096
 """Bytes from which on an assignment is compressed, once for all members."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
@@ -138,6 +142,7 @@ def _member(member: messages.Member, host_index: int) -> pb.Member:
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
     messages.Join: _join,
     messages.Heartbeat: _heartbeat,
+    messages.StepTimes: lambda times: (times.steps, *times.seconds, times.link),
     messages.SuspectPeer: _text_cut("detail"),
     messages.RequestLeave: _text_cut("reason"),
     messages.Leave: _text_cut("reason"),
@@ -367,6 +372,20 @@ def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
     return _name()(f"node_id of an {what}", body.node_id), _text("detail", body.detail) or "no reason given"
 
 
+def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
+    """Reads where the time of steps went; None: nothing is said of it. All durations are checked at once."""
+    if not body:
+        return None
+    if len(body) != 2 + TIMED:
+        raise WireError(f"{field} must be a number of steps, {TIMED} durations and a link.")
+    steps, *seconds, link = body
+    if min(seconds) < 0.0 or not sum(seconds) <= LONGEST_TIMES_S:
+        raise WireError(f"{field} must have {TIMED} durations in seconds.")
+    if not 1.0 <= steps <= LONGEST_TIMES_S or not 0.0 <= link <= MAX_COUNT:
+        raise WireError(f"{field} must be of at least one step, and a link that of a rank.")
+    return messages.StepTimes(steps=int(steps), seconds=tuple(seconds), link=int(link))
+
+
 def _first_loss(_: str, body: pb.FirstLoss) -> messages.FirstLoss | None:
     return _read(messages.FirstLoss, body) if body.node_id else None
 
@@ -418,6 +437,7 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "learning_rate": _as_is,
         "snapshot": lambda what, body: _read(messages.SnapshotReport, body, f"{what}."),
         "checkpoint": lambda what, body: _read(messages.CheckpointReport, body, f"{what}."),
+        "times": _step_times,
     },
     messages.SnapshotReport: {
         "generation": _whole(),

@@ -245,6 +245,60 @@ class CheckpointReport(Value):
     seconds: float
 
 
+class StepTimes(Value):
+    """Where the time of some of a worker's steps went.
+
+    Attributes:
+        steps: how many they were.
+        seconds: sum and longest of one step for each of: computed, waited for others, waited for data. Then
+            for how long data could not leave for the rank to which they took longest.
+        link: that rank, from 1; 0: not known.
+    """
+
+    steps: int
+    seconds: tuple[float, ...]
+    link: int = 0
+
+
+def step_times_apart_s(members: int) -> float:
+    """How long a member waits before it says again where the time of its steps went, in seconds.
+
+    Members of a large group wait longer, so that this stays a small part of what their heartbeats cost.
+    """
+    return min(10.0, max(1.0, members / 200))
+
+
+class StepShares(Value):
+    """Where the time of a worker's last steps went, in seconds a step."""
+
+    computed: float
+    waited: float
+    data: float
+
+
+class Straggler(Value):
+    """Who holds a job's other ranks up.
+
+    Attributes:
+        node_id, rank: that one.
+        kind: computing, data, link or one-off. A one-off is a single long step, and no straggler.
+        since_s: for how long.
+        excess_s: by how much longer a step takes because of it, in seconds; of a one-off, that step.
+        slowdown: how many times as long a step takes because of it.
+        peer_rank: of a link the other end; else -1.
+        sentence: all that in words, with a full stop.
+    """
+
+    node_id: str
+    rank: int
+    kind: str
+    since_s: float
+    excess_s: float
+    slowdown: float
+    peer_rank: int = -1
+    sentence: str = ""
+
+
 class JobCopies(Value):
     """The copies of a job's state by which it would go on: in its members' memory, and on disk.
 
@@ -279,6 +333,7 @@ class Heartbeat(Value):
     learning_rate: float | None = None
     snapshot: SnapshotReport | None = None
     checkpoint: CheckpointReport | None = None
+    times: StepTimes | None = None
 
 
 class Quiesced(Value):

@@ -212,6 +212,15 @@ TABLE = {
         1.0,
         LONGEST_S,
     ),
+    "MS_DRAIN_STRAGGLERS": Variable(
+        "text",
+        SCHEDULER,
+        "Drains a rank, while a spare waits, that makes steps so many times as long for so many seconds:"
+        " `1.5x:60s`.",
+        "",
+        length=32,
+        options=("run --drain-stragglers", "scheduler --drain-stragglers"),
+    ),
     "MS_LOG_LEVEL": Variable(
         "choice",
         ALL,

@@ -87,19 +87,23 @@ def test_a_job_stands_still_when_no_step_ends_for_long() -> None:
     assert made.stands_still_s(60.0) == 0.0
 
 
-def test_steps_by_which_workers_are_heard_apart_are_no_lag() -> None:
+def test_workers_tell_where_their_time_goes_and_who_holds_the_others_up() -> None:
     made = job([(0, 0, False)] * 2)
-    for second in range(1, 10):  # 100 steps a second
-        made.take_line(line(step=100 * second, furthest=100 * second), float(second))
+    assert made.workers()[1].straggler is None
     columns = pb.Progress()
     columns.CopyFrom(made.progress)
-    columns.job.furthest = 1000
-    columns.step[:] = [1000, 920]
+    columns.computed_s[:], columns.waited_s[:], columns.data_s[:] = [0.25, 1.0], [0.75, 0.0], [0.0, 0.0]
+    slow, once = (
+        rendezvous_pb.Straggler(node_id=made.roster.seats[1].node_id, rank=1, kind=kind)
+        for kind in ("computing", "one-off")
+    )
+    columns.stragglers.extend([slow])
     made.take(pb.WatchReply(progress=columns), 10.0)
-    assert [worker.lag for worker in made.workers()] == [0, 0]
-    columns.step[:] = [1000, 700]
+    assert [worker.computed_s for worker in made.workers()] == [0.25, 1.0]
+    assert [worker.straggler for worker in made.workers()] == [None, slow]
+    columns.stragglers[0].CopyFrom(once)
     made.take(pb.WatchReply(progress=columns), 10.1)
-    assert [worker.lag for worker in made.workers()] == [0, 300]
+    assert [worker.straggler for worker in made.workers()] == [None, None]
 
 
 def test_what_workers_keep_of_their_state_stands_at_their_seats() -> None:

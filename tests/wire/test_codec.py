@@ -49,6 +49,7 @@ MESSAGES = (
         0.1,
         messages.SnapshotReport(2, 4, 5, True, 3, 1.5, 4096, 0.5, (1, 3)),
         messages.CheckpointReport(5, 1.5, 4096, 0.5),
+        messages.StepTimes(3, (0.5, 0.25, 1.5, 1.0, 0.125, 0.125, 0.5), 2),
     ),
     messages.Quiesced(2, 7),
     messages.SuspectPeer(2, 1, "reset"),

@@ -73,6 +73,12 @@ def measure(size: int) -> dict[str, float]:
     timed("all_built_s", lambda: each(lambda number: events.BuiltReported(number, 1), 1.2, streams))
     beats = [events.Heard(number, 1, 1, 1, 1.0, entered_generation=1) for number in streams]
     timed("heartbeat_of_each_s", lambda: each(lambda number: beats[number - 1], 1.3, streams))
+    times = messages.StepTimes(5, (0.5, 0.1, 0.05, 0.01, 0.0, 0.0, 0.01), 1)
+    timed_beats = [beat.replaced(times=times) for beat in beats]
+    timed(
+        "heartbeat_with_step_times_of_each_s",
+        lambda: each(lambda number: timed_beats[number - 1], 1.3, streams),
+    )
     timed("100_ticks_s", lambda: ticks(1.4))
     dead = list(streams[::100])
     living = [number for number in streams if number not in set(dead)]

@@ -593,6 +593,15 @@ class TcpCommunicator(HostCommunicator):
         """The connections that there are now, by rank."""
         return dict(self._links)
 
+    def sending_s(self) -> Mapping[int, float]:
+        """For how long data for each rank were under way or could not leave, in all, in seconds.
+
+        That is the kernel's count; where it has none, nothing is said of any rank.
+        """
+        return {
+            rank: seconds for rank, link in self.links().items() if (seconds := link.sending_s()) is not None
+        }
+
     def _usual(self) -> list[int]:
         """The peers that almost every collective needs: ring neighbours and power-of-two distances."""
         rank, size = self.rank, self.world_size

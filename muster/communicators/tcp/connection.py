@@ -7,6 +7,7 @@ import errno
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,10 @@ _MOST_AHEAD = 64 << 20
 _GOODBYE_TIMEOUT_S = 1.0
 _PLAIN_PIECE = 262144
 _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
+
+
+_BUSY_AT, _MICROSECONDS = 168, struct.Struct("=Q")
+"""Where ``tcpi_busy_time`` stands in the kernel's ``tcp_info`` (linux/tcp.h), in microseconds."""
 
 
 class EndOfStreamError(Exception):
@@ -144,6 +149,16 @@ class PeerConnection:
         if farewell is None:
             self.unread(rest[:have])
         return farewell
+
+    def sending_s(self) -> float | None:
+        """For how long bytes that were written were not acknowledged, in all, in seconds; None: not known."""
+        try:
+            told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _MICROSECONDS.size)
+        except OSError:  # it is closed, or no TCP
+            return None
+        if len(told) < _BUSY_AT + _MICROSECONDS.size:  # an older kernel
+            return None
+        return float(_MICROSECONDS.unpack_from(told, _BUSY_AT)[0]) / 1e6
 
     def close(self, reason: Reason, message: str = "") -> None:
         """Says goodbye, if the stream is at a place where it can be said, and closes."""

@@ -39,6 +39,7 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "leader": reply.leader or None,
         "nccl_traffic": reply.nccl_traffic or None,
         "copies": _copies_json(reply.copies),
+        "stragglers": [_straggler_json(straggler) for straggler in reply.stragglers],
     }
 
 
@@ -55,6 +56,19 @@ def _copies_json(copies: pb.JobCopies) -> dict[str, Any]:
         "checkpoint": {**_checkpoint_json(copies.checkpoint), "rank": copies.checkpoint_rank}
         if copies.HasField("checkpoint")
         else None,
+    }
+
+
+def _straggler_json(straggler: pb.Straggler) -> dict[str, Any]:
+    return {
+        "node_id": straggler.node_id,
+        "rank": straggler.rank if straggler.rank >= 0 else None,
+        "kind": straggler.kind,
+        "since_s": round(straggler.since_s, 3),
+        "excess_s": round(straggler.excess_s, 4),
+        "slowdown": round(straggler.slowdown, 3),
+        "peer_rank": straggler.peer_rank if straggler.peer_rank >= 0 else None,
+        "sentence": straggler.sentence,
     }
 
 
@@ -121,6 +135,13 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
         else None,
         "snapshot": _snapshot_json(worker.snapshot) if worker.HasField("snapshot") else None,
         "checkpoint": _checkpoint_json(worker.checkpoint) if worker.HasField("checkpoint") else None,
+        "step_seconds": {
+            "computed": round(worker.shares.computed, 4),
+            "waited": round(worker.shares.waited, 4),
+            "data": round(worker.shares.data, 4),
+        }
+        if worker.HasField("shares")
+        else None,
     }
 
 
@@ -219,17 +240,20 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for title in ("rank", "node id", "host", "device", "state"):
             table.add_column(title, overflow="fold", no_wrap=title == "rank")
-        for title in ("pid", "step", "lag", "samples/s", "loss", *(["heard"] if wide else [])):
+        for title in ("pid", "step", "waits", "samples/s", "loss", *(["heard"] if wide else [])):
             table.add_column(title, justify="right", no_wrap=True)
         keeps = wide and any(worker.HasField("snapshot") for worker in reply.workers)
         if keeps:
             table.add_column("snapshot", justify="right", no_wrap=True)
-        furthest = max(worker.step for worker in reply.workers)
         for worker in reply.workers:
             more = [_snapshot(worker)] if keeps else []
-            table.add_row(*map(Text, [*_row(worker, furthest, wide=wide), *more]))
+            table.add_row(*map(Text, [*_row(worker, wide=wide), *more]))
         parts.append(table)
     parts += map(Text, copies_in_words(reply.copies))
+    parts += [
+        Text(straggler.sentence, style="" if straggler.kind == "one-off" else "bold red")
+        for straggler in reply.stragglers
+    ]
     parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
     if words := NCCL_WORDS.get(reply.nccl_traffic):
         parts.append(Text(f"NCCL between hosts: {words}"))
@@ -238,7 +262,7 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
     return parts
 
 
-def _row(worker: pb.WorkerStatus, furthest: int, *, wide: bool) -> list[str]:
+def _row(worker: pb.WorkerStatus, *, wide: bool) -> list[str]:
     ranked = worker.rank >= 0
     silent = f", silent {worker.silent_s:.0f} s" if worker.silent_s >= SILENT_S and not wide else ""
     return [
@@ -249,11 +273,19 @@ def _row(worker: pb.WorkerStatus, furthest: int, *, wide: bool) -> list[str]:
         worker.state + silent,
         str(worker.pid) if worker.pid else "-",
         str(worker.step),
-        str(furthest - worker.step) if ranked else "-",
+        _waits(worker),
         f"{worker.samples_per_s:,.1f}" if worker.samples_per_s < 100_000 else f"{worker.samples_per_s:,.0f}",
         f"{worker.loss:.4g}" if worker.HasField("loss") else "-",
         *([f"{worker.silent_s:.1f} s ago"] if wide else []),
     ]
+
+
+def _waits(worker: pb.WorkerStatus) -> str:
+    """The part of its last steps in which a worker waited for others, or for data."""
+    shares = worker.shares
+    waited_s = shares.waited + shares.data
+    whole_s = shares.computed + waited_s
+    return f"{100 * waited_s / whole_s:.0f} %" if whole_s > 0 else "-"
 
 
 def _snapshot(worker: pb.WorkerStatus) -> str:

@@ -17,6 +17,14 @@ SessionId = int
 
 
 @dataclass(frozen=True, slots=True)
+class DrainPolicy:
+    """Drain who makes steps ``slowdown`` times as long for ``seconds``, where a spare waits."""
+
+    slowdown: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CoreSettings:
     """What the core must know of the scheduler's settings.
 
@@ -25,7 +33,7 @@ class CoreSettings:
     ``breaking_pause_s`` is how long the scheduler may stand still before a worker leaves its stream for that;
     None: a third of ``node_timeout_s``.
     ``heartbeat_interval_s`` is the shortest: it grows where all members would be heard more than
-    ``heartbeats_per_s`` times a second.
+    ``heartbeats_per_s`` times a second. ``drain_stragglers`` None: they stay.
     """
 
     worker_num: int
@@ -42,6 +50,7 @@ class CoreSettings:
     ranks_per_unique_id: int = 128
     rank_table: RankTable | None = None
     heartbeats_per_s: float = 1000.0
+    drain_stragglers: DrainPolicy | None = None
 
 
 class OfSession(Value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.scheduler.core import events, phases, probing
+from muster.scheduler.core import events, holdups, phases, probing
 from muster.scheduler.core.job import Job, Suspicion
 from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
 from muster.wire import messages
@@ -30,7 +30,10 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
             job.tell_members(sentence, wait=False)
     if event.snapshot is not None:
         _take_snapshots(job, node_id, event, event.snapshot)
-    job.needs_advance = lacked_state and contact.has_moved  # who leaves may wait for that
+    if event.times is not None and settled and job.stragglers.hear(node_id, event.times, now):
+        holdups.interval_ended(job, now)
+    moved = lacked_state and contact.has_moved  # who leaves may wait for that
+    job.needs_advance = job.needs_advance or moved
 
 
 def _take_snapshots(job: Job, node_id: str, event: events.Heard, report: messages.SnapshotReport) -> None:

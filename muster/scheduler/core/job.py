@@ -24,6 +24,7 @@ from muster.scheduler.core.members import Members, Patience
 from muster.scheduler.core.probing_state import Probing
 from muster.scheduler.core.records import Record
 from muster.scheduler.core.snapshots import SnapshotAgreement
+from muster.scheduler.core.stragglers import Seat, StragglerWatch
 from muster.wire import messages
 from muster.wire.messages import SchedulerMessage
 
@@ -174,6 +175,8 @@ class Job:
         current: the newest generation.
         probing: who has been found to reach which others.
         snapshots: which snapshot in the members' memory counts.
+        stragglers: who holds the others up.
+        told_stragglers: of whom that has been said, and of what kind it was.
         records: how many records it has taken in.
         trained: ranks in the generation that stood last, by node id.
         now: when the event that is dealt with happened.
@@ -193,6 +196,8 @@ class Job:
     admissions: Admissions = field(default_factory=Admissions)
     probing: Probing = field(default_factory=Probing)
     snapshots: SnapshotAgreement = field(default_factory=SnapshotAgreement)
+    stragglers: StragglerWatch = field(default_factory=StragglerWatch)
+    told_stragglers: dict[str, str] = field(default_factory=dict)
     records: int = 0
     trained: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
@@ -313,6 +318,7 @@ class Job:
                 sent = tuple(map(as_sent, formed.members))
                 self.current = GenerationState(sent=sent, change=formed.reason)
             self.trained = dict(self.ledger.ranks)
+            self.stragglers = self._straggler_watch()
             self.snapshots = SnapshotAgreement(self.ledger.generation, self.ledger.ranks)
             self.members.enter_generation(
                 self.ledger.ranks,
@@ -338,6 +344,7 @@ class Job:
             )
         elif isinstance(record, records.GenerationEnded):
             self.current = GenerationState(sent=self.current.sent, change=self.current.change)
+            self.stragglers = StragglerWatch()
             self.deadlines.begin_generation(self.now)
             self.probing.awaited = {}
         elif isinstance(record, records.GroupEstablished):
@@ -345,6 +352,18 @@ class Job:
             self.deadlines.suspicion, self.deadlines.stalled = None, False
             self.first_loss = None  # the others have gone on
             self.trained = dict(self.ledger.ranks)
+            self.stragglers = self._straggler_watch()
+
+    def _straggler_watch(self) -> StragglerWatch:
+        """Begins to lay the steps of the members side by side."""
+        claims = self.ledger.claims
+        return StragglerWatch(
+            {
+                node_id: Seat(rank, claims[node_id].candidate.host.id)
+                for node_id, rank in self.ledger.ranks.items()
+                if node_id in claims
+            }
+        )
 
     def commit(self, record: Record) -> None:
         """Changes durable state: the record goes out, to be written down."""

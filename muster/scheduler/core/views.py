@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from muster.scheduler.core.holdups import stragglers_of
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
 from muster.scheduler.core.members import Contact
@@ -32,6 +33,7 @@ class WorkerView(NamedTuple):
     learning_rate: float | None = None
     snapshot: messages.SnapshotReport | None = None
     checkpoint: messages.CheckpointReport | None = None
+    shares: messages.StepShares | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class JobView:
     reason: str
     nccl_traffic: str = ""
     copies: messages.JobCopies = field(default_factory=messages.JobCopies)
+    stragglers: tuple[messages.Straggler, ...] = ()
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
@@ -119,7 +122,8 @@ def job_view(job: Job, now: float) -> JobView:
     for claim in claims:
         node_id = claim.candidate.node_id
         awaited = building and node_id not in built
-        workers.append(_worker_view(ledger, claim, by_node[node_id], now, awaited=awaited))
+        view = _worker_view(ledger, claim, by_node[node_id], now, awaited=awaited)
+        workers.append(view._replace(shares=job.stragglers.shares(node_id)))
     return JobView(
         job_id=job.job_id,
         state=job.phase.value,
@@ -131,6 +135,7 @@ def job_view(job: Job, now: float) -> JobView:
         reason=state_reason(job),
         nccl_traffic=nccl_traffic(workers),
         copies=_copies(job, workers, now),
+        stragglers=stragglers_of(job, now),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from muster.scheduler.serve.sessions import Sessions
 
 JOB_STATES = ("forming", "building", "running", "quiescing", "suspended", "ended")
-LAGS_SHOWN = 8
-"""How many ranks' lags each job shows: a series for each rank would be too many."""
-
 MAX_CONNECTIONS = 32
 """Most connections at once; further ones are closed."""
 
@@ -198,10 +194,10 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
     rate = GaugeMetricFamily("muster_samples_per_second", "Sum over the job's workers.", labels=["job"])
     step = GaugeMetricFamily("muster_step", "The step that all workers have finished.", labels=["job"])
     missing = GaugeMetricFamily("muster_workers_missing", "Wanted, and without a rank.", labels=["job"])
-    lag = GaugeMetricFamily(
-        "muster_rank_lag_steps",
-        f"Steps behind the furthest rank, of the {LAGS_SHOWN} ranks that are furthest behind.",
-        labels=["job", "rank"],
+    straggler = GaugeMetricFamily(
+        "muster_straggler_slowdown",
+        "How many times as long steps take because of a rank that holds the others up; none: nobody does.",
+        labels=["job", "rank", "kind"],
     )
     silent = GaugeMetricFamily(
         "muster_longest_silence_seconds", "Since the rank was heard that is silent longest.", labels=["job"]
@@ -212,14 +208,14 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
         gone = max(0, view.worker_num - len(ranked)) if view.state != "ended" else 0
         missing.add_metric([driver.job_id], gone)
         silent.add_metric([driver.job_id], max((worker.silent_s for worker in ranked), default=0.0))
-        furthest = max((worker.step for worker in ranked), default=0)
-        for worker in heapq.nsmallest(LAGS_SHOWN, ranked, key=lambda worker: worker.step):
-            lag.add_metric([driver.job_id, str(worker.rank)], furthest - worker.step)
+        for each in view.stragglers:
+            if each.kind != "one-off":
+                straggler.add_metric([driver.job_id, str(each.rank), each.kind], each.slowdown)
         for state, count in sorted(Counter(worker.state for worker in view.workers).items()):
             workers.add_metric([driver.job_id, state], count)
         rate.add_metric([driver.job_id], sum(worker.samples_per_s for worker in ranked))
         step.add_metric([driver.job_id], min((worker.step for worker in ranked), default=0))
-    yield from (workers, rate, step, missing, silent, lag)
+    yield from (workers, rate, step, missing, silent, straggler)
 
 
 class MetricsServer:

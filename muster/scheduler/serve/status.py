@@ -25,6 +25,7 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         leader=leader,
         nccl_traffic=view.nccl_traffic,
         copies=to_proto(view.copies),
+        stragglers=to_proto(view.stragglers),
     ).SerializeToString()
 
 
@@ -65,4 +66,5 @@ def _worker_status(worker: WorkerView) -> pb.WorkerStatus:
         loss=worker.loss,
         snapshot=to_proto(worker.snapshot),
         checkpoint=to_proto(worker.checkpoint),
+        shares=to_proto(worker.shares),
     )

@@ -149,4 +149,8 @@ def _progress(roster: int, line: pb.JobLine, view: JobView) -> pb.Progress:
             for seat, worker in enumerate(workers)
             if worker.snapshot is not None or worker.checkpoint is not None
         ],
+        stragglers=to_proto(view.stragglers),
+        computed_s=[worker.shares.computed if worker.shares else 0.0 for worker in workers],
+        waited_s=[worker.shares.waited if worker.shares else 0.0 for worker in workers],
+        data_s=[worker.shares.data if worker.shares else 0.0 for worker in workers],
     )

@@ -196,7 +196,7 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint", "times")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,7 @@ class Heartbeat(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
@@ -219,7 +220,8 @@ class Heartbeat(_message.Message):
     learning_rate: float
     snapshot: SnapshotReport
     checkpoint: CheckpointReport
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ...) -> None: ...
+    times: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., times: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("generation", "agreed", "taken", "complete", "passed", "age_s", "size_bytes", "seconds", "partners")
@@ -506,7 +508,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss", "snapshot", "checkpoint")
+    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss", "snapshot", "checkpoint", "shares")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -524,6 +526,7 @@ class WorkerStatus(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host_name: str
     host_id: str
@@ -541,7 +544,38 @@ class WorkerStatus(_message.Message):
     loss: float
     snapshot: SnapshotReport
     checkpoint: CheckpointReport
-    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ...) -> None: ...
+    shares: StepShares
+    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., shares: _Optional[_Union[StepShares, _Mapping]] = ...) -> None: ...
+
+class StepShares(_message.Message):
+    __slots__ = ("computed", "waited", "data")
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    computed: float
+    waited: float
+    data: float
+    def __init__(self, computed: _Optional[float] = ..., waited: _Optional[float] = ..., data: _Optional[float] = ...) -> None: ...
+
+class Straggler(_message.Message):
+    __slots__ = ("node_id", "rank", "kind", "since_s", "excess_s", "slowdown", "peer_rank", "sentence")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    EXCESS_S_FIELD_NUMBER: _ClassVar[int]
+    SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
+    PEER_RANK_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    rank: int
+    kind: str
+    since_s: float
+    excess_s: float
+    slowdown: float
+    peer_rank: int
+    sentence: str
+    def __init__(self, node_id: _Optional[str] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., since_s: _Optional[float] = ..., excess_s: _Optional[float] = ..., slowdown: _Optional[float] = ..., peer_rank: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class JobCopies(_message.Message):
     __slots__ = ("snapshot_step", "snapshot_age_s", "snapshot_bytes", "snapshot_seconds", "checkpoint", "checkpoint_rank")
@@ -560,7 +594,7 @@ class JobCopies(_message.Message):
     def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +608,7 @@ class StatusReply(_message.Message):
     LEADER_FIELD_NUMBER: _ClassVar[int]
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -587,7 +622,8 @@ class StatusReply(_message.Message):
     leader: str
     nccl_traffic: str
     copies: JobCopies
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ...) -> None: ...
+    stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
     __slots__ = ()

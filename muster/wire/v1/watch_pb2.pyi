@@ -118,7 +118,7 @@ class Seat(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., topology: _Optional[str] = ..., device: _Optional[_Union[_rendezvous_pb2.Device, _Mapping]] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., certificate_ends: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls", "copies", "seat_copies")
+    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls", "copies", "seat_copies", "stragglers", "computed_s", "waited_s", "data_s")
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,10 @@ class Progress(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     SEAT_COPIES_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    DATA_S_FIELD_NUMBER: _ClassVar[int]
     roster: int
     job: JobLine
     step: _containers.RepeatedScalarFieldContainer[int]
@@ -143,7 +147,11 @@ class Progress(_message.Message):
     calls: _containers.RepeatedCompositeFieldContainer[_rendezvous_pb2.Collective]
     copies: _rendezvous_pb2.JobCopies
     seat_copies: _containers.RepeatedCompositeFieldContainer[SeatCopies]
-    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ..., copies: _Optional[_Union[_rendezvous_pb2.JobCopies, _Mapping]] = ..., seat_copies: _Optional[_Iterable[_Union[SeatCopies, _Mapping]]] = ...) -> None: ...
+    stragglers: _containers.RepeatedCompositeFieldContainer[_rendezvous_pb2.Straggler]
+    computed_s: _containers.RepeatedScalarFieldContainer[float]
+    waited_s: _containers.RepeatedScalarFieldContainer[float]
+    data_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ..., copies: _Optional[_Union[_rendezvous_pb2.JobCopies, _Mapping]] = ..., seat_copies: _Optional[_Iterable[_Union[SeatCopies, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[_rendezvous_pb2.Straggler, _Mapping]]] = ..., computed_s: _Optional[_Iterable[float]] = ..., waited_s: _Optional[_Iterable[float]] = ..., data_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SeatCopies(_message.Message):
     __slots__ = ("seat", "snapshot", "checkpoint")

@@ -76,6 +76,7 @@ class Client:
         lone_leave: when a worker that is to leave goes without consent.
         pace: when a wait for others is too long.
         threads: starts threads.
+        times: where the time of the steps since its last call went, for heartbeats.
 
     Attributes:
         communicators: those that the end of a generation aborts.
@@ -93,11 +94,13 @@ class Client:
         lone_leave: LoneLeave,
         pace: Pace | None = None,
         threads: Threads | None = None,
+        times: Callable[[], messages.StepTimes | None] = lambda: None,
     ) -> None:
         self._core = core
         self._connection = connection
         self._backend = backend
         self._collectives = collectives
+        self._times = times
         self._loss_noted = False
         self._threads = threads or Threads()
         self._clock = self._threads.now
@@ -233,7 +236,9 @@ class Client:
         """Adds the last collective to a heartbeat, or all kept ones if nothing has moved since the last."""
         place = (beat.generation, beat.started_step, beat.step)
         moved, self._place_reported = place != self._place_reported, place
-        return beat.replaced(recent=self._collectives.recent(last_only=moved), pid=os.getpid())
+        return beat.replaced(
+            recent=self._collectives.recent(last_only=moved), pid=os.getpid(), times=self._times()
+        )
 
     def _wake_timer(self) -> None:
         if self._timer is not None:

@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat
 
-from muster.communicators.base import Backend, Communicator
+from muster.communicators.base import Backend, Communicator, TellsOfLinks
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.encryption import NcclProtection
@@ -38,6 +38,7 @@ from muster.worker.session.failures import exit_code_of, is_consequence, is_good
 from muster.worker.session.groups import WORLD, Groups
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.progress import Progress, count_of, seconds_of
+from muster.worker.session.step_clock import StepClock
 from muster.worker.session.watcher import ProbeAll
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ class Session:
         self._prepare = prepare
         self._recorder = FlightRecorder()
         self._groups = Groups()
+        self._world: Communicator | None = None
         self._left = False
         self._progress = Progress(time.monotonic)
+        self._step_clock = StepClock(self._recorder, time.monotonic, self._sending_s)
         self._noted: dict[
             str, tuple[float, ...]
         ] = {}  # of the last snapshot and checkpoint, for the launcher
@@ -123,6 +126,7 @@ class Session:
             prober=prober,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             threads=threads,
+            times=self._step_clock.take,
         )
 
     def open(self) -> None:
@@ -305,6 +309,7 @@ class Session:
         samples: int | None = None,
         steps: int | None = None,
         learning_rate: SupportsFloat | None = None,
+        data_s: float = 0.0,
     ) -> None:
         """Says how far the training is; ``muster status`` shows it, and the launcher on a terminal.
 
@@ -320,15 +325,18 @@ class Session:
             samples: that this worker has trained on in the step.
             steps: how many steps there are to be.
             learning_rate: of the last step, for the plots of ``muster web`` and ``muster report``.
+            data_s: for how long the step waited for its data, in seconds, so that a slow loader is named.
 
         Raises:
             TypeError, ValueError: ``step`` or ``steps`` is no count.
         """
         progress = self._progress
+        self._step_clock.note_data(seconds_of("data_s", data_s))
         if progress.take(
             step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
+            self._step_clock.end_step()
             self._client.post(events.ProgressReported(progress.step, *figures))
             ending.note_progress(
                 step=progress.step,
@@ -407,9 +415,11 @@ class Session:
             what: in words, for the scheduler's log.
         """
         self._client.training.begin_busy(what)
+        begun = time.monotonic()
         try:
             yield
         finally:
+            self._step_clock.excuse(time.monotonic() - begun)
             self._client.training.end_busy(what)
 
     def ask_for_new_generation(self, why: str) -> None:
@@ -533,7 +543,13 @@ class Session:
                 place.reason,
             )
             self._note_group(place)
+            self._step_clock.begin(len(place.members), place.rank)
             return
+
+    def _sending_s(self) -> Mapping[int, float]:
+        """For how long data could not leave for each rank, in all; of communicators that know it."""
+        communicator = self._world
+        return communicator.sending_s() if isinstance(communicator, TellsOfLinks) else {}
 
     def _connect(self, build: events.Build, ordinal: int) -> Communicator:
         """Connects this worker with the other members of a generation.
@@ -549,6 +565,7 @@ class Session:
         generation, members = build.assignment.generation, build.assignment.members
         inner = self._connect_backend(build, ordinal)
         inner.timeout_s = self.settings.collective_timeout_s
+        self._world = inner
         self._client.adopt(generation, inner)
         self._recorder.clear()
         return FaultAwareCommunicator(

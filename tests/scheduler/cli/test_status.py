@@ -139,6 +139,27 @@ def test_where_there_are_no_copies_none_are_shown() -> None:
     assert as_json(REPLY)["copies"] == {"snapshot": None, "checkpoint": None}
 
 
+def test_who_holds_the_others_up_is_shown_and_where_their_time_goes() -> None:
+    reply = pb.StatusReply()
+    reply.CopyFrom(REPLY)
+    reply.workers[0].shares.CopyFrom(pb.StepShares(computed=0.25, waited=0.5, data=0.25))
+    reply.stragglers.add(
+        node_id="node-b", rank=1, kind="data", since_s=9.0, excess_s=0.5, slowdown=2.0, peer_rank=-1,
+        sentence="Rank 1 holds the others up.",
+    )  # fmt: skip
+    out = io.StringIO()
+    show(reply, out)
+    row = next(line for line in out.getvalue().splitlines() if "node-a" in line)
+    assert " 75 % " in row
+    assert "Rank 1 holds the others up." in out.getvalue()
+    shown = as_json(reply)
+    assert shown["workers"][0]["step_seconds"] == {"computed": 0.25, "waited": 0.5, "data": 0.25}
+    assert shown["workers"][1]["step_seconds"] is None
+    (straggler,) = shown["stragglers"]
+    assert (straggler["rank"], straggler["kind"], straggler["slowdown"]) == (1, "data", 2.0)
+    assert straggler["peer_rank"] is None
+
+
 def large(count: int) -> pb.StatusReply:
     """A job whose figures are as long as they get."""
     reply = pb.StatusReply(job_id="j" * 30, state="running", generation=12, worker_num=count)
@@ -154,6 +175,7 @@ def large(count: int) -> pb.StatusReply:
             state="leaving",
             pid=4_194_303,
             loss=1.234567e-05,
+            shares=pb.StepShares(waited=1.0),
         )
     return reply
 
@@ -163,7 +185,7 @@ def test_a_table_fits_eighty_columns_and_keeps_its_figures() -> None:
     show(large(2), out, width=80)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for figure in ("4194303", "1234567", "1234564", " 3 ", "123,457", "1.235e-05", "silent"):
+    for figure in ("4194303", "1234567", "1234564", "100 %", "123,457", "1.235e-05", "silent"):
         assert any(figure in line for line in lines), out.getvalue()
 
 

@@ -1,0 +1,119 @@
+"""Where the time of this worker's steps goes: computing, waiting for others, waiting for data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from muster.wire.messages import StepTimes, step_times_apart_s
+
+EARLY = 0.9
+"""Part of the time between two reports after which the next may leave: heartbeats come in whole intervals."""
+
+
+class WaitedFor(Protocol):
+    """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
+
+    waited_s: float
+    """For how long the training thread has waited for others in all, in seconds."""
+
+
+def _no_links() -> Mapping[int, float]:
+    return {}
+
+
+class StepClock:
+    """Sums up what the steps since the last report were spent on; reports go with heartbeats.
+
+    What a step took beside waiting for others and for data counts as computed. The time of a change of
+    members counts as nothing, and so does what this worker said it was busy with alone.
+
+    Args:
+        waits: of the training thread, in collectives.
+        clock: monotonic seconds.
+        links: for how long data could not leave for each rank, in all, in seconds.
+    """
+
+    def __init__(
+        self,
+        waits: WaitedFor,
+        clock: Callable[[], float],
+        links: Callable[[], Mapping[int, float]] = _no_links,
+    ) -> None:
+        self._waits = waits
+        self._clock = clock
+        self._links = links
+        self._lock = threading.Lock()  # heartbeats leave from another thread
+        self._apart_s = step_times_apart_s(1)
+        self._due = 0.0
+        self._since: float | None = None
+        self._waited_before = 0.0
+        self._data_s = 0.0
+        self._excused_s = 0.0
+        self._steps = 0
+        self._sums = [0.0] * 6
+        self._sent: dict[int, float] = {}
+
+    def begin(self, members: int = 1, rank: int = 0) -> None:
+        """Notes that a group stands: the first step begins now.
+
+        Args:
+            members: of the group. The more there are, the longer each waits between two reports.
+            rank: this worker's. Members report by turns.
+        """
+        now = self._clock()
+        with self._lock:
+            self._apart_s = step_times_apart_s(members)
+            self._due = now + self._apart_s * rank / members
+            self._sent = dict(self._links())
+            self._steps, self._sums = 0, [0.0] * 6
+        self._begin_step(now)
+
+    def _begin_step(self, now: float) -> None:
+        self._since, self._waited_before = now, self._waits.waited_s
+        self._data_s = self._excused_s = 0.0
+
+    def note_data(self, seconds: float) -> None:
+        """Notes that the training thread has waited for data."""
+        self._data_s += seconds
+
+    def excuse(self, seconds: float) -> None:
+        """Notes that it did something alone, which is no part of a step."""
+        self._excused_s += seconds
+
+    def end_step(self) -> None:
+        """Notes that a step has ended, and the next one begins."""
+        now, since = self._clock(), self._since
+        if since is not None:
+            waited_s = max(0.0, self._waits.waited_s - self._waited_before)
+            data_s = self._data_s
+            computed_s = max(0.0, now - since - waited_s - data_s - self._excused_s)
+            with self._lock:
+                self._steps += 1
+                for place, seconds in enumerate((computed_s, waited_s, data_s)):
+                    self._sums[2 * place] += seconds
+                    self._sums[2 * place + 1] = max(self._sums[2 * place + 1], seconds)
+        self._begin_step(now)
+
+    def take(self) -> StepTimes | None:
+        """The steps that are not reported yet; None: it is not time to report them, or none has ended."""
+        now = self._clock()
+        with self._lock:
+            if not self._steps or now < self._due:
+                return None
+            self._due = now + EARLY * self._apart_s
+            steps, sums = self._steps, self._sums
+            self._steps, self._sums = 0, [0.0] * 6
+            link, link_s = self._slowest_link()
+            return StepTimes(steps, (*sums, link_s), link)
+
+    def _slowest_link(self) -> tuple[int, float]:
+        """The rank, from 1, to which data could not leave for longest since the last call; 0: none."""
+        sent = dict(self._links())
+        taken = {rank: seconds - self._sent.get(rank, 0.0) for rank, seconds in sent.items()}
+        self._sent = sent
+        if not taken:
+            return 0, 0.0
+        rank = max(taken, key=lambda each: taken[each])
+        return rank + 1, max(0.0, taken[rank])
