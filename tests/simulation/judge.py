@@ -247,8 +247,9 @@ class Judge:
         members = [each.candidate.node_id for each in formed.members]
         here = [node for node in members if node in self.claims]
         ago = world.loop.now - 20.0 - world.scheduler.held_up_s()
-        living = {worker.node_id for worker in world.living()}
-        nodes = [*here, *(gone & living & set(members))]
+        living = {(worker.node_id, worker.incarnation) for worker in world.living()}
+        could_stay = {each.node_id for each in removed if (each.node_id, each.incarnation) in living}
+        nodes = [*here, *(could_stay & set(members))]
         left = {world.host(node) for node in here}
         # Who is in a single pair now is what the newest round has found: it saw no cut that was over before.
         suspect = self._suspect({world.host(node) for node in gone} - left, left, max(ago, self.asked_at))
