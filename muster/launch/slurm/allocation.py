@@ -16,7 +16,8 @@ FIRST_PORT, PORTS = 20_000, 10_000
 TOPO_TIMEOUT_S = 300
 """How long workers wait for others: in an allocation all start at once, and nobody comes from elsewhere."""
 
-_LOST_STATES = ("down", "fail", "drain", "unknown", "reboot", "no_respond", "power")
+_LOST_STATES = ("down", "fail", "unknown", "reboot", "no_respond", "power")
+# Not "drain": a drained node runs on, and takes no new jobs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,15 @@ class Division:
         """What scheduler and workers get besides the batch script's environment, which may say more."""
         each = self.allocation.tasks_per_node
         own = {
-            "MS_SCHED_HOST": self.allocation.node,
+            "MS_SCHED_HOST": ".".join(filter(None, (self.allocation.node, env.get("MUSTER_DOMAIN")))),
             "MS_SCHED_PORT": str(FIRST_PORT + self.allocation.job_id % PORTS),
             "MS_TOPO_TIMEOUT": str(TOPO_TIMEOUT_S),
+            "MS_JOB_ID": "default",
         }
         spares = (self.used_nodes - self.training_nodes) * each
         fixed = {"MS_WORKER_NUM": str(self.training_nodes * each)}
-        fixed |= {"MS_SPARES": str(spares)} if spares else {}
+        # Said in any case: one that the submitter's shell holds is for another job.
+        fixed["MS_SPARES"] = str(spares)
         return {name: value for name, value in own.items() if not env.get(name)} | fixed
 
     def srun(self, *command: str, tasks_per_node: int = 0) -> tuple[str, ...]:
@@ -138,9 +141,9 @@ class Division:
 
 
 def lost_nodes(states: str) -> tuple[str, ...]:
-    """The nodes that Slurm has lost or taken out, from lines ``NAME STATE`` as ``sinfo`` writes them.
+    """The nodes that Slurm has lost, from lines ``NAME STATE`` as ``sinfo`` writes them.
 
-    A star behind a state says that the node does not answer.
+    A star behind a state says that the node does not answer. A drained node that answers is not lost.
     """
     pairs = (line.split(maxsplit=1) for line in states.splitlines() if len(line.split()) > 1)
     return tuple(
@@ -164,7 +167,7 @@ class Verdict:
 
 
 def decide(
-    workers: int, scheduler: int, *, time_is_up: bool, lost: Sequence[str], may_requeue: bool, minimum: bool
+    workers: int, scheduler: int, *, time_is_up: bool, lost: Sequence[str], requeues_left: int, minimum: bool
 ) -> Verdict:
     """Decides what follows.
 
@@ -173,7 +176,7 @@ def decide(
         scheduler: the scheduler's exit code.
         time_is_up: Slurm has said that the time limit is near.
         lost: names of nodes that were lost.
-        may_requeue: the user wants the job to go on by itself.
+        requeues_left: how often the job may still go back into the queue.
         minimum: MS_WORKER_MIN is set, so that workers may be lost.
     """
     if scheduler == 0 and (workers == 0 or workers > 128 or minimum) and not time_is_up:
@@ -182,7 +185,7 @@ def decide(
         return Verdict(0, False, "the training is complete")
     why = "its time is up" if time_is_up else f"lost: {', '.join(lost)}" if lost else ""
     code = workers or scheduler or 1
-    if why and may_requeue:
+    if why and requeues_left > 0:
         return Verdict(
             code, True, f"{why}; the job goes back into the queue, and resumes from its checkpoint"
         )

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -32,6 +33,8 @@ READY = b"\nscheduler ready "
 START_S = 120.0
 CHECK_S = 60.0
 QUESTION_S = 30.0
+LOOK_S = 0.5
+MAX_REQUEUES = 20
 SPARE_FROM = "MUSTER_SLURM_SPARE_FROM"
 """From which SLURM_NODEID on workers are spares; from the batch script to its tasks."""
 
@@ -43,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     made = argparse.ArgumentParser(
         prog="muster slurm",
-        description="Runs a job in a Slurm allocation: the scheduler on the first node, a worker for each task.",
+        description="Runs a job in a Slurm allocation: the scheduler on the first node, a worker per task.",
         epilog="The batch script is deploy/slurm/muster.sbatch; what Slurm is asked for stands there.",
     )
     made.add_argument(
@@ -59,6 +62,13 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="put the job back into the queue when its time is up, or when nodes are lost and nobody takes "
         "their place; the script should resume from its checkpoint then (default: yes)",
+    )
+    made.add_argument(
+        "--max-requeues",
+        type=int,
+        default=MAX_REQUEUES,
+        metavar="N",
+        help=f"after N requeues the job ends instead ({MAX_REQUEUES})",
     )
     made.add_argument(
         "--node-check",
@@ -172,7 +182,9 @@ class SlurmJob:
         allocation = self.division.allocation
         if allocation.restarts:
             say(f"Slurm job {allocation.job_id} starts again, for the {allocation.restarts + 1}. time")
-        signal.signal(signal.SIGTERM, self._asked_to_end)
+        # What sbatch --signal=B:... may name.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._asked_to_end)
         with self._serving() as ready:
             if not ready:
                 return 1
@@ -180,7 +192,7 @@ class SlurmJob:
             if not self.division.can_start:
                 return self._carry_out(
                     Verdict(
-                        1, self._options.requeue, "too few nodes are fit; the job goes back into the queue"
+                        1, self._requeues_left() > 0, f"{self.division.used_nodes} nodes are fit, too few"
                     )
                 )
             workers = self._work()
@@ -190,16 +202,26 @@ class SlurmJob:
             scheduler,
             time_is_up=self._time_is_up,
             lost=self._lost(),
-            may_requeue=self._options.requeue,
+            requeues_left=self._requeues_left(),
             minimum=bool(self._env.get("MS_WORKER_MIN")),
         )
         return self._carry_out(verdict)
 
+    def _requeues_left(self) -> int:
+        allowed = self._options.max_requeues if self._options.requeue else 0
+        return max(0, allowed - self.division.allocation.restarts)
+
     def _asked_to_end(self, number: int, frame: FrameType | None) -> None:
-        """Has the workers write a checkpoint and leave: ``--signal=B:TERM@...`` says that time is nearly up."""
+        """Notes that the time limit is near, as ``--signal=B:TERM@...`` says; :meth:`_work` acts on it."""
         self._time_is_up = True
-        say("the time limit is near: the workers write a checkpoint and leave")
-        self._ask("scancel", "--signal=TERM", str(self.division.allocation.job_id))  # its steps, and not this
+
+    def _step_runs(self) -> bool:
+        """Whether Slurm knows of a step of this job: only then can a signal reach it."""
+        job = self.division.allocation.job_id
+        return (
+            re.search(rf"StepId={job}\.\d+", self._ask("scontrol", "show", "step", str(job)) or "")
+            is not None
+        )
 
     # ------------------------------------------------------------ the scheduler
 
@@ -207,8 +229,7 @@ class SlurmJob:
     def _serving(self) -> Iterator[bool]:
         """Starts the scheduler, and ends it in any case; gives whether it serves."""
         allocation = self.division.allocation
-        own = self.division.environment(self._env)
-        self._env |= own
+        self._env |= self.division.environment(self._env)
         path = Path(f"scheduler-{allocation.job_id}.log")
         begin = path.stat().st_size if path.exists() else 0  # one that was queued again appends to its log
         with path.open("ab") as log:
@@ -219,7 +240,7 @@ class SlurmJob:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        say(f"the scheduler at {own.get('MS_SCHED_HOST', '')}:{self._env['MS_SCHED_PORT']} writes {path}")
+        say(f"the scheduler at {self._env['MS_SCHED_HOST']}:{self._env['MS_SCHED_PORT']} writes {path}")
         try:
             yield self._await_ready(path, begin)
         finally:
@@ -240,7 +261,7 @@ class SlurmJob:
         return False
 
     def _stop(self) -> int:
-        """Ends the scheduler, whom no worker is left to end; returns its exit code."""
+        """Ends the scheduler, which no worker is left to end; returns its exit code."""
         assert self._scheduler is not None
         if self._scheduler.poll() is None:
             self._scheduler.terminate()
@@ -250,51 +271,73 @@ class SlurmJob:
 
     def _leave_bad_nodes_out(self) -> None:
         """Asks each node whether it can take part; drains those that cannot."""
-        bad = self.check_nodes()
+        names, said = self.check_nodes()
+        if not said:
+            say("no node answered the check: all are used")
+            return
+        bad = {node: said.get(node, "did not answer the check") for node in names if said.get(node, "?")}
+        # Where no node is fit, what they have in common is at fault, as the scheduler's host; and a node that
+        # gave no answer did not say that it failed.
+        drain = self._options.drain and len(bad) < len(names)
         for node, why in bad.items():
             say(f"node {node} is left out: {why}")
-            if self._options.drain:
-                reason = f"muster: {why}"[:200]
-                answer = self._ask(
-                    "scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"
-                )
-                say(
-                    f"node {node} is drained"
-                    if answer is not None
-                    else f"node {node} cannot be drained by you"
-                )
+            if drain and node in said:
+                self._drain(node, why)
         self.division = Division(self.division.allocation, self.division.spares, tuple(bad))
         self._env |= self.division.environment(self._env)
 
-    def check_nodes(self) -> dict[str, str]:
-        """What is wrong with nodes of the allocation, by their names; those that are fit are not named."""
-        check = (
-            *_own_command(),
-            "--check-node",
-            *(("--node-check", self._options.node_check) * bool(self._options.node_check)),
+    def _drain(self, node: str, why: str) -> None:
+        reason = f"Reason={f'muster: {why}'[:200]}"
+        done = self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", reason)
+        if done is not None and done.returncode == 0:
+            say(f"node {node} is drained")
+            return
+        error = done.stderr.strip().rpartition("\n")[2] if done else "scontrol gives no answer"
+        say(f"node {node} could not be drained: {error}")
+
+    def check_nodes(self) -> tuple[list[str], dict[str, str]]:
+        """The nodes of the allocation, and what each that answered says is wrong with it ("": nothing)."""
+        own = ("--node-check", self._options.node_check) if self._options.node_check else ()
+        minutes = int(CHECK_S / 60) + 1
+        command = self.division.srun(
+            f"--time={minutes}", *_own_command(), "--check-node", *own, tasks_per_node=1
         )
-        command = self.division.srun(f"--time={int(CHECK_S / 60) + 1}", *check, tasks_per_node=1)
-        done = subprocess.run(
-            command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
-        )
+        text = ""
+        step = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        try:
+            text = step.communicate(timeout=CHECK_S + QUESTION_S)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            step.terminate()  # srun ends its tasks; what the others said is read all the same
+            try:
+                text = step.communicate(timeout=QUESTION_S)[0].decode(errors="replace")
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
         said = dict(
-            json.loads(line[len(_HEALTH) :]) for line in done.stdout.splitlines() if line.startswith(_HEALTH)
+            json.loads(line[len(_HEALTH) :]) for line in text.splitlines() if line.startswith(_HEALTH)
         )
-        names = (
-            self._ask("scontrol", "show", "hostnames", self._env.get("SLURM_JOB_NODELIST", "")) or ""
-        ).split()
-        return {
-            node: said.get(node, "did not answer the check") for node in names or said if said.get(node, "?")
-        }
+        names = self._ask("scontrol", "show", "hostnames", self._env.get("SLURM_JOB_NODELIST", "")) or ""
+        return names.split() or list(said), said
 
     def _work(self) -> int:
-        """Runs the workers; returns srun's exit code."""
+        """Runs the workers; returns srun's exit code, or 143 where time was up before they started."""
+        if self._time_is_up:
+            return 128 + signal.SIGTERM
         spare = {SPARE_FROM: str(self.division.training_nodes)} if self.division.spares else {}
         command = self.division.srun(*_own_command(), "--task", "--", *self._options.command)
         step = subprocess.Popen(
             command, env={**self._env, **spare}, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        return step.wait()
+        told = False
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return step.wait(LOOK_S)
+            # Not from the signal's handler: a signal to a step that is not there yet would be lost.
+            if self._time_is_up and not told and self._step_runs():
+                say("the time limit is near: the workers write a checkpoint and leave")
+                # To the steps, not to this script; SIGTERM to srun would kill its tasks.
+                self._ask("scancel", "--signal=TERM", str(self.division.allocation.job_id))
+                told = True
 
     def _lost(self) -> tuple[str, ...]:
         nodes = self._env.get("SLURM_JOB_NODELIST", "")
@@ -321,20 +364,20 @@ class SlurmJob:
 
     def _ask(self, program: str, *arguments: str) -> str | None:
         """What a program of Slurm's answers; None where it fails."""
+        done = self._run(program, *arguments)
+        return done.stdout if done is not None and done.returncode == 0 else None
+
+    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+        """Runs a program of Slurm's; None where it is not there or does not end."""
         if shutil.which(program, path=self._env.get("PATH")) is None:
             return None
+        command = [program, *arguments]
         try:
-            done = subprocess.run(
-                [program, *arguments],
-                env=self._env,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=QUESTION_S,
+            return subprocess.run(
+                command, env=self._env, capture_output=True, text=True, check=False, timeout=QUESTION_S
             )
         except subprocess.TimeoutExpired:
             return None
-        return done.stdout if done.returncode == 0 else None
 
 
 def _own_command() -> tuple[str, ...]:
