@@ -34,6 +34,8 @@ START_S = 120.0
 CHECK_S = 60.0
 QUESTION_S = 30.0
 LOOK_S = 0.5
+LOST_S = 5.0
+"""How often Slurm is asked for lost nodes."""
 MAX_REQUEUES = 20
 SPARE_FROM = "MUSTER_SLURM_SPARE_FROM"
 """From which SLURM_NODEID on workers are spares; from the batch script to its tasks."""
@@ -175,6 +177,7 @@ class SlurmJob:
         self._env = env
         self.division = Division(Allocation.read(env), options.spare_nodes)
         self._time_is_up = False
+        self._too_few = False
         self._scheduler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -328,16 +331,25 @@ class SlurmJob:
         step = subprocess.Popen(
             command, env={**self._env, **spare}, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        told = False
+        told, looked = False, time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return step.wait(LOOK_S)
+            if time.monotonic() - looked > LOST_S:
+                self._too_few = self._too_few or self._too_few_are_left()
+                looked = time.monotonic()
             # Not from the signal's handler: a signal to a step that is not there yet would be lost.
-            if self._time_is_up and not told and self._step_runs():
-                say("the time limit is near: the workers write a checkpoint and leave")
+            if (self._time_is_up or self._too_few) and not told and self._step_runs():
+                why = "the time limit is near" if self._time_is_up else "a node is lost, and none is spare"
+                say(f"{why}: the workers leave, with a checkpoint where they can")
                 # To the steps, not to this script; SIGTERM to srun would kill its tasks.
                 self._ask("scancel", "--signal=TERM", str(self.division.allocation.job_id))
                 told = True
+
+    def _too_few_are_left(self) -> bool:
+        """Whether workers would wait in vain for a lost node, until MS_TOPO_TIMEOUT."""
+        fit = self.division.used_nodes - len(set(self._lost()) - set(self.division.left_out))
+        return fit < self.division.training_nodes and not self._env.get("MS_WORKER_MIN")
 
     def _lost(self) -> tuple[str, ...]:
         nodes = self._env.get("SLURM_JOB_NODELIST", "")
