@@ -61,8 +61,8 @@ ip address add 10.98.0.1/24 dev uplink
 ip link set uplink up; ip link set peer up
 hostname n1
 mount --bind "$AT/hosts" /etc/hosts
-munged --force --foreground --key-file="$AT/key" --socket="$AT/munge.sock" --pid-file="$AT/munged.pid" \
-    --log-file="$AT/munged.log" --seed-file="$AT/seed" &
+munged --force --foreground --key-file="$AT/key" --socket="$AT/munge.sock" \
+    --pid-file="$AT/munged.pid" --log-file="$AT/munged.log" --seed-file="$AT/seed" &
 until [ -S "$AT/munge.sock" ]; do sleep 0.1; done
 slurmctld -D &
 for node in n1 n2 n3 n4; do slurmd -D -N "$node" & done
@@ -134,8 +134,8 @@ class Cluster:
         script = (
             f"for p in /proc/[0-9]*; do"
             f" if tr '\\0' ' ' <$p/cmdline | grep -q '^slurmd -D -N {node} '"
-            f" || tr '\\0' '\\n' <$p/environ | grep -qx SLURMD_NODENAME={node}; then kill -9 ${{p#/proc/}}; fi;"
-            f" done 2>/dev/null; true"
+            f" || tr '\\0' '\\n' <$p/environ | grep -qx SLURMD_NODENAME={node};"
+            f" then kill -9 ${{p#/proc/}}; fi; done 2>/dev/null; true"
         )
         self.ask("bash", "-c", script)
 
@@ -168,3 +168,21 @@ def test_a_job_whose_node_is_killed_is_queued_again_and_resumes(cluster: Cluster
     assert "Restarts=1" in cluster.job(number)
     assert "starts again" in cluster.log(log)
     cluster.ask("scancel", number)
+
+
+def test_before_the_time_limit_the_workers_leave_and_the_job_is_queued_again(cluster: Cluster) -> None:
+    number = cluster.submit("--nodes=1", str(ROOT / "deploy/slurm/muster.sbatch"), *TRAIN, "--epochs=2000")
+    cluster.until("training", lambda: "epoch:" in cluster.log(f"muster-{number}.log"))
+    cluster.ask("scancel", "--batch", "--signal=TERM", number)  # as --signal=B:TERM@120 does
+    cluster.until("queued again", lambda: "Restarts=1" in cluster.job(number))
+    assert "the time limit is near" in cluster.log(f"muster-{number}.log")
+    cluster.ask("scancel", number)
+
+
+def test_a_node_that_fails_its_check_is_drained_with_the_reason(cluster: Cluster) -> None:
+    check = cluster.at / "check"
+    check.write_text("#!/bin/sh\n[ $SLURM_NODEID = 0 ] || { echo bad memory; exit 1; }\n")
+    check.chmod(0o755)
+    command = f"{sys.executable} -m muster slurm --no-requeue --node-check {check} -- true"
+    cluster.submit("--nodes=2", "--wrap", command)
+    cluster.until("drained", lambda: "muster: bad memory" in cluster.ask("sinfo", "-hR", "-o%E"))
