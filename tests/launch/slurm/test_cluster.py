@@ -51,7 +51,7 @@ SlurmctldLogFile={at}/slurmctld.log
 SlurmdLogFile={at}/%n.log
 PartitionName=all Nodes=n1,n2,n3,n4 Default=YES MaxTime=INFINITE State=UP
 """
-# Ports, host name, /etc/hosts and processes are the cluster's own: its ports are free, and nothing outlives it.
+# Ports, host name, /etc/hosts and processes are the cluster's own: its ports are free, and none outlives it.
 START = """
 set -e
 ip link set lo up
