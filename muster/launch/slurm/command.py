@@ -317,7 +317,9 @@ class SlurmJob:
                 step.kill()
                 step.wait()
         said = dict(
-            json.loads(line[len(_HEALTH) :]) for line in text.splitlines() if line.startswith(_HEALTH)
+            # Lines of two nodes may come as one.
+            json.JSONDecoder().raw_decode(answer)[0]
+            for answer in text.split(_HEALTH)[1:]
         )
         names = self._ask("scontrol", "show", "hostnames", self._env.get("SLURM_JOB_NODELIST", "")) or ""
         return names.split() or list(said), said
