@@ -1,0 +1,188 @@
+"""A batch script under a real Slurm: four nodes, which are four slurmd of one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.machines import can_make_machines
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 90.0
+NODES = ("n1", "n2", "n3", "n4")
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(not can_make_machines(), reason="needs root, mounts and unshare"),
+    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs slurmctld"),
+]
+
+CONF = """\
+ClusterName=virtual
+SlurmctldHost=n1
+SlurmctldPort=17000
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={at}/munge.sock
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SlurmdTimeout=5
+KillWait=20
+StateSaveLocation={at}/state
+SlurmdSpoolDir={at}/spool-%n
+SlurmctldPidFile={at}/slurmctld.pid
+SlurmdPidFile={at}/%n.pid
+SlurmctldLogFile={at}/slurmctld.log
+SlurmdLogFile={at}/%n.log
+PartitionName=all Nodes=n1,n2,n3,n4 Default=YES MaxTime=INFINITE State=UP
+"""
+# Ports, host name, /etc/hosts and processes are the cluster's own: its ports are free, and none outlives it.
+START = """
+set -e
+ip link set lo up
+# Slurm asks for addresses to listen at, and gets none where there is only loopback.
+ip link add uplink type veth peer name peer
+ip address add 10.98.0.1/24 dev uplink
+ip link set uplink up; ip link set peer up
+hostname n1
+mount --bind "$AT/hosts" /etc/hosts
+munged --force --foreground --key-file="$AT/key" --socket="$AT/munge.sock" \
+    --pid-file="$AT/munged.pid" --log-file="$AT/munged.log" --seed-file="$AT/seed" &
+until [ -S "$AT/munge.sock" ]; do sleep 0.1; done
+slurmctld -D &
+for node in n1 n2 n3 n4; do slurmd -D -N "$node" & done
+wait
+"""
+
+
+class Cluster:
+    """Four nodes of Slurm in namespaces of their own."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = at
+        self._env = {**os.environ, "AT": str(at), "SLURM_CONF": str(at / "slurm.conf")}
+        self._env |= {"MS_ALLOW_INSECURE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (at / name).mkdir()
+        ports = (f"NodeName={node} Port={17001 + i} CPUs=4\n" for i, node in enumerate(NODES))
+        head, _, partition = CONF.format(at=at).partition("PartitionName")
+        (at / "slurm.conf").write_text(head + "".join(ports) + "PartitionName" + partition)
+        (at / "hosts").write_text("127.0.0.1 localhost " + " ".join(NODES) + "\n")
+        (at / "key").write_bytes(os.urandom(1024))
+        (at / "key").chmod(0o400)
+        own = ("--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+        with (at / "daemons.log").open("wb") as log:
+            self._outer = subprocess.Popen(
+                ["unshare", *own, "bash", "-c", START], env=self._env, stdout=log, stderr=log
+            )
+
+    def end(self) -> None:
+        self._outer.kill()
+        self._outer.wait()
+
+    def _inner(self) -> str:
+        children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
+        return children[0] if children else ""
+
+    def ask(self, *command: str) -> str:
+        """What a program answers inside; "" where it fails."""
+        inner = self._inner()
+        if not inner:
+            return ""
+        enter = ("nsenter", f"--target={inner}", "--mount", "--uts", "--net", "--pid", f"--wd={self.at}")
+        done = subprocess.run(
+            [*enter, *command], env=self._env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+    def submit(self, *arguments: str) -> str:
+        """Submits deploy/slurm/muster.sbatch; returns the number of the job."""
+        free = ("--gpus-per-node=0", "--cpus-per-task=1", "--ntasks-per-node=1")
+        told = self.ask("sbatch", "--parsable", *free, *arguments)
+        assert told, self.logs()
+        return told.strip()
+
+    def job(self, number: str) -> str:
+        return self.ask("scontrol", "show", "job", number)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {p.name}\n{p.read_text()[-2500:]}" for p in sorted(self.at.glob("*.log")))
+
+    def until(self, what: str, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}\n{self.logs()}"
+            time.sleep(0.3)
+
+    def kill_node(self, node: str) -> None:
+        """Kills the node's slurmd and all that it runs, as a loss of power does."""
+        script = (
+            f"for p in /proc/[0-9]*; do"
+            f" if tr '\\0' ' ' <$p/cmdline | grep -q '^slurmd -D -N {node} '"
+            f" || tr '\\0' '\\n' <$p/environ | grep -qx SLURMD_NODENAME={node};"
+            f" then kill -9 ${{p#/proc/}}; fi; done 2>/dev/null; true"
+        )
+        self.ask("bash", "-c", script)
+
+    def log(self, name: str) -> str:
+        path = self.at / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(made.end)
+        made.until("all are idle", lambda: made.ask("sinfo", "-hN", "-o%T").split() == ["idle"] * 4)
+        yield made
+
+
+TRAIN = (str(ROOT / "train.py"), "--data=digits", "--checkpoint-dir=checkpoints", "--resume")
+
+
+def test_a_job_whose_node_is_killed_is_queued_again_and_resumes(cluster: Cluster) -> None:
+    number = cluster.submit("--nodes=2", str(ROOT / "deploy/slurm/muster.sbatch"), *TRAIN, "--epochs=2000")
+    log = f"muster-{number}.log"
+    cluster.until("a checkpoint", lambda: any((cluster.at / "checkpoints").rglob("step_*")))
+    cluster.kill_node("n2")
+    cluster.until("back in the queue", lambda: "JobState=PENDING" in cluster.job(number))
+    # Slurm has a job that is queued again wait for two minutes.
+    cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    cluster.until("resumed", lambda: re.search(r"resumed after step [1-9]", cluster.log(log)) is not None)
+    assert "Restarts=1" in cluster.job(number)
+    assert "starts again" in cluster.log(log)
+    cluster.ask("scancel", number)
+
+
+def test_before_the_time_limit_the_workers_leave_and_the_job_is_queued_again(cluster: Cluster) -> None:
+    number = cluster.submit("--nodes=1", str(ROOT / "deploy/slurm/muster.sbatch"), *TRAIN, "--epochs=2000")
+    cluster.until("training", lambda: "epoch:" in cluster.log(f"muster-{number}.log"))
+    cluster.ask("scancel", "--batch", "--signal=TERM", number)  # as --signal=B:TERM@120 does
+    cluster.until("queued again", lambda: "Restarts=1" in cluster.job(number))
+    assert "the time limit is near" in cluster.log(f"muster-{number}.log")
+    cluster.ask("scancel", number)
+
+
+def test_a_node_that_fails_its_check_is_drained_with_the_reason(cluster: Cluster) -> None:
+    check = cluster.at / "check"
+    check.write_text("#!/bin/sh\n[ $SLURM_NODEID = 0 ] || { echo bad memory; exit 1; }\n")
+    check.chmod(0o755)
+    command = f"{sys.executable} -m muster slurm --no-requeue --node-check {check} -- true"
+    cluster.submit("--nodes=2", "--wrap", command)
+    cluster.until("drained", lambda: "muster: bad memory" in cluster.ask("sinfo", "-hR", "-o%E"))
