@@ -16,6 +16,9 @@ FIRST_PORT, PORTS = 20_000, 10_000
 TOPO_TIMEOUT_S = 300
 """How long workers wait for others: in an allocation all start at once, and nobody comes from elsewhere."""
 
+ASK_EVERY_S, ASK_FOR_S = 20.0, 2.0 * TOPO_TIMEOUT_S
+"""How often Slurm is asked for lost nodes, and for how long after the scheduler has last had something to say."""
+
 _LOST_STATES = ("down", "fail", "unknown", "reboot", "no_respond", "power")
 # Not "drain": a drained node runs on, and takes no new jobs.
 
@@ -149,6 +152,36 @@ def lost_nodes(states: str) -> tuple[str, ...]:
     return tuple(
         name for name, state in pairs if "*" in state or any(word in state.lower() for word in _LOST_STATES)
     )
+
+
+@dataclass(slots=True)
+class Questions:
+    """When Slurm is asked for lost nodes.
+
+    A controller serves thousands of jobs, and each question costs it a list of all nodes. So none is asked while
+    training goes on as it did: the scheduler's log grows only when something happens, a lost worker among it. Slurm
+    itself takes up to ``SlurmdTimeout`` (300 s by default) to find a node lost, so asking goes on for a while.
+
+    Attributes:
+        log_bytes: how long the scheduler's log was when it was last looked at.
+        news_at: when it had grown, in seconds; None: never yet.
+        asked_at: when Slurm was last asked, or the first news came.
+    """
+
+    log_bytes: int = 0
+    news_at: float | None = None
+    asked_at: float = 0.0
+
+    def is_due(self, now: float, log_bytes: int) -> bool:
+        """Whether to ask now; a caller to whom it says yes asks."""
+        if log_bytes != self.log_bytes:
+            if self.news_at is None or now - self.news_at > ASK_FOR_S:
+                self.asked_at = now  # what the news is about, Slurm does not know at once
+            self.log_bytes, self.news_at = log_bytes, now
+        if self.news_at is None or now - self.news_at > ASK_FOR_S or now - self.asked_at < ASK_EVERY_S:
+            return False
+        self.asked_at = now
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ from muster.errors import SettingsError
 from muster.launch.command import resolved
 from muster.launch.programs import with_agent
 from muster.launch.screen import say
-from muster.launch.slurm.allocation import Allocation, Division, Verdict, decide, lost_nodes
+from muster.launch.slurm.allocation import Allocation, Division, Questions, Verdict, decide, lost_nodes
 
 READY = b"\nscheduler ready "
 START_S = 120.0
 CHECK_S = 60.0
 QUESTION_S = 30.0
 LOOK_S = 0.5
-LOST_S = 5.0
-"""How often Slurm is asked for lost nodes."""
+STEP_S = 5.0
+"""How often Slurm is asked whether the workers' step, which is to end, is there."""
 MAX_REQUEUES = 20
 SPARE_FROM = "MUSTER_SLURM_SPARE_FROM"
 """From which SLURM_NODEID on workers are spares; from the batch script to its tasks."""
@@ -178,13 +178,14 @@ class SlurmJob:
         self.division = Division(Allocation.read(env), options.spare_nodes)
         self._time_is_up = False
         self._too_few = False
+        self._scheduler_log = Path()
         self._scheduler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Runs the job; returns the exit code, or does not return where it goes back into the queue."""
         allocation = self.division.allocation
         if allocation.restarts:
-            say(f"Slurm job {allocation.job_id} starts again, for the {allocation.restarts + 1}. time")
+            say(f"Slurm job {allocation.job_id} starts again (attempt {allocation.restarts + 1})")
         # What sbatch --signal=B:... may name.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._asked_to_end)
@@ -233,7 +234,7 @@ class SlurmJob:
         """Starts the scheduler, and ends it in any case; gives whether it serves."""
         allocation = self.division.allocation
         self._env |= self.division.environment(self._env)
-        path = Path(f"scheduler-{allocation.job_id}.log")
+        path = self._scheduler_log = Path(f"scheduler-{allocation.job_id}.log")
         begin = path.stat().st_size if path.exists() else 0  # one that was queued again appends to its log
         with path.open("ab") as log:
             self._scheduler = subprocess.Popen(
@@ -333,15 +334,18 @@ class SlurmJob:
         step = subprocess.Popen(
             command, env={**self._env, **spare}, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        told, looked = False, time.monotonic()
+        questions, told, step_asked = Questions(), False, -STEP_S
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return step.wait(LOOK_S)
-            if time.monotonic() - looked > LOST_S:
-                self._too_few = self._too_few or self._too_few_are_left()
-                looked = time.monotonic()
+            now = time.monotonic()
+            if not told and questions.is_due(now, self._scheduler_log.stat().st_size):
+                self._too_few = self._too_few_are_left()
+            if told or not (self._time_is_up or self._too_few) or now - step_asked < STEP_S:
+                continue
             # Not from the signal's handler: a signal to a step that is not there yet would be lost.
-            if (self._time_is_up or self._too_few) and not told and self._step_runs():
+            step_asked = now
+            if self._step_runs():
                 why = "the time limit is near" if self._time_is_up else "a node is lost, and none is spare"
                 say(f"{why}: the workers leave, with a checkpoint where they can")
                 # To the steps, not to this script; SIGTERM to srun would kill its tasks.

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from muster.errors import SettingsError
-from muster.launch.slurm.allocation import Allocation, Division, decide, lost_nodes
+from muster.launch.slurm.allocation import (
+    ASK_EVERY_S,
+    ASK_FOR_S,
+    Allocation,
+    Division,
+    Questions,
+    decide,
+    lost_nodes,
+)
 
 ENV = {
     "SLURM_JOB_ID": "12345",
@@ -59,6 +67,27 @@ def test_only_a_batch_script_of_slurms_is_an_allocation() -> None:
 def test_a_drained_node_that_answers_is_not_lost() -> None:
     states = "n1 drained\nn2 draining\nn3 down\nn4 allocated*\nn5 drained*\nn6 mixed\n"
     assert lost_nodes(states) == ("n3", "n4", "n5")
+
+
+def asked(questions: Questions, begin: int, end: int, log_bytes: int) -> int:
+    """How often Slurm is asked between two seconds, looked at each second."""
+    return sum(questions.is_due(float(now), log_bytes) for now in range(begin, end))
+
+
+def test_slurm_is_asked_for_a_while_after_something_has_happened_and_no_more() -> None:
+    questions = Questions()
+    assert asked(questions, 0, 100, 0) == 0
+    often = int(ASK_FOR_S / ASK_EVERY_S)
+    assert asked(questions, 100, 100 + 10 * int(ASK_FOR_S), 50) == often
+    later = 100 + 10 * int(ASK_FOR_S)
+    assert asked(questions, later, later + int(ASK_EVERY_S), 60) == 0
+    assert asked(questions, later + int(ASK_EVERY_S), later + 100_000, 60) == often
+
+
+def test_a_scheduler_with_much_to_say_does_not_put_the_question_off_nor_repeat_it() -> None:
+    questions = Questions()
+    asks = sum(questions.is_due(float(now), now) for now in range(1, 1001))
+    assert asks == (1000 - 1) // int(ASK_EVERY_S)
 
 
 def test_a_lost_node_or_the_time_limit_puts_the_job_back() -> None:
