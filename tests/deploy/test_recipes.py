@@ -442,7 +442,9 @@ def test_slurm_from_nothing_to_a_job(make: Make, wildcard: bool) -> None:
     submit = block("Slurm", "sbatch").replace("deploy/", "/opt/muster/deploy/")
     submit = submit.replace("train.py --epochs 10", "/opt/muster/train.py --epochs 1").rstrip()
     home = "/srv/hosts/login.example.org"
-    env = {"HOME": home, "MS_TOPO_TIMEOUT": "40", "SPARE_NODES": "0"} | ({"MUSTER_DOMAIN": domain} if wildcard else {})
+    env = {"HOME": home, "MS_TOPO_TIMEOUT": "40", "SPARE_NODES": "0"} | (
+        {"MUSTER_DOMAIN": domain} if wildcard else {}
+    )
     told = machine.shell(f"{submit} || {{ cat scheduler-77.log; false; }}", cwd=home, **env)
     assert "test accuracy" in told
     assert "has completed the training" in (login / "scheduler-77.log").read_text()

@@ -17,7 +17,7 @@ TOPO_TIMEOUT_S = 300
 """How long workers wait for others: in an allocation all start at once, and nobody comes from elsewhere."""
 
 ASK_EVERY_S, ASK_FOR_S = 20.0, 2.0 * TOPO_TIMEOUT_S
-"""How often Slurm is asked for lost nodes, and for how long after the scheduler has last had something to say."""
+"""How often Slurm is asked for lost nodes, and for how long after the scheduler's log has last grown."""
 
 _LOST_STATES = ("down", "fail", "unknown", "reboot", "no_respond", "power")
 # Not "drain": a drained node runs on, and takes no new jobs.
@@ -158,9 +158,10 @@ def lost_nodes(states: str) -> tuple[str, ...]:
 class Questions:
     """When Slurm is asked for lost nodes.
 
-    A controller serves thousands of jobs, and each question costs it a list of all nodes. So none is asked while
-    training goes on as it did: the scheduler's log grows only when something happens, a lost worker among it. Slurm
-    itself takes up to ``SlurmdTimeout`` (300 s by default) to find a node lost, so asking goes on for a while.
+    A controller serves thousands of jobs, and each question costs it a list of all nodes. So none is asked
+    while training goes on as it did: the scheduler's log grows only when something happens, a lost worker for
+    one. Slurm itself takes up to ``SlurmdTimeout`` (300 s by default) to find a node lost, so asking goes on
+    for a while.
 
     Attributes:
         log_bytes: how long the scheduler's log was when it was last looked at.
@@ -185,7 +186,7 @@ class Questions:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Sequel:
     """What follows when the workers of a job have ended.
 
     Attributes:
@@ -201,7 +202,7 @@ class Verdict:
 
 def decide(
     workers: int, scheduler: int, *, time_is_up: bool, lost: Sequence[str], requeues_left: int, minimum: bool
-) -> Verdict:
+) -> Sequel:
     """Decides what follows.
 
     Args:
@@ -213,16 +214,14 @@ def decide(
         minimum: MS_WORKER_MIN is set, so that workers may be lost.
     """
     if scheduler == 0 and (workers == 0 or workers > 128 or minimum) and not time_is_up:
-        return Verdict(0, False, "the training is complete")
+        return Sequel(0, False, "the training is complete")
     if scheduler == 0 and workers == 0:
-        return Verdict(0, False, "the training is complete")
+        return Sequel(0, False, "the training is complete")
     why = "its time is up" if time_is_up else f"lost: {', '.join(lost)}" if lost else ""
     code = workers or scheduler or 1
     if why and requeues_left > 0:
-        return Verdict(
-            code, True, f"{why}; the job goes back into the queue, and resumes from its checkpoint"
-        )
-    return Verdict(code, False, why or f"the workers ended with {workers}, the scheduler with {scheduler}")
+        return Sequel(code, True, f"{why}; the job goes back into the queue, and resumes from its checkpoint")
+    return Sequel(code, False, why or f"the workers ended with {workers}, the scheduler with {scheduler}")
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

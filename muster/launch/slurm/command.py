@@ -13,9 +13,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,12 +25,13 @@ from muster.errors import SettingsError
 from muster.launch.command import resolved
 from muster.launch.programs import with_agent
 from muster.launch.screen import say
-from muster.launch.slurm.allocation import Allocation, Division, Questions, Verdict, decide, lost_nodes
+from muster.launch.slurm.allocation import Allocation, Division, Questions, Sequel, decide, lost_nodes
+from muster.launch.slurm.questions import QUESTION_S, ask, run
+from muster.launch.slurm.watch import FIRST_NODE, start_watch, watch_first_node, why_not_reached
 
 READY = b"\nscheduler ready "
 START_S = 120.0
 CHECK_S = 60.0
-QUESTION_S = 30.0
 LOOK_S = 0.5
 STEP_S = 5.0
 """How often Slurm is asked whether the workers' step, which is to end, is there."""
@@ -86,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         help="drain nodes that fail the check, where you may (default: yes)",
     )
     made.add_argument("--check-node", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--watch", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each worker runs")
     return made
@@ -98,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.check_node:
             return check_node(options.node_check, os.environ)
+        if options.watch:
+            return watch_first_node(os.environ)
         if not options.command:
             raise SettingsError("No command to run.", remedy="As in: muster slurm -- train.py --resume")
         if options.task:
@@ -122,12 +124,13 @@ def become_worker(command: Sequence[str], env: dict[str, str]) -> int:
     if spare_from and int(env.get("SLURM_NODEID", "0")) >= int(spare_from):
         env["MS_WORKER_SPARE"] = "1"
     argv = with_agent(resolved(command, env), "auto", env.get("PATH"))
+    start_watch((*_own_command(), "--watch"), env)
     os.execvpe(argv[0], argv, env)
 
 
 def check_node(check: str, env: Mapping[str, str]) -> int:
     """Prints what would keep this node from taking part, in a line for :meth:`SlurmJob.check_nodes`."""
-    why = _own_check(check) or _why_not_reached(env["MS_SCHED_HOST"], int(env["MS_SCHED_PORT"]))
+    why = _own_check(check) or why_not_reached(env["MS_SCHED_HOST"], int(env["MS_SCHED_PORT"]))
     print(_HEALTH + json.dumps([env.get("SLURMD_NODENAME", ""), why]), flush=True)
     return 0
 
@@ -148,14 +151,6 @@ def _own_check(check: str) -> str:
         return f"{check}: {error}"
     last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
     return f"{last or check} (exit code {done.returncode})" if done.returncode else ""
-
-
-def _why_not_reached(host: str, port: int) -> str:
-    try:
-        with socket.create_connection((host, port), timeout=10.0):
-            return ""
-    except OSError as error:
-        return f"does not reach the scheduler at {host}:{port}: {error.strerror or error}"
 
 
 # ---------------------------------------------------------------- in the batch script
@@ -195,9 +190,7 @@ class SlurmJob:
             self._leave_bad_nodes_out()
             if not self.division.can_start:
                 return self._carry_out(
-                    Verdict(
-                        1, self._requeues_left() > 0, f"{self.division.used_nodes} nodes are fit, too few"
-                    )
+                    Sequel(1, self._requeues_left() > 0, f"{self.division.used_nodes} nodes are fit, too few")
                 )
             workers = self._work()
             scheduler = self._stop()
@@ -223,7 +216,7 @@ class SlurmJob:
         """Whether Slurm knows of a step of this job: only then can a signal reach it."""
         job = self.division.allocation.job_id
         return (
-            re.search(rf"StepId={job}\.\d+", self._ask("scontrol", "show", "step", str(job)) or "")
+            re.search(rf"StepId={job}\.\d+", ask(self._env, "scontrol", "show", "step", str(job)) or "")
             is not None
         )
 
@@ -292,7 +285,7 @@ class SlurmJob:
 
     def _drain(self, node: str, why: str) -> None:
         reason = f"Reason={f'muster: {why}'[:200]}"
-        done = self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", reason)
+        done = run(self._env, "scontrol", "update", f"NodeName={node}", "State=DRAIN", reason)
         if done is not None and done.returncode == 0:
             say(f"node {node} is drained")
             return
@@ -322,17 +315,19 @@ class SlurmJob:
             json.JSONDecoder().raw_decode(answer)[0]
             for answer in text.split(_HEALTH)[1:]
         )
-        names = self._ask("scontrol", "show", "hostnames", self._env.get("SLURM_JOB_NODELIST", "")) or ""
+        names = ask(self._env, "scontrol", "show", "hostnames", self._env.get("SLURM_JOB_NODELIST", "")) or ""
         return names.split() or list(said), said
 
     def _work(self) -> int:
         """Runs the workers; returns srun's exit code, or 143 where time was up before they started."""
         if self._time_is_up:
             return 128 + signal.SIGTERM
-        spare = {SPARE_FROM: str(self.division.training_nodes)} if self.division.spares else {}
+        more = {SPARE_FROM: str(self.division.training_nodes)} if self.division.spares else {}
+        if self._requeues_left():
+            more[FIRST_NODE] = self.division.allocation.node
         command = self.division.srun(*_own_command(), "--task", "--", *self._options.command)
         step = subprocess.Popen(
-            command, env={**self._env, **spare}, stdin=subprocess.DEVNULL, start_new_session=True
+            command, env={**self._env, **more}, stdin=subprocess.DEVNULL, start_new_session=True
         )
         questions, told, step_asked = Questions(), False, -STEP_S
         while True:
@@ -349,7 +344,7 @@ class SlurmJob:
                 why = "the time limit is near" if self._time_is_up else "a node is lost, and none is spare"
                 say(f"{why}: the workers leave, with a checkpoint where they can")
                 # To the steps, not to this script; SIGTERM to srun would kill its tasks.
-                self._ask("scancel", "--signal=TERM", str(self.division.allocation.job_id))
+                ask(self._env, "scancel", "--signal=TERM", str(self.division.allocation.job_id))
                 told = True
 
     def _too_few_are_left(self) -> bool:
@@ -360,42 +355,25 @@ class SlurmJob:
     def _lost(self) -> tuple[str, ...]:
         nodes = self._env.get("SLURM_JOB_NODELIST", "")
         return lost_nodes(
-            self._ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T") or ""
+            ask(self._env, "sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T") or ""
         )
 
     # ------------------------------------------------------------ the end
 
-    def _carry_out(self, verdict: Verdict) -> int:
+    def _carry_out(self, verdict: Sequel) -> int:
         if not verdict.requeue:
             say(verdict.why)
             return verdict.code
         job = str(self.division.allocation.job_id)
-        if "JobState=RUNNING" not in (self._ask("scontrol", "show", "job", job) or ""):
+        if "JobState=RUNNING" not in (ask(self._env, "scontrol", "show", "job", job) or ""):
             say("the job was cancelled")
             return verdict.code
         say(verdict.why)
-        if self._ask("scontrol", "requeue", job) is None:
+        if ask(self._env, "scontrol", "requeue", job) is None:
             say("Slurm does not take it back (sbatch --requeue)")
             return verdict.code
         time.sleep(QUESTION_S)  # Slurm ends this script
         return verdict.code
-
-    def _ask(self, program: str, *arguments: str) -> str | None:
-        """What a program of Slurm's answers; None where it fails."""
-        done = self._run(program, *arguments)
-        return done.stdout if done is not None and done.returncode == 0 else None
-
-    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-        """Runs a program of Slurm's; None where it is not there or does not end."""
-        if shutil.which(program, path=self._env.get("PATH")) is None:
-            return None
-        command = [program, *arguments]
-        try:
-            return subprocess.run(
-                command, env=self._env, capture_output=True, text=True, check=False, timeout=QUESTION_S
-            )
-        except subprocess.TimeoutExpired:
-            return None
 
 
 def _own_command() -> tuple[str, ...]:

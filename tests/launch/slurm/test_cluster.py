@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -42,6 +41,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
+ReturnToService=2
 KillWait=20
 StateSaveLocation={at}/state
 SlurmdSpoolDir={at}/spool-%n
@@ -75,6 +75,7 @@ class Cluster:
 
     def __init__(self, at: Path) -> None:
         self.at = at
+        self._killed: list[str] = []
         self._env = {**os.environ, "AT": str(at), "SLURM_CONF": str(at / "slurm.conf")}
         self._env |= {"MS_ALLOW_INSECURE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         for name in ("state", *(f"spool-{node}" for node in NODES)):
@@ -121,6 +122,11 @@ class Cluster:
     def job(self, number: str) -> str:
         return self.ask("scontrol", "show", "job", number)
 
+    def nodes(self, number: str) -> list[str]:
+        """The job's nodes, in Slurm's order: the first one has the batch script and the scheduler."""
+        [found] = re.findall(r"^ +NodeList=(\S+)", self.job(number), re.M)
+        return self.ask("scontrol", "show", "hostnames", found).split()
+
     def logs(self) -> str:
         return "\n".join(f"== {p.name}\n{p.read_text()[-2500:]}" for p in sorted(self.at.glob("*.log")))
 
@@ -131,16 +137,28 @@ class Cluster:
             time.sleep(0.3)
 
     def kill_node(self, node: str) -> None:
-        """Kills the node's slurmd and all that it runs, as a loss of power does: nobody says goodbye."""
-        # Stopped first: a daemon would report what is killed before it.
+        """Kills the node's slurmd and all that it runs, as a loss of power does."""
+        # All are stopped first: a daemon would report what is killed before it. A step's daemon has no
+        # variables, and is known by its tasks.
         script = f"""
-            for signal in STOP KILL; do for p in /proc/[0-9]*; do
-                if tr '\\0' '\\n' <$p/environ | grep -qxE '(VIRTUAL_NODE|SLURMD_NODENAME)={node}'; then
-                    kill -$signal ${{p#/proc/}}
-                fi
-            done; done 2>/dev/null; true
+            for p in /proc/[0-9]*; do
+                tr '\\0' '\\n' <$p/environ | grep -qxE '(VIRTUAL_NODE|SLURMD_NODENAME)={node}' || continue
+                all="$all ${{p#/proc/}}"
+                read -r _ parent < <(grep PPid: $p/status)
+                [ $(head -c 10 /proc/$parent/cmdline) != slurmstepd ] || all="$all $parent"
+            done
+            kill -STOP $all; kill -KILL $all
         """
         self.ask("bash", "-c", script)
+        self._killed.append(node)
+
+    def mend(self) -> None:
+        """Ends all jobs, starts the nodes that were killed, and waits until all are idle."""
+        self.ask("scancel", "--user=root")
+        while self._killed:
+            node = self._killed.pop()
+            self.ask("env", f"VIRTUAL_NODE={node}", "slurmd", "-N", node)
+        self.until("all are idle", lambda: self.ask("sinfo", "-hN", "-o%T").split() == ["idle"] * len(NODES))
 
     def log(self, name: str) -> str:
         path = self.at / name
@@ -148,12 +166,18 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("slurm"))
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(made.end)
-        made.until("all are idle", lambda: made.ask("sinfo", "-hN", "-o%T").split() == ["idle"] * 4)
-        yield made
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@pytest.fixture
+def cluster(made: Cluster) -> Cluster:
+    made.mend()
+    return made
 
 
 SCRIPT = str(ROOT / "deploy/slurm/muster.sbatch")
@@ -166,7 +190,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def queued_again(cluster: Cluster, number: str) -> None:
-    """Waits until the job is back in the queue, starts it, and waits until it trains on from its checkpoint."""
+    """Waits for the job to be back in the queue, starts it, and waits until it has resumed."""
     cluster.until("back in the queue", lambda: "Restarts=1" in cluster.job(number))
     log, resumed = f"muster-{number}.log", re.compile(r"resumed after step [1-9]")
     # Slurm has a job that is queued again wait for two minutes.
@@ -180,7 +204,7 @@ def queued_again(cluster: Cluster, number: str) -> None:
 def test_a_spare_node_of_the_allocation_takes_the_place_of_one_that_is_killed(cluster: Cluster) -> None:
     number = cluster.submit("--nodes=3", *TRAIN, "--checkpoint-dir=spare", "--epochs=120", spares=1)
     cluster.until("a checkpoint", lambda: has_checkpoint(cluster.at / "spare"))
-    cluster.kill_node("n2")
+    cluster.kill_node(cluster.nodes(number)[1])
     cluster.until("the end", lambda: "JobState=COMPLETED" in cluster.job(number))
     assert "Restarts=0" in cluster.job(number)
     log = cluster.log(f"muster-{number}.log")
@@ -191,9 +215,17 @@ def test_a_spare_node_of_the_allocation_takes_the_place_of_one_that_is_killed(cl
 def test_a_job_whose_node_is_killed_is_queued_again_and_resumes(cluster: Cluster) -> None:
     number = cluster.submit("--nodes=2", *TRAIN, "--checkpoint-dir=killed", f"--epochs={LONG}")
     cluster.until("a checkpoint", lambda: has_checkpoint(cluster.at / "killed"))
-    cluster.kill_node("n3")
+    killed = cluster.nodes(number)[1]
+    cluster.kill_node(killed)
     queued_again(cluster, number)
-    assert "lost: n3; the job goes back into the queue" in cluster.log(f"muster-{number}.log")
+    assert f"lost: {killed}; the job goes back into the queue" in cluster.log(f"muster-{number}.log")
+
+
+def test_a_job_whose_first_node_is_killed_is_queued_again_by_another_one(cluster: Cluster) -> None:
+    number = cluster.submit("--nodes=2", *TRAIN, "--checkpoint-dir=first", f"--epochs={LONG}")
+    cluster.until("a checkpoint", lambda: has_checkpoint(cluster.at / "first"))
+    cluster.kill_node(cluster.nodes(number)[0])  # and with it the batch script and the scheduler
+    queued_again(cluster, number)
 
 
 def test_before_the_time_limit_the_workers_save_and_leave_and_the_job_is_queued_again(
@@ -222,5 +254,7 @@ def test_a_node_that_fails_its_check_is_drained_with_the_reason(cluster: Cluster
     check.write_text("#!/bin/sh\n[ $SLURM_NODEID = 0 ] || { echo bad memory; exit 1; }\n")
     check.chmod(0o755)
     command = f"{sys.executable} -m muster slurm --no-requeue --node-check {check} -- true"
-    cluster.submit("--nodes=2", "--wrap", command)
-    cluster.until("drained", lambda: "n4 muster: bad memory" in cluster.ask("sinfo", "-hRN", "-o%N %E"))
+    number = cluster.submit("--nodes=2", "--wrap", command)
+    cluster.until("drained", lambda: "muster: bad memory" in cluster.ask("sinfo", "-hR", "-o%E"))
+    drained = cluster.ask("sinfo", "-hN", "--states=drain", "-o%N").split()
+    assert drained == cluster.nodes(number)[1:]
