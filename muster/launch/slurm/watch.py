@@ -2,8 +2,8 @@
 
 With the first node go the batch script and the scheduler. For Slurm, a job that may go on without a node
 (``--no-kill``) still runs then, without its script, until its time limit. So a process beside the first
-worker of two other nodes looks whether the scheduler can be reached, and asks Slurm about the first node where
-it cannot.
+worker of two other nodes looks whether the scheduler can be reached, and asks Slurm about the first node
+where it cannot.
 """
 
 from __future__ import annotations
