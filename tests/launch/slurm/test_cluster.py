@@ -193,8 +193,9 @@ def queued_again(cluster: Cluster, number: str) -> None:
     """Waits for the job to be back in the queue, starts it, and waits until it has resumed."""
     cluster.until("back in the queue", lambda: "Restarts=1" in cluster.job(number))
     log, resumed = f"muster-{number}.log", re.compile(r"resumed after step [1-9]")
-    # Slurm has a job that is queued again wait for two minutes.
-    cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    # Slurm has a job that is queued again wait for two minutes, and takes no update before it is quite back.
+    start = f"scontrol update JobId={number} StartTime=now && echo done"
+    cluster.until("may start", lambda: "done" in cluster.ask("bash", "-c", start))
     cluster.until("resumed", lambda: resumed.search(cluster.log(log)) is not None)
     assert cluster.log(log).count("starting over") >= 1  # what the first attempt wrote is still there
     assert "starts again (attempt 2)" in cluster.log(log)
