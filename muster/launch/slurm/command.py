@@ -369,10 +369,11 @@ class SlurmJob:
             say("the job was cancelled")
             return verdict.code
         say(verdict.why)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this script by it, or after KillWait
         if ask(self._env, "scontrol", "requeue", job) is None:
             say("Slurm does not take it back (sbatch --requeue)")
             return verdict.code
-        time.sleep(QUESTION_S)  # Slurm ends this script
+        time.sleep(QUESTION_S)
         return verdict.code
 
 
