@@ -45,6 +45,7 @@ SlurmdTimeout=5
 MessageTimeout=5
 ReturnToService=2
 KillWait=20
+SchedulerParameters=sched_interval=2,bf_interval=2
 StateSaveLocation={at}/state
 SlurmdSpoolDir={at}/spool-%n
 SlurmctldPidFile={at}/slurmctld.pid
@@ -239,6 +240,8 @@ def test_before_the_time_limit_the_workers_save_and_leave_and_the_job_is_queued_
     cluster.ask(
         "scontrol", "update", f"JobId={number}", "TimeLimit=2"
     )  # the script asks for SIGTERM 120 s before
+    cluster.until("back in the queue", lambda: "Restarts=1" in cluster.job(number))
+    cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     queued_again(cluster, number)
     text = cluster.log(log)
     assert "the time limit is near: the workers leave" in text
