@@ -23,6 +23,7 @@ COMMANDS = {
     "certs": "make, show, renew and revoke certificates",
     "audit": "check an audit log, and say who was a member in which step",
     "check": "form a job without training, and say what differs or is slow",
+    "slurm": "run a job within a Slurm allocation",
     "nccl-plugin": "build what encrypts NCCL's traffic, or show it",
     "ranktable": "write a rank table, or merge those of several hosts",
     "plan": "divide a model among GPUs without having any",
@@ -91,6 +92,10 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
         from muster.launch.check.command import main as check
 
         return check
+    if name == "slurm":
+        from muster.launch.slurm.command import main as slurm
+
+        return slurm
     if name == "nccl-plugin":
         from muster.launch.nccl_plugin import main as nccl_plugin
 

@@ -61,6 +61,10 @@ ELSEWHERE = {
     "muster audit verify /var/log/muster/audit.jsonl* --journal device/scheduler-resnet.sqlite --step 1200": (
         "tests/scheduler/audit/test_command.py"
     ),
+    'exec python -m muster slurm --spare-nodes "${SPARE_NODES:-1}" -- "${@:-train.py}"': (
+        "tests/launch/slurm/test_cluster.py"
+    ),
+    "sbatch deploy/slurm/muster.sbatch train.py --resume": "tests/launch/slurm/test_cluster.py",
     "muster nccl-plugin build": "tests/launch/test_nccl_plugin.py",
     "muster nccl-plugin show": "tests/launch/test_nccl_plugin.py",
 }

@@ -84,8 +84,8 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
         check_names(parse_addresses(options.join)[0].split(","))
     here = look(options, dict(env), held, count_gpus())
     plan = plan_launch(options, here)
-    _check_python(_resolved(options.command, env), env)
-    if tuple(here.command) == _resolved(options.command, env):  # an agent keeps Muster's modules apart
+    _check_python(resolved(options.command, env), env)
+    if tuple(here.command) == resolved(options.command, env):  # an agent keeps Muster's modules apart
         _check_neighbours(here.command)
     if plan.scheduler is not None:
         check_port(*plan.address)
@@ -113,7 +113,7 @@ def look(
     if any(env.get(name, "").strip() for name in TABLE_VARIABLES):
         table_of_devices = table_devices(env)
         by_table = functools.partial(with_table_ranks, env=env)
-    command = with_agent(_resolved(options.command, env), options.program, env.get("PATH"))
+    command = with_agent(resolved(options.command, env), options.program, env.get("PATH"))
     devices = _offered(options, env, gpus, table_of_devices)
     bus_ids = _bus_ids(devices) if options.bind == "numa" else ()
     any_port = options.scheduler and options.join is None and not env.get("MS_SCHED_PORT")
@@ -282,7 +282,7 @@ def _check_neighbours(command: Sequence[str]) -> None:
                 )
 
 
-def _resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+def resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the command as it will be run; a bare Python script is run by this Python."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):

@@ -413,13 +413,13 @@ def test_kubernetes_a_worker_that_is_asked_to_leave_says_goodbye_and_is_not_done
 
 SRUN = """
 while [ "${1#-}" != "$1" ]; do shift; done
-export SLURM_STEP_ID=0 SLURM_NTASKS
+export SLURM_STEP_ID=0 SLURM_NODEID=0 SLURM_NTASKS
 for ((i = 1; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & done
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" && wait
 """
 # In a network of its own, because the job's number decides on the port.
 SBATCH = """
-export SLURM_JOB_ID=77 SLURMD_NODENAME=node1 SLURM_NTASKS=2
+export SLURM_JOB_ID=77 SLURMD_NODENAME=node1 SLURM_NTASKS=2 SLURM_JOB_NUM_NODES=1
 exec unshare --net sh -c 'ip link set lo up && exec bash "$@"' sbatch "$@"
 """
 
@@ -442,7 +442,9 @@ def test_slurm_from_nothing_to_a_job(make: Make, wildcard: bool) -> None:
     submit = block("Slurm", "sbatch").replace("deploy/", "/opt/muster/deploy/")
     submit = submit.replace("train.py --epochs 10", "/opt/muster/train.py --epochs 1").rstrip()
     home = "/srv/hosts/login.example.org"
-    env = {"HOME": home, "MS_TOPO_TIMEOUT": "40"} | ({"MUSTER_DOMAIN": domain} if wildcard else {})
+    env = {"HOME": home, "MS_TOPO_TIMEOUT": "40", "SPARE_NODES": "0"} | (
+        {"MUSTER_DOMAIN": domain} if wildcard else {}
+    )
     told = machine.shell(f"{submit} || {{ cat scheduler-77.log; false; }}", cwd=home, **env)
     assert "test accuracy" in told
     assert "has completed the training" in (login / "scheduler-77.log").read_text()

@@ -1,0 +1,1 @@
+"""``muster slurm``: runs a job within a Slurm allocation, from its batch script."""
