@@ -65,6 +65,7 @@ ELSEWHERE = {
         "tests/launch/slurm/test_cluster.py"
     ),
     "sbatch deploy/slurm/muster.sbatch train.py --resume": "tests/launch/slurm/test_cluster.py",
+    "muster certs show --config keys/config.json": "tests/certs/cli/test_show.py",
     "muster nccl-plugin build": "tests/launch/test_nccl_plugin.py",
     "muster nccl-plugin show": "tests/launch/test_nccl_plugin.py",
 }
@@ -123,6 +124,18 @@ NOT_RUN = {
             "tests/scheduler/etcd/test_real_etcd.py does the same to an etcd without space",
         ),
     },
+    "docs/containers.md": dict.fromkeys(
+        (
+            "mmdebstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm base.tar",
+            "container=$(buildah from scratch)",
+            "buildah add $container base.tar /",
+            "buildah commit $container localhost/base",
+            "buildah build --build-arg BASE=localhost/base --target cpu -t muster:cpu"
+            " -f deploy/docker/Dockerfile .",
+        ),
+        "tests/deploy/images.py does the same in a storage of its own",
+    ),
+    "docs/spiffe.md": {"python -m muster bench identities --minutes 10 --every 10 --ends 5": _MINUTES},
     "docs/fault_injection.md": {
         **dict.fromkeys(
             (

@@ -137,7 +137,20 @@ def _add_etcd(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = commands.add_parser("show", help="print what certificates and revocation lists say")
-    show.add_argument("files", nargs="+", type=Path, metavar="FILE", help="PKCS#12 or PEM files")
+    show.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="PKCS#12 or PEM files (what the SPIFFE Workload API of config.json gives this process)",
+    )
+    show.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json, whose identity_map says what SPIFFE IDs stand for (MS_CONFIG_FILE where no FILE is"
+        " named)",
+    )
     show.add_argument("--json", action="store_true", help="one JSON object per certificate")
     _add_password(show)
 

@@ -58,7 +58,8 @@ class Image:
         mounts = [word for path in self._pips_files() for word in ("--volume", path)]
         self.buildah(
             *("build", "--isolation", "chroot", "--format", "docker", "--network", "host", *mounts),
-            *("--build-arg", f"BASE={base}", "--target", target, "--tag", f"muster:{target}"),
+            *("--build-arg", f"BASE={base}", "--build-arg", f"CUDA_BASE={base}"),
+            *("--target", target, "--tag", f"muster:{target}"),
             *("--ignorefile", str(ROOT / "deploy/docker/Dockerfile.dockerignore")),
             *("--file", str(ROOT / "deploy/docker/Dockerfile"), str(ROOT)),
         )

@@ -27,6 +27,9 @@ OWN_KINDS = {
     "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
     "TrainJob": models.TrainerV1alpha1TrainJob,
 }
+NODE_JOB = "node"
+"""The Job that Kubeflow's Trainer looks for in a runtime."""
+
 TRAINED_S = 240.0
 
 
@@ -48,6 +51,18 @@ def pod_template(objects: list[Object]) -> tuple[int, Object]:
             [replicated] = one["spec"]["template"]["spec"]["replicatedJobs"]
             return one["spec"]["mlPolicy"]["numNodes"], replicated["template"]["spec"]["template"]
     raise AssertionError("no workers")
+
+
+def host_stem(objects: list[Object]) -> str:
+    """What the controllers of Job, JobSet and TrainJob call the workers' hosts, but for the index."""
+    for one in objects:
+        if one["kind"] == "JobSet":
+            [replicated] = one["spec"]["replicatedJobs"]
+            return f"{one['metadata']['name']}-{replicated['name']}-0"
+        if one["kind"] == "TrainJob":  # the JobSet that is made of the runtime has the name of the TrainJob
+            assert one["spec"].keys() == {"runtimeRef"}, "what else it says would change the pods"
+            return f"{one['metadata']['name']}-{NODE_JOB}-0"
+    return str(one_of(objects, "Job")["metadata"]["name"])
 
 
 # ---------------------------------------------------------------- what is applied
@@ -112,6 +127,12 @@ def test_the_pod_monitor_finds_the_schedulers_metrics() -> None:
 # ---------------------------------------------------------------- what trains
 
 
+needs_namespaces = pytest.mark.skipif(
+    not (can_make_machines() and can_make_namespaces() and shutil.which("nft")),
+    reason="needs root, mounts, network namespaces and nftables",
+)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """The small overlay's cluster, with certificates made by hand as deploy/README.md says."""
@@ -126,10 +147,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.system
-@pytest.mark.skipif(
-    not (can_make_machines() and can_make_namespaces() and shutil.which("nft")),
-    reason="needs root, mounts, network namespaces and nftables",
-)
+@needs_namespaces
 def test_two_workers_train_through_the_manifests_and_strangers_reach_nobody(cluster: Cluster) -> None:
     scheduler = cluster.add("muster-scheduler-0", one_of(cluster.objects, "Deployment")["spec"]["template"])
     count, template = pod_template(cluster.objects)
@@ -156,3 +174,39 @@ def test_two_workers_train_through_the_manifests_and_strangers_reach_nobody(clus
     assert [process.returncode for process in training] == [0, 0], "\n".join([*told, log])
     assert "test accuracy" in told[0], log
     assert all(pod.address in log for pod in workers) or "muster-workers-1" in log, log
+
+
+@pytest.mark.system
+@needs_namespaces
+def test_the_pods_of_a_jobset_train_and_then_those_of_a_trainjob_by_the_same_scheduler(
+    cluster: Cluster,
+) -> None:
+    """As their manifests say, but two of the four: the scheduler is that of the small overlay."""
+    scheduler = cluster.add("muster-scheduler-0", one_of(cluster.objects, "Deployment")["spec"]["template"])
+    jobs = {}
+    for folder in ("jobset", "kubeflow"):
+        objects = build(KUBERNETES / folder)
+        _, template = pod_template(objects)
+        jobs[folder] = [cluster.add(f"{host_stem(objects)}-{index}", template, index) for index in range(2)]
+    cluster.connect()
+
+    serving = cluster.start(scheduler)
+    log = ""
+    told = {}
+    try:
+        assert cluster.probe(scheduler, "startupProbe")
+        for folder, pods in jobs.items():
+            training = [cluster.start(pod, "--epochs", "1") for pod in pods]
+            told[folder] = [process.communicate(timeout=TRAINED_S)[0] for process in training]
+            assert [process.returncode for process in training] == [0, 0], told
+    finally:
+        [log] = end(serving)
+    assert all("test accuracy" in output[0] for output in told.values()), (told, log)
+    hosts = [pod.name for pods in jobs.values() for pod in pods]
+    assert hosts == [
+        "muster-workers-worker-0-0",
+        "muster-workers-worker-0-1",
+        "muster-node-0-0",
+        "muster-node-0-1",
+    ]
+    assert all(host in log for host in hosts), log

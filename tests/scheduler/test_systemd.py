@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from muster.scheduler import systemd
-from tests.scheduler.processes import environment
+from tests.ports import free_port
+from tests.scheduler.processes import WAIT_S, environment
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -38,6 +40,48 @@ def test_outside_systemd_nothing_is_sent() -> None:
 
 def test_a_deaf_manager_is_no_error(tmp_path: Path) -> None:
     assert not systemd.notify(systemd.ALIVE, {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+
+
+SCHEDULER = "import runpy; runpy.run_module('scheduler', run_name='__main__')"
+NO_SPACE = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); {SCHEDULER}"
+
+
+@contextlib.contextmanager
+def starting(program: str, notify: str, port: int, journal: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A scheduler that is being started, and is killed at the end."""
+    env = {"MS_WORKER_NUM": "2", "MS_ROLE": "MS_SCHED", "MS_ENABLE_RECOVERY": "1"}
+    env |= {"NOTIFY_SOCKET": notify, "MS_RECOVERY_PATH": str(journal)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "--port", str(port)],
+        env=environment(**env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_scheduler_that_is_ready_has_its_port_open(
+    manager: tuple[socket.socket, str], tmp_path: Path
+) -> None:
+    channel, name = manager
+    channel.settimeout(WAIT_S)
+    port = free_port()
+    with starting(SCHEDULER, name, port, tmp_path / "journal"):
+        assert channel.recv(64) == b"READY=1"
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S).close()
+
+
+def test_one_that_waits_for_space_is_ready_all_the_same(tmp_path: Path) -> None:
+    """Systemd would end it otherwise, which makes no space."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(str(tmp_path / "notify"))
+        channel.settimeout(WAIT_S)
+        with starting(NO_SPACE, str(tmp_path / "notify"), free_port(), tmp_path / "journal"):
+            assert channel.recv(64) == b"READY=1"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import secrets
 import shlex
@@ -13,7 +14,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 
-from muster.certs.cli.show import as_text, describe_file
+from muster.certs.cli.show import as_text, describe, describe_file
+from muster.certs.config import SecurityConfig, load_config
 from muster.certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
 from muster.certs.files import read_file, write_file
 from muster.certs.pki.authority import (
@@ -141,15 +143,44 @@ def issue(options: argparse.Namespace, env: Environment) -> None:
 
 
 def show(options: argparse.Namespace, env: Environment) -> None:
-    """Prints what certificates and revocation lists say."""
+    """Prints what certificates and revocation lists say, and who SPIFFE IDs stand for."""
     now = utc_now()
+    named = options.config or (not options.files and env.get("MS_CONFIG_FILE"))
+    config = load_config(named) if named else None
+    identity_map = config.identity_map if config is not None else None
+    found: list[dict[str, object]] = []
+    if not options.files:
+        found = _from_workload_api(config, now)
     for path in options.files:
         certificates = None
         if not is_pem(path):
             _, leaf, extra, _ = _open_p12(path, _passwords(options, env))
             certificates = [leaf, *extra]
-        for facts in describe_file(path, certificates, now):
-            print(json.dumps(facts) if options.json else as_text(facts))
+        found += describe_file(path, certificates, now, identity_map)
+    for facts in found:
+        print(json.dumps(facts) if options.json else as_text(facts))
+
+
+def _from_workload_api(config: SecurityConfig | None, now: datetime.datetime) -> list[dict[str, object]]:
+    """Facts about the certificates and authorities that the SPIFFE Workload API gives this process.
+
+    Raises:
+        ConfigError: config.json names no such API.
+        WorkloadIdentityError: it gave none.
+    """
+    if config is None or not config.spiffe_endpoint_socket:
+        raise ConfigError(
+            "Nothing to show.",
+            remedy="Name .p12 or PEM files, or with --config a config.json that has spiffe_endpoint_socket.",
+        )
+    from muster.certs.runtime.workload_api import WorkloadApi
+
+    with WorkloadApi(config.spiffe_endpoint_socket) as api:
+        given = api.newest()
+    return [
+        {"file": config.spiffe_endpoint_socket, **describe(each, now, config.identity_map)}
+        for each in (given.leaf, *given.extra, *given.roots)
+    ]
 
 
 def renew(options: argparse.Namespace, env: Environment) -> None:

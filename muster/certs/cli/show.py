@@ -22,21 +22,26 @@ from muster.certs.pki.certificates import (
     printable,
     to_pem,
 )
-from muster.certs.pki.peer import peer_of_pem
+from muster.certs.pki.peer import PeerCertificate, peer_of_pem, spiffe_id_of
 from muster.certs.pki.records import read_lists
+from muster.certs.pki.spiffe import IdentityMap
 
 MAX_SERIALS = 20
 
 
 def describe_file(
-    path: Path, certificates: list[x509.Certificate] | None, now: datetime.datetime
+    path: Path,
+    certificates: list[x509.Certificate] | None,
+    now: datetime.datetime,
+    identity_map: IdentityMap | None = None,
 ) -> list[dict[str, Any]]:
     """Facts about each certificate and revocation list of a file.
 
     Args:
         path: the file.
         certificates: what was in it if it is PKCS#12; None for PEM.
-        now: the time that "days left" counts from.
+        now: the time that "time left" counts from.
+        identity_map: which identities SPIFFE IDs stand for; None: it is not known.
 
     Raises:
         FileError: it is neither.
@@ -46,21 +51,30 @@ def describe_file(
         if b"-----BEGIN X509 CRL-----" in data:
             return [{"file": str(path), **describe_list(crl, now)} for crl in read_lists(path)]
         certificates = parse_certificates(data, f"The file {str(path)!r}")
-    return [{"file": str(path), **describe(certificate, now)} for certificate in certificates]
+    return [{"file": str(path), **describe(each, now, identity_map)} for each in certificates]
 
 
-def describe(certificate: x509.Certificate, now: datetime.datetime) -> dict[str, Any]:
-    """Facts about a certificate; ``problems`` lists what would have it refused."""
+def describe(
+    certificate: x509.Certificate, now: datetime.datetime, identity_map: IdentityMap | None = None
+) -> dict[str, Any]:
+    """Facts about a certificate; ``problems`` lists what would have it refused.
+
+    Of one with a SPIFFE ID they say what the map makes of it; where there is no map, that it takes one.
+    """
     facts: dict[str, Any] = {"subject": name_of(certificate)}
     problems: list[str] = []
     if is_authority(certificate):
         facts["authority"] = True
     else:
-        try:
-            peer = peer_of_pem(to_pem([certificate]))
-            facts.update(identity=peer.identity.uri(), hosts=[*peer.hosts, *peer.addresses])
-        except CertificateError as error:
-            problems.append(str(error))
+        spiffe_id = spiffe_id_of(certificate)
+        facts |= {"spiffe_id": spiffe_id} if spiffe_id else {}
+        if spiffe_id and identity_map is None:
+            facts["identity"] = "what identity_map says; --config FILE shows it"
+        else:
+            try:
+                facts |= _who(peer_of_pem(to_pem([certificate]), identity_map=identity_map))
+            except CertificateError as error:
+                problems.append(str(error))
     for check in (check_strength, lambda c, what: check_dates(c, now, what)):
         try:
             check(certificate, "It")
@@ -71,6 +85,7 @@ def describe(certificate: x509.Certificate, now: datetime.datetime) -> dict[str,
         "valid_from": _time(certificate.not_valid_before_utc),
         "valid_until": _time(certificate.not_valid_after_utc),
         "days_left": (certificate.not_valid_after_utc - now).days,
+        "time_left": _span(certificate.not_valid_after_utc - now),
         "key": _key(certificate),
         "serial": f"{certificate.serial_number:x}",
         "sha256": fingerprint(certificate),
@@ -102,6 +117,26 @@ def as_text(facts: dict[str, Any]) -> str:
         for item in value if key == "problems" else [", ".join(value) if isinstance(value, list) else value]:
             lines.append(f"  {key.replace('_', ' '):<18} {item}")
     return "\n".join(lines)
+
+
+def _who(peer: PeerCertificate) -> dict[str, Any]:
+    """Who a certificate names, as one identity and taken apart."""
+    identity = peer.identity
+    facts: dict[str, Any] = {"identity": identity.uri(), "role": identity.role, "job": identity.job}
+    if len(identity.bound_to) == 1:
+        facts["node"] = identity.bound_to[0]
+    return facts | {"hosts": [*peer.hosts, *peer.addresses]}
+
+
+def _span(left: datetime.timedelta) -> str:
+    """A span in its two largest units; ``none`` where it is over."""
+    minutes = left // datetime.timedelta(minutes=1)
+    if minutes < 0:
+        return "none"
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    if days:
+        return f"{days} days {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _time(moment: datetime.datetime) -> str:

@@ -128,6 +128,16 @@ def peer_of_pem(
     )
 
 
+def spiffe_id_of(certificate: x509.Certificate) -> str:
+    """The only URI of a certificate, if that is a SPIFFE ID; otherwise, or where it is malformed, empty."""
+    try:
+        alternatives = extension(certificate, x509.SubjectAlternativeName)
+        uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier) if alternatives else []
+    except UNREADABLE:
+        return ""
+    return str(uris[0]) if len(uris) == 1 and uris[0].startswith(SPIFFE_SCHEME) else ""
+
+
 def _refuse_control_characters(leaf: x509.Certificate, texts: list[str]) -> None:
     for text in texts:
         if not text.isprintable():

@@ -57,6 +57,7 @@ AT_ONCE = 16
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
+READY_AT_LATEST_S = 5.0
 HEALTH_INTERVAL_S = 0.25
 EXIT_LIMIT_S = 60
 """How long the shutdown may take, in seconds: tens of seconds on a busy machine."""
@@ -220,7 +221,8 @@ async def _serve(
     async with contextlib.AsyncExitStack() as at_end:
         if settings.metrics_port is not None:
             at_end.callback(await _start_metrics(settings, jobs, sessions, recorder, security, leadership))
-        for work in (_keep_systemd_informed(), keep_collecting()):
+        up = asyncio.Event()
+        for work in (_keep_systemd_informed(up), keep_collecting()):
             at_end.callback(asyncio.ensure_future(work).cancel)
         if security is not None and tls is not None:  # also while it stands by, which may take weeks
             at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
@@ -228,6 +230,7 @@ async def _serve(
             listen.usable(
                 addresses, settings.port
             )  # what is wrong with the address shows before it is needed
+            up.set()  # as far as it goes: it may stand by for weeks
             if not await _stand_by(leadership, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
@@ -250,6 +253,7 @@ async def _serve(
         if anchors is not None:
             await anchors.begin()
             at_end.push_async_callback(anchors.end)
+        up.set()
         _say_ready(settings, security, port)
         return await _until_over(settings, jobs, sessions, stop, leadership)
 
@@ -354,8 +358,14 @@ def _say_ready(settings: SchedulerSettings, security: Follower | None, port: int
         LOG.info("certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
 
 
-async def _keep_systemd_informed() -> None:
-    """Reports ready to systemd once, and alive for as long as the event loop turns."""
+async def _keep_systemd_informed(up: asyncio.Event) -> None:
+    """Reports ready to systemd once it is up, and alive for as long as the event loop turns.
+
+    One whose journal finds no space waits before it listens, and is reported ready all the same: systemd ends
+    what is not ready in time, and does not watch whether it lives.
+    """
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(up.wait(), READY_AT_LATEST_S)
     systemd.notify(systemd.READY, os.environ)
     interval_s = systemd.watchdog_interval_s(os.environ)
     while interval_s is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.bench.identities.agent import AgentEntry, StandInAgent
 from muster.certs.config import load_config
 from muster.certs.errors import CertificateError, ConfigError, IdentityError, WorkloadIdentityError
 from muster.certs.pki.peer import peer_of_pem
@@ -16,7 +17,6 @@ from muster.certs.runtime import workload_api
 from muster.certs.runtime.follower import Follower, follow_files
 from muster.certs.runtime.store import load_configured, load_for_etcd
 from muster.certs.runtime.watcher import CredentialsWatcher
-from tests.certs.spiffe_agent import Entry, FakeAgent
 from tests.waiting import wait_for
 
 RULES = [
@@ -29,9 +29,9 @@ LOG = logging.getLogger("test.spiffe")
 class Workload:
     """One process that an agent knows, and its config.json."""
 
-    def __init__(self, directory: Path, agent: FakeAgent) -> None:
+    def __init__(self, directory: Path, agent: StandInAgent) -> None:
         self.directory, self.agent, self.socket = directory, agent, directory / "agent.sock"
-        self.address = agent.serve(self.socket, Entry("job/worker/n1"))
+        self.address = agent.serve(self.socket, AgentEntry("job/worker/n1"))
         self.config = directory / "config.json"
         self.configure(RULES)
 
@@ -47,7 +47,7 @@ class Workload:
 
 @pytest.fixture
 def workload(tmp_path: Path) -> Iterator[Workload]:
-    with FakeAgent() as agent:
+    with StandInAgent() as agent:
         yield Workload(tmp_path, agent)
 
 
@@ -78,7 +78,7 @@ def test_what_was_in_force_stays_while_the_agent_is_away_and_it_is_found_again(w
     first = followed.credentials
     workload.agent.stop(workload.socket)
     assert followed() == first
-    workload.agent.serve(workload.socket, Entry("job/worker/n1"))
+    workload.agent.serve(workload.socket, AgentEntry("job/worker/n1"))
     wait_for(lambda: followed().fingerprint != first.fingerprint)
 
 
@@ -136,21 +136,21 @@ def test_a_certificate_that_peers_would_refuse_is_not_put_in_force(
         wait_for(lambda: followed() == first and why in caplog.text)
     for _ in range(3):
         assert followed() == first
-    workload.agent.change(workload.socket, **Entry("job/worker/n1").__dict__)
+    workload.agent.change(workload.socket, **AgentEntry("job/worker/n1").__dict__)
     wait_for(lambda: followed().fingerprint != first.fingerprint)
 
 
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        (Entry("job/worker/n1", more=("spiffe://prod.example/job/worker/n2",)), "has 2 URIs"),
-        (Entry("job/worker/n1", more=("muster://job/worker",)), "has 2 URIs"),
-        (Entry("job/worker/n1", authority=True), "is an authority's"),
-        (Entry("job/worker/n1", usage=False), "is no X.509-SVID"),
-        (Entry("job/worker"), "stands for no job and role"),
+        (AgentEntry("job/worker/n1", more=("spiffe://prod.example/job/worker/n2",)), "has 2 URIs"),
+        (AgentEntry("job/worker/n1", more=("muster://job/worker",)), "has 2 URIs"),
+        (AgentEntry("job/worker/n1", authority=True), "is an authority's"),
+        (AgentEntry("job/worker/n1", usage=False), "is no X.509-SVID"),
+        (AgentEntry("job/worker"), "stands for no job and role"),
     ],
 )
-def test_peers_refuse_what_is_no_svid(workload: Workload, entry: Entry, why: str) -> None:
+def test_peers_refuse_what_is_no_svid(workload: Workload, entry: AgentEntry, why: str) -> None:
     from muster.certs.pki.certificates import to_pem
 
     rules = load_config(workload.config).identity_map
@@ -162,7 +162,7 @@ def test_peers_refuse_what_is_no_svid(workload: Workload, entry: Entry, why: str
 def test_without_rules_a_spiffe_id_stands_for_nobody(workload: Workload) -> None:
     from muster.certs.pki.certificates import to_pem
 
-    _, leaf = workload.agent.issue(Entry("job/worker/n1"))
+    _, leaf = workload.agent.issue(AgentEntry("job/worker/n1"))
     with pytest.raises(IdentityError, match="stands for no job and role"):
         peer_of_pem(to_pem([leaf]))
 

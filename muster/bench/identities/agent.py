@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ DOMAIN = "prod.example"
 
 
 @dataclass(frozen=True)
-class Entry:
+class AgentEntry:
     """What one socket hands out.
 
     Attributes:
@@ -45,28 +45,32 @@ class Entry:
     more: tuple[str, ...] = ()
 
 
-class FakeAgent:
+class StandInAgent:
     """The agent of one host. Sockets stay until it is closed; what they hand out may change."""
 
     def __init__(self, domain: str = DOMAIN) -> None:
         self.domain = domain
-        self.entries: dict[Path, Entry] = {}
+        self.entries: dict[Path, AgentEntry] = {}
         self.asked = 0
         self._changed = threading.Condition()
         self._version = 0
         self._servers: dict[Path, grpc.Server] = {}
         self._authorities = [self._make_authority()]
+        self._given: dict[Path, list[int]] = {}
+        self._lists = 0
 
-    def __enter__(self) -> FakeAgent:
+    def __enter__(self) -> StandInAgent:
+        """Closed at the end."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Closes all sockets."""
         for socket in list(self._servers):
             self.stop(socket)
 
-    def serve(self, socket: Path, entry: Entry) -> str:
+    def serve(self, socket: Path, entry: AgentEntry) -> str:
         """Opens a socket for one workload; returns its address."""
         self.entries[socket] = entry
         server = grpc.server(futures.ThreadPoolExecutor(16))
@@ -112,6 +116,32 @@ class FakeAgent:
         self._authorities = self._authorities[-1:]
         self.rotate()
 
+    def serials(self, socket: Path) -> list[int]:
+        """The serial numbers of all certificates that a socket has handed out."""
+        return list(self._given.get(socket, ()))
+
+    def revocation_lists(self, serials: Iterable[int] = ()) -> bytes:
+        """A list of each authority in the bundle, which names these certificates: PEM."""
+        now = datetime.datetime.now(datetime.UTC)
+        self._lists += 1
+        entries = [
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+            for serial in serials
+        ]
+        text = b""
+        for key, authority in self._authorities:
+            made = (
+                x509.CertificateRevocationListBuilder()
+                .issuer_name(authority.subject)
+                .last_update(now - datetime.timedelta(seconds=60))
+                .next_update(now + datetime.timedelta(days=1))
+                .add_extension(x509.CRLNumber(self._lists), critical=False)
+            )
+            for entry in entries:
+                made = made.add_revoked_certificate(entry)
+            text += made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        return text
+
     def _stream(self, socket: Path, context: grpc.ServicerContext) -> Iterator[Any]:
         self.asked += 1
         if ("workload.spiffe.io", "true") not in context.invocation_metadata():
@@ -126,7 +156,7 @@ class FakeAgent:
             elif entry.mode == "huge":
                 yield api.X509SVIDResponse(crl=[b"x" * (8 << 20)])
             elif entry.mode == "serve" and socket in self._servers:
-                yield self._answer(entry)
+                yield self._answer(socket, entry)
 
     def _newer_than(self, sent: int) -> int:
         """Waits until there is something to send after this version; also where a socket is closed."""
@@ -135,8 +165,9 @@ class FakeAgent:
                 self._changed.wait()
             return self._version
 
-    def _answer(self, entry: Entry) -> api.X509SVIDResponse:
+    def _answer(self, socket: Path, entry: AgentEntry) -> api.X509SVIDResponse:
         key, leaf = self.issue(entry)
+        self._given.setdefault(socket, []).append(leaf.serial_number)
         bundle = b"".join(each.public_bytes(Encoding.DER) for _, each in self._authorities)
         svid = api.X509SVID(
             spiffe_id=f"spiffe://{self.domain}/{entry.path}",
@@ -146,7 +177,7 @@ class FakeAgent:
         )
         return api.X509SVIDResponse(svids=[svid])
 
-    def issue(self, entry: Entry) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    def issue(self, entry: AgentEntry) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """A new key, and its certificate by the newest authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         signing, authority = self._authorities[-1]
