@@ -204,7 +204,8 @@ class Launcher:
         """Starts the scheduler and the workers, after importing what those that are to be forked need."""
         plan = self._plan
         if plan.scheduler is not None:
-            recipe = fork.warmed_scheduler(plan.scheduler, plan.config_path)
+            env = {**self._directory.incidents(os.environ), **plan.scheduler.env}
+            recipe = fork.warmed_scheduler(replace(plan.scheduler, env=env), plan.config_path)
             self._scheduler = self._start(recipe)
             if self._scheduler is None:
                 return functools.partial(fork.become, recipe)

@@ -75,6 +75,7 @@ class SchedulerSettings:
     metrics_port: int | None = None
     metrics_host: str = default_of("MS_METRICS_HOST")
     audit_log_path: Path | None = None
+    incident_path: Path | None = None
     log_level: str = default_of("MS_LOG_LEVEL")
     drain_stragglers: DrainPolicy | None = None
 
@@ -173,6 +174,7 @@ def load_settings(
         metrics_port=read.integer("MS_METRICS_PORT") or None,
         metrics_host=read.host("MS_METRICS_HOST"),
         audit_log_path=read.path("MS_AUDIT_LOG"),
+        incident_path=read.path("MS_INCIDENT_DIR"),
         drain_stragglers=drain_policy(
             read.text("MS_DRAIN_STRAGGLERS") if drain_stragglers is None else drain_stragglers
         ),
