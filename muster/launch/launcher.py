@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from muster.errors import SIGTERM_EXIT_CODE, SettingsError
 from muster.launch import fork
+from muster.launch.last_stacks import LastStacks
 from muster.launch.plan import ENDED_VARIABLE, LaunchPlan, Recipe
 from muster.launch.process import Child, Guardian, reap, spawn, timestamp
 from muster.launch.programs import AGENT
@@ -137,7 +138,7 @@ class Launcher:
             self._screen.say(note)
         self._directory = self._make_directory()
         self._history = self._begin_history()
-        self._guardian = Guardian.start()
+        self._guardian, self._stacks = Guardian.start(), LastStacks()
         self._watch_signals()
         try:
             become = self._start_all() or self._see_to_the_end()
@@ -344,6 +345,7 @@ class Launcher:
         self._wake_read.close()
         self._wake_write.close()
         self._close_door()
+        self._stacks.close()
 
     def _close_door(self) -> None:
         for end in self._door:
@@ -443,6 +445,7 @@ class Launcher:
 
     def _start(self, recipe: Recipe, *, again: bool = False) -> Child | None:
         """Starts a process; returns None in the new process itself, if it is a fork."""
+        recipe = replace(recipe, env={**recipe.env, **self._stacks.variables})
         child = spawn(recipe, self._directory.path, self._guardian, self._screen.say, log_needed=not again)
         if child is None:
             self._inherits = recipe.inherits
@@ -736,13 +739,14 @@ class Launcher:
 
     def _overdue(self) -> None:
         """Handles the deadline; scheduler and uplink are asked to end once no worker is left."""
-        number = self._next_signal
+        number, grace_s = self._next_signal, self._policy.grace_s
         late = [child for child in self._alive() if child in self._workers or not self._working()]
         late = [child for child in late if child not in self._last_words]
         for child in late:
             if number == signal.SIGKILL:
-                waited = f"did not end within {self._policy.grace_s:g} s; killed"
-                self._screen.say(f"{self._name(child)} (pid {child.pid}) {waited}")
+                kept = self._stacks.keep(child.pid, child.label, self._directory.path)
+                who = f"{self._name(child)} (pid {child.pid}) did not end within {grace_s:g} s"
+                self._screen.say(f"{who}; killed{kept}")
             child.signal(number)
         self._deadline = None
         if number != signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""``muster status``, ``jobs``, ``health``, ``drain``, ``stacks``: ask a running scheduler, show the answer."""
+"""``muster status``, ``jobs``, ``health``, ``drain``, ``stacks``: ask a scheduler, and show its answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Evidence of a standstill: whose stacks are asked for, when, and when no answer is waited for any more.
 
-A rank that is named as late is asked before the hang's time-out runs out, once for each standstill; an
-operator may ask at any time. To ask ends nothing and decides nothing: the worker answers, or its time is over.
+A rank that is named as late is asked before the hang's time-out runs out, once for each standstill. An
+operator may ask at any time. To ask ends nothing and decides nothing: a worker answers, or its time is over.
 """
 
 from __future__ import annotations
