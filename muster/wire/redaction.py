@@ -13,6 +13,9 @@ REMOVED = "(removed)"
 SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
 """Words in the name of a variable whose value is secret."""
 
+NO_SECRETS = ("_FILE", "_PATH", "_DIR", "_SOCK", "OLDPWD")
+"""Ends of names whose values are paths and no secrets, though the name has such a word."""
+
 SHORTEST = 4
 """Characters from which on a value is looked for: a shorter one stands in many words."""
 
@@ -33,8 +36,9 @@ def secrets_of(env: Mapping[str, str]) -> list[str]:
         value
         for name, value in env.items()
         if len(value) >= SHORTEST
+        and name != "PWD"
         and any(word in name.upper() for word in SECRET_WORDS)
-        and not name.upper().endswith(("_FILE", "_PATH"))
+        and not name.upper().endswith(NO_SECRETS)
     }
     return sorted(found, key=len, reverse=True)
 

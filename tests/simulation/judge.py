@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from muster.scheduler.core import events as scheduler_events
 from muster.scheduler.core import records
 from muster.scheduler.core.events import Decision
+from muster.scheduler.core.evidence_state import GATHER_S, INCIDENTS_APART_S
 from muster.scheduler.core.job import Job, as_sent
 from muster.scheduler.core.machine import Machine
 from muster.wire import messages
@@ -94,6 +95,7 @@ class Judge:
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
         self.formed_at = 0.0
+        self.gathered_at = -math.inf  # evidence of a hang
         self.change_gave_up_at = 0.0  # a planned change found no step to end with, in its time
 
     def fault(self, what: str) -> NoReturn:
@@ -514,6 +516,19 @@ class Judge:
         elif session in self.identity:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
+    def _check_evidence(self, decision: Decision) -> None:
+        """Who is expelled for a hang was asked for its stacks before; evidence comes once a minute at most."""
+        now, up_since = self.world.loop.now, self.world.scheduler.up_since
+        for bundle in decision.bundles:
+            apart_s = now - max(self.gathered_at, up_since)
+            seldom = self.gathered_at < up_since or apart_s > INCIDENTS_APART_S - GATHER_S
+            self.expect(seldom, f"evidence of {bundle.sentence} comes {apart_s:.1f} s after the last")
+            self.gathered_at = now
+        hung = [
+            r for r in decision.records if isinstance(r, records.Removed) and "MS_HANG_TIMEOUT" in r.reason
+        ]
+        self.expect(not hung or self.gathered_at >= up_since, f"{hung} without evidence of that")
+
     def stepped(self, event: scheduler_events.Event, decision: Decision, *, alone: bool) -> None:
         """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
         if isinstance(event, scheduler_events.Joined):
@@ -543,6 +558,7 @@ class Judge:
                     self.forgiven_at[process] = self.ended_at[event.session]
                 self.expect(gone or may_live, f"{process} is gone, and keeps its claim")
 
+        self._check_evidence(decision)
         self._check_planned_change()
 
     def _check_planned_change(self) -> None:

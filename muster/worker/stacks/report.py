@@ -85,7 +85,13 @@ def own_stacks() -> str:
     for thread in threading.enumerate():
         number = f"hread 0x{thread.ident or 0:016x}"
         text = text.replace(f"{number} (", f"{number}, {thread.name} (")
-    return text
+    return "\n\n".join(sorted(text.split("\n\n"), key=_own_last))
+
+
+def _own_last(thread: str) -> int:
+    """Puts the main thread first, and Muster's own threads last."""
+    head = thread.partition("\n")[0]
+    return 0 if ", MainThread (" in head else 2 if ", muster-" in head else 1
 
 
 def asked_stacks(mailbox: Mailbox, pid: int) -> str:
@@ -96,6 +102,7 @@ def asked_stacks(mailbox: Mailbox, pid: int) -> str:
         said = mailbox.ask(each)
         if said is None:
             continue
+        said = "\n\n".join(sorted(said.split("\n\n"), key=lambda thread: not thread.startswith("Current")))
         (found if said else silent).append(f"process {each}:\n{said}" if said else str(each))
         if len(found) + len(silent) >= ASKED_AT_MOST:
             break
@@ -111,11 +118,12 @@ def _text(
     env: Mapping[str, str],
 ) -> str:
     parts = [head]
-    for title, take in sections:
+    for title, take in sections:  # the first one is the longest
         try:
             said = take()
         except Exception as error:  # one that cannot be had must not cost the others
             said = f"none: {error!r}"
+        said = _cut(said, limit_bytes * 5 // 8)
         parts.append(f"{title}: {said}" if "\n" not in said else f"{title}:\n{said}")
     return _cut(without_secrets("\n\n".join(parts), env), limit_bytes)
 
