@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Process = tuple[str, int]
 
+LATE = "does not come to the step for which"
+"""Says who is late."""
+
 TWO_ROUNDS_S = 12.0
 """A round of probes that began just before a cut was over still finds it, in 3 s; the next begins when
 somebody is late again, 4 s later, and takes 3 s if others cannot reach each other still."""
@@ -95,7 +98,7 @@ class Judge:
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
         self.formed_at = 0.0
-        self.gathered_at = -math.inf  # evidence of a hang
+        self.stacks_wanted_at = -math.inf  # of those that are late
         self.change_gave_up_at = 0.0  # a planned change found no step to end with, in its time
 
     def fault(self, what: str) -> NoReturn:
@@ -517,17 +520,19 @@ class Judge:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
     def _check_evidence(self, decision: Decision) -> None:
-        """Who is expelled for a hang was asked for its stacks before; evidence comes once a minute at most."""
+        """Who is named as late is asked for its stacks, at most once a minute, and the evidence comes soon."""
         now, up_since = self.world.loop.now, self.world.scheduler.up_since
+        if any(isinstance(told, messages.StacksWanted) for _, told in decision.messages):
+            apart_s = now - max(self.stacks_wanted_at, up_since)
+            seldom = self.stacks_wanted_at < up_since or apart_s >= INCIDENTS_APART_S
+            self.expect(seldom, f"stacks are asked for again after {apart_s:.1f} s")
+            self.stacks_wanted_at = now
+        asked = self.stacks_wanted_at >= up_since
+        self.expect(asked or LATE not in decision.reason, f"nobody is asked for stacks: {decision.reason}")
+        held_up_s = self.world.scheduler.held_up_s()
         for bundle in decision.bundles:
-            apart_s = now - max(self.gathered_at, up_since)
-            seldom = self.gathered_at < up_since or apart_s > INCIDENTS_APART_S - GATHER_S
-            self.expect(seldom, f"evidence of {bundle.sentence} comes {apart_s:.1f} s after the last")
-            self.gathered_at = now
-        hung = [
-            r for r in decision.records if isinstance(r, records.Removed) and "MS_HANG_TIMEOUT" in r.reason
-        ]
-        self.expect(not hung or self.gathered_at >= up_since, f"{hung} without evidence of that")
+            took_s = now - self.stacks_wanted_at
+            self.expect(took_s <= GATHER_S + held_up_s + 1.0, f"{bundle.sentence} takes {took_s:.1f} s")
 
     def stepped(self, event: scheduler_events.Event, decision: Decision, *, alone: bool) -> None:
         """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
