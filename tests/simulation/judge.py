@@ -520,7 +520,7 @@ class Judge:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
     def _check_evidence(self, decision: Decision) -> None:
-        """Who is named as late is asked for its stacks, at most once a minute, and the evidence comes soon."""
+        """Who is named as late is asked for its stacks, once a minute at most; the evidence comes soon."""
         now, up_since = self.world.loop.now, self.world.scheduler.up_since
         if any(isinstance(told, messages.StacksWanted) for _, told in decision.messages):
             apart_s = now - max(self.stacks_wanted_at, up_since)
