@@ -22,7 +22,7 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text()
     for page in (
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "deploy" / "README.md",
     )
 }

@@ -8,8 +8,8 @@ is stands in its first bytes and is overwritten; the rest is appended, a JSON ob
 A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
 What ends the script is handed on before that, so that scheduler and launcher hear the reason. An exception is
 seen by the exception hook and a normal end by ``atexit``; with which code a script exits Python lets nobody
-know, so ``sys.exit``, ``exit`` and ``quit`` note it. ARCHITECTURE.md says why each of them is there.
-SIGTERM ends the process, but within blocks that have something better to do (:func:`on_sigterm`).
+know, so ``sys.exit``, ``exit`` and ``quit`` note it (docs/design/process_end.md). SIGTERM ends the process,
+but within blocks that have something better to do (:func:`on_sigterm`).
 """
 
 from __future__ import annotations

@@ -107,10 +107,8 @@ def test_a_real_prometheus_sees_a_job_suspended(pki: Pki, tmp_path: Path) -> Non
 
         until(lambda: value(port, 'muster_job_state{exported_job="default",state="running"}') == 1.0, beat)
         for expr in queries():
-            empty = "rate(muster_refusals_total" in expr  # nobody was refused
-            until(lambda expr=expr, empty=empty: bool(ask(port, expr)) or empty, beat)  # type: ignore[misc]
+            until(lambda expr=expr: bool(ask(port, expr)) or may_be_empty(expr), beat)  # type: ignore[misc]
         assert value(port, "muster_workers_missing") == 0.0
-        assert value(port, 'max(muster_rank_lag_steps{exported_job="default"})') is not None
         second.call.cancel()
         until(lambda: "pending" in alerts(port).get("MusterJobSuspended", []))
         assert value(port, "muster_workers_missing") == 1.0
@@ -130,8 +128,7 @@ def test_a_real_prometheus_scrapes_a_job_that_trains_and_loses_a_worker(tmp_path
 
         until(lambda: step() > 5 and value(port, "muster_workers_missing") == 0.0)
         for expr in queries():
-            empty = "rate(muster_refusals_total" in expr  # nobody was refused
-            until(lambda expr=expr, empty=empty: bool(ask(port, expr)) or empty)  # type: ignore[misc]
+            until(lambda expr=expr: bool(ask(port, expr)) or may_be_empty(expr))  # type: ignore[misc]
         until(lambda: alerts(port) == {})
         os.kill(job.pid_of(2), signal.SIGKILL)
         until(lambda: "pending" in alerts(port).get("MusterWorkersMissing", []))
@@ -139,6 +136,11 @@ def test_a_real_prometheus_scrapes_a_job_that_trains_and_loses_a_worker(tmp_path
         reached = step()
         until(lambda: step() > reached + 5)
         assert list(alerts(port)) == ["MusterWorkersMissing"]
+
+
+def may_be_empty(expr: str) -> bool:
+    """Whether a query of the dashboard may find nothing: nobody was refused, nobody holds the others up."""
+    return "rate(muster_refusals_total" in expr or "muster_straggler_slowdown" in expr
 
 
 def configure(directory: Path, metrics: int) -> None:

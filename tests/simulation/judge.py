@@ -184,7 +184,8 @@ class Judge:
         """Who was expelled because it was not reached comes back when it is, unless the scheduler died."""
         if self.barred.pop(host, -1.0) <= self.world.scheduler.up_since:
             return
-        since = self.world.loop.now - 8.0  # a round may take so long
+        decided_at = self.world.loop.now - self.world.scheduler.held_up_s()
+        since = decided_at - 8.0  # a round may take so long
         for node_id in self.claims:
             cut = self.world.cables.was_cut_throughout(host, self.world.host(node_id), since)
             self.expect(not cut, f"{host} is taken in, and cannot reach {node_id}")

@@ -646,7 +646,7 @@ MUTANTS: dict[str, Mutant] = {
     "who is suspected goes, or nobody": Mutant(
         probing, "leaving_by_size", holds_on_to_suspicions, 950003099),
     "sides of a cut are compared as wholes": Mutant(
-        probing.Split, "apart", compares_whole_sides, 1102001898),
+        probing.Split, "apart", compares_whole_sides, 1102028948),
     "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(
@@ -654,7 +654,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "expelled and taken in at once": Mutant(probing_state.Probing, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 1537),
+    "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 35610),
     "busy ranks hang": Mutant(hearing, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),

@@ -392,12 +392,18 @@ class Job:
         self.say(f"{named_first(candidate)} has joined.")
 
     def take_back(self, event: events.Joined) -> None:
-        """Takes in a worker that opens its stream again: what it may have missed is sent once more."""
+        """Takes in a worker that opens its stream again: what it may have missed is sent once more.
+
+        Of two streams the newer one, by number, is the worker's: a Join may come late on one that it gave up.
+        """
         node_id = event.candidate.node_id
-        old = self.members.session_of(node_id)
-        if old is not None and old != event.session:
+        other = self.members.session_of(node_id)
+        if other is not None and other != event.session:
             sentence = f"{named_first(event.candidate)} has opened a newer stream."
-            self.outbox.send(old, messages.Refused(messages.RefusalCode.SUPERSEDED, sentence))
+            refused = messages.Refused(messages.RefusalCode.SUPERSEDED, sentence)
+            self.outbox.send(min(other, event.session), refused)
+            if event.session < other:
+                return
         contact = self.members.attach(node_id, event.session, self.now)
         contact.step = max(contact.step, event.step)
         if event.built and event.held_generation == self.ledger.generation:

@@ -142,7 +142,7 @@ def _how_many(job: Job) -> messages.Waiting:
 def _come_back(job: Job, event: events.Joined) -> None:
     """Takes in a worker that opens its stream again."""
     job.take_back(event)
-    if job.phase is Phase.FORMING:
+    if job.phase is Phase.FORMING and job.members.session_of(event.candidate.node_id) == event.session:
         is_long = len(job.ledger.claims) > LONG_LIST
         job.send(event.candidate.node_id, _how_many(job) if is_long else waiting_message(job))
 

@@ -459,7 +459,10 @@ def keep_outside(job: Job, event: events.Joined) -> bool:
         if other.candidate.node_id == candidate.node_id and session != event.session:
             same = other.candidate.incarnation == candidate.incarnation
             newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
-            job.outbox.send(session, messages.Refused(messages.RefusalCode.SUPERSEDED, newer))
+            refused = messages.Refused(messages.RefusalCode.SUPERSEDED, newer)
+            job.outbox.send(min(session, event.session), refused)
+            if event.session < session:  # its Join was long under way
+                return True
     job.probing.outside[event.session] = event
     why = job.probing.barred.get(candidate.host.id) or job.probing.barred[candidate.node_id]
     sentence = f"{name} is taken in when it and the members reach each other: {why}."

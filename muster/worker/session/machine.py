@@ -92,6 +92,7 @@ class MembershipMachine:
         self._messages: list[messages.WorkerMessage] = []
         self._notices: list[events.Notice] = []
         self._reason = ""
+        self._probe_asked = (0, 0)  # on which stream, and in which round
 
     def deadline(self) -> float | None:
         """The time of the next DeadlineReached; None: no timer is needed."""
@@ -497,6 +498,10 @@ class MembershipMachine:
         self._send(messages.Quiesced(message.generation, self._started))
 
     def _on_probe(self, message: messages.Probe) -> None:
+        asked = (self._link.stream, message.round)
+        if asked == self._probe_asked:  # said twice: a second answer would only hold up the next one
+            return
+        self._probe_asked = asked
         self._notices.append(events.ProbeWanted(message.round, message.targets))
 
     def _on_stacks_wanted(self, message: messages.StacksWanted) -> None:

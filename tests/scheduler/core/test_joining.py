@@ -171,6 +171,15 @@ def test_a_join_that_comes_twice_on_a_stream_is_answered_once() -> None:
     assert (again.messages, again.records) == ((), ())
 
 
+def test_a_join_that_comes_late_on_a_stream_that_was_given_up_takes_nobodys_place() -> None:
+    job = Machine("red", replace(SETTINGS, worker_num=2))
+    job.step(join(5, "a"), 0.0)
+    told = job.step(join(3, "a"), 0.1).messages
+    assert [(session, type(message)) for session, message in told] == [(3, messages.Refused)]
+    job.step(events.SessionLost(3, "it closed the stream", True), 0.2)
+    assert 5 in {session for session, _ in job.step(join(6, "b"), 0.3).messages}
+
+
 def test_a_launch_is_named_by_its_first_admission_whoever_comes_later_and_after_a_restart() -> None:
     """So that replacements know which checkpoints are of their own launch."""
 

@@ -40,8 +40,10 @@ class Hosts:
         self.said.append(self.last.reason)
         return self.last
 
-    def join(self, name: str, *, spare: bool = False, held_rank: int = -1) -> Decision:
-        session = self.sessions[name] = len(self.said) + 1
+    def join(self, name: str, *, spare: bool = False, held_rank: int = -1, late: bool = False) -> Decision:
+        session = 0 if late else len(self.said) + 1
+        if not late:
+            self.sessions[name] = session
         host = messages.Host(name[0], f"host-{name[0]}", "")
         size = self.job.job.settings.worker_num
         candidate = messages.Candidate(
@@ -599,6 +601,15 @@ def test_a_newer_process_of_a_node_takes_its_place_outside() -> None:
     hosts.incarnation = 3
     told = [message for session, message in hosts.join("b0").messages if session == first]
     assert [type(message) for message in told] == [messages.Refused]
+    hosts.tick(ROUND_PAUSE_S)
+    assert hosts.asked() == {"a0": ["b0"], "c0": ["b0"], "b0": ["a0", "c0"]}
+
+
+def test_of_two_streams_of_one_that_waits_outside_the_newer_one_stays() -> None:
+    hosts = expelled()
+    hosts.join("b0")
+    told = hosts.join("b0", late=True).messages
+    assert [(session, type(message)) for session, message in told] == [(0, messages.Refused)]
     hosts.tick(ROUND_PAUSE_S)
     assert hosts.asked() == {"a0": ["b0"], "c0": ["b0"], "b0": ["a0", "c0"]}
 

@@ -597,6 +597,13 @@ class TestUnplannedChange:
         w.hear(assignment(2, 1))
         assert w.feed(events.PeersLate(12.0)) == events.Effects()
 
+    def test_probes_asked_for_twice_are_made_once_on_a_stream(self) -> None:
+        w = Machine().welcomed()
+        targets = (("n1", "x:1"),)
+        for number, asked in ((7, True), (7, False), (8, True)):
+            w.hear(messages.Probe(number, targets))
+            assert w.last.notices == ((events.ProbeWanted(number, targets),) if asked else ())
+
     def test_probes_are_made_and_answered_by_whoever_has_been_welcomed(self) -> None:
         w = Machine().welcomed()
         w.hear(messages.Probe(7, (("n1", "x:1"),)))
