@@ -8,6 +8,7 @@ from pathlib import Path
 
 from muster.wire.files import read_regular
 from muster.wire.launches import INCIDENTS
+from muster.wire.log_lines import one_line
 
 SHOWN = 8
 """So many hangs are shown, the newest."""
@@ -61,7 +62,10 @@ def _hang(path: Path) -> ObservedHang:
 
 
 def _text(path: Path) -> str:
+    if path.is_symlink():
+        return "It is a link, and none is followed here."
     try:
-        return read_regular(path, MOST_BYTES).decode(errors="replace")
+        text = read_regular(path, MOST_BYTES).decode(errors="replace")
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"It cannot be shown: {error.strerror}."
+    return "\n".join(map(one_line, text.split("\n")))
