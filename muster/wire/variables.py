@@ -47,7 +47,7 @@ class Variable(NamedTuple):
         length: most characters of a text.
         shown: the default in words, where ``default`` is not it: another variable's, say.
         options: those that go before it, each with its command; what ``status`` takes, ``jobs``, ``health``,
-            ``drain`` and ``web`` take too.
+            ``drain``, ``stacks`` and ``web`` take too.
     """
 
     kind: str

@@ -73,12 +73,12 @@ def ras_answer(address: tuple[str, int]) -> str:
     return text or f"none: no answer within {RAS_LIMIT_S:g} s"
 
 
-def gpus() -> str:
+def gpus(library: str = "pynvml") -> str:
     """What the driver says of the GPUs of this host: load, memory, clocks, temperature, or why nothing."""
-    if find_spec("pynvml") is None:
+    if find_spec(library) is None:
         return "none: nvidia-ml-py is not installed here"
     try:
-        nvml: Any = importlib.import_module("pynvml")
+        nvml: Any = importlib.import_module(library)
         nvml.nvmlInit()
     except Exception as error:
         return f"none: {error}"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from muster.scheduler.core import evidence
 from muster.scheduler.core.events import (
+    BuiltReported,
     Bundle,
     CoreSettings,
     Decision,
@@ -38,7 +39,7 @@ class Trio:
             join = scenes.join(number, node, 3)
             self.feed(join.replaced(gives_stacks=node not in old, probe_address=f"{node}:1"))
         for number in (1, 2, 3):
-            self.feed(scenes.events.BuiltReported(number, 1))
+            self.feed(BuiltReported(number, 1))
 
     def feed(self, event: object) -> Decision:
         decision = self.job.step(event, self.now)  # type: ignore[arg-type]

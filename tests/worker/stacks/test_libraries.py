@@ -50,11 +50,11 @@ def test_a_process_without_nccl_is_not_asked() -> None:
 def test_torch_s_recorder_is_read_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert libraries.torch_recorder() == "none: this process has not imported torch"
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())
     assert libraries.torch_recorder() == "none: this torch is built without it"
     recorder = SimpleNamespace(_dump_nccl_trace_json=lambda: b'{"entries": []}')
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
     assert libraries.torch_recorder() == '{"entries": []}'
 
 
@@ -73,7 +73,7 @@ def test_gpus_are_described_and_a_driver_that_fails_is_said(monkeypatch: pytest.
         nvmlDeviceGetClockInfo=lambda handle, which: 1980,
         nvmlDeviceGetTemperature=lambda handle, which: 61,
     )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert libraries.gpus() == "GPU 0: 100 % busy, 10.0 of 80.0 GB, 1980 MHz, 61 C"
 
     def fails() -> None:
