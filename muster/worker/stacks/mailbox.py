@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create(FILE)
+        self._lock = threading.Lock()
 
     @property
     def path(self) -> str:
@@ -51,14 +53,19 @@ class Mailbox:
         except OSError:
             return None
         try:
-            if not catches(pid, SIGNAL) or age_s(pid) < YOUNG_S:
-                return None
-            os.ftruncate(self._descriptor, 0)
+            with self._lock:
+                return self._ask(pid, handle, wait_s)
+        finally:
+            os.close(handle)
+
+    def _ask(self, pid: int, handle: int, wait_s: float) -> str | None:
+        if not answers(pid):
+            return None
+        os.ftruncate(self._descriptor, 0)
+        try:
             signal.pidfd_send_signal(handle, SIGNAL)
         except OSError:
             return None
-        finally:
-            os.close(handle)
         self._await(time.monotonic() + wait_s)
         return os.pread(self._descriptor, MOST_BYTES, 0).decode(errors="replace").strip()
 
@@ -72,6 +79,14 @@ class Mailbox:
             time.sleep(_LOOK_S)
             if (new := os.fstat(self._descriptor).st_size) != size:
                 size, since = new, now
+
+
+def answers(pid: int) -> bool:
+    """Whether a process may be asked: it is there, has a handler, and is about to run no other program."""
+    try:
+        return catches(pid, SIGNAL) and age_s(pid) >= YOUNG_S
+    except OSError:
+        return False
 
 
 def catches(pid: int, number: int) -> bool:

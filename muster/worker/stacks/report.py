@@ -16,7 +16,7 @@ from muster.wire.redaction import without_secrets
 from muster.worker.stacks.handler import SIGNAL
 from muster.worker.stacks.kernel import threads_of
 from muster.worker.stacks.libraries import gpus, nccl_ras, torch_recorder
-from muster.worker.stacks.mailbox import Mailbox, family
+from muster.worker.stacks.mailbox import Mailbox, answers, family
 from muster.worker.stacks.native import native_frames
 
 CUT = "\n(cut)"
@@ -55,7 +55,7 @@ def own_report(limit_bytes: int, env: Mapping[str, str], recent: Sequence[Collec
 
 
 def program_report(mailbox: Mailbox, pid: int, limit_bytes: int, env: Mapping[str, str]) -> str:
-    """Where a program stands that is this process's child.
+    """Where a program stands that is this process's child, and what it has started.
 
     Args:
         mailbox: what its processes were given to write to.
@@ -63,11 +63,13 @@ def program_report(mailbox: Mailbox, pid: int, limit_bytes: int, env: Mapping[st
         limit_bytes: of the text.
         env: its environment, for what is secret in it.
     """
+    # A shell may have started it, or it may have started others.
+    pids = [each for each in family(pid) if answers(each)][:ASKED_AT_MOST] or [pid]
     sections: list[tuple[str, Callable[[], str]]] = [
-        ("Python stacks", lambda: asked_stacks(mailbox, pid)),
-        ("kernel", lambda: "\n".join(threads_of(pid))),
-        ("native frames", lambda: native_frames(pid)),
-        ("NCCL RAS", lambda: nccl_ras(pid, env)),
+        ("Python stacks", lambda: asked_stacks(mailbox, pids)),
+        ("kernel", lambda: "\n".join(line for each in pids for line in threads_of(each))),
+        ("native frames", lambda: native_frames(pids[0])),
+        ("NCCL RAS", lambda: nccl_ras(pids[0], env)),
         ("GPUs", gpus),
         ("torch's flight recorder", lambda: FOREIGN_RECORDER),
     ]
@@ -94,18 +96,17 @@ def _own_last(thread: str) -> int:
     return 0 if ", MainThread (" in head else 2 if ", muster-" in head else 1
 
 
-def asked_stacks(mailbox: Mailbox, pid: int) -> str:
-    """The Python stacks of a process, and of those that it has started, which have Muster's handler."""
+def asked_stacks(mailbox: Mailbox, pids: Iterable[int]) -> str:
+    """The Python stacks of those of these processes that have Muster's handler."""
     found: list[str] = []
     silent: list[str] = []
-    for each in family(pid):
-        said = mailbox.ask(each)
-        if said is None:
-            continue
-        said = "\n\n".join(sorted(said.split("\n\n"), key=lambda thread: not thread.startswith("Current")))
-        (found if said else silent).append(f"process {each}:\n{said}" if said else str(each))
-        if len(found) + len(silent) >= ASKED_AT_MOST:
-            break
+    for pid in pids:
+        said = mailbox.ask(pid)
+        if said:
+            threads = sorted(said.split("\n\n"), key=lambda thread: not thread.startswith("Current"))
+            found.append("\n\n".join((f"process {pid}:", *threads)))
+        elif said is not None:
+            silent.append(str(pid))
     if silent:
         found.append(f"no answer from pid {', '.join(silent)}: stopped, or in the kernel")
     return "\n\n".join(found) or UNASKED

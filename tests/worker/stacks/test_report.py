@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 
 from muster.wire.messages import Collective
-from muster.worker.stacks.mailbox import Mailbox
+from muster.worker.stacks.handler import VARIABLE
+from muster.worker.stacks.mailbox import YOUNG_S, Mailbox, age_s
 from muster.worker.stacks.report import own_report, program_report
+from tests.waiting import wait_for
 
 CALL = Collective(7, "all_reduce", "world", "float32", 16, False)
 
@@ -62,6 +66,32 @@ def test_a_program_without_handler_is_described_by_the_kernel_alone_and_lives() 
     finally:
         program.kill()
         program.wait()
+        mailbox.close()
+
+
+def test_a_program_that_a_shell_has_started_is_found() -> None:
+    mailbox = Mailbox()
+    script = (
+        f"import os, sys, time; sys.path[:0] = {sys.path!r}\n"
+        "from muster.worker.stacks.handler import answer_signal\n"
+        "answer_signal(os.environ)\nprint(os.getpid(), flush=True)\n"
+        "def hangs_here():\n    time.sleep(600)\nhangs_here()"
+    )
+    program = subprocess.Popen(
+        ["sh", "-c", 'env "$@"; :', "sh", sys.executable, "-c", script],
+        env={**os.environ, VARIABLE: mailbox.path},
+        stdout=subprocess.PIPE,
+    )
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    try:
+        assert pid != program.pid
+        wait_for(lambda: age_s(pid) > YOUNG_S)
+        text = program_report(mailbox, program.pid, 64 * 1024, {})
+        assert f"process {pid}:" in text and "in hangs_here" in text and f"thread {pid} (" in text
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        program.communicate()
         mailbox.close()
 
 
