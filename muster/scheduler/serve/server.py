@@ -46,7 +46,6 @@ from muster.scheduler.serve.service import SERVICE, Service
 from muster.scheduler.serve.sessions import Limits, Sessions
 from muster.scheduler.store.service import StoreService
 from muster.scheduler.watch.service import WatchService
-from muster.wire.launches import INCIDENTS
 from muster.wire.settings import server_options, show_address
 from muster.wire.threads import Pool
 
@@ -184,12 +183,6 @@ def _storage(settings: SchedulerSettings, leadership: Leadership | None) -> Stor
     return InThread(lambda: Journal(path / name, owner=settings.job_id))
 
 
-def _incidents(settings: SchedulerSettings) -> IncidentFiles | None:
-    beside = settings.recovery_path / INCIDENTS if settings.recovery_path is not None else None
-    path = settings.incident_path or beside
-    return IncidentFiles(path) if path is not None else None
-
-
 def _jobs(
     settings: SchedulerSettings,
     loop: asyncio.AbstractEventLoop,
@@ -197,6 +190,7 @@ def _jobs(
     leadership: Leadership | None,
     storage: Storage | None,
 ) -> Jobs:
+    kept_at = settings.incident_directory
     return Jobs(
         settings,
         loop,
@@ -204,7 +198,7 @@ def _jobs(
         new_machine=lambda job_id, core: AdoptingJob(job_id, core, (), 0.0, adopt=settings.adopt),
         recover_machine=functools.partial(AdoptingJob, adopt=settings.adopt),
         storage=storage,
-        incidents=_incidents(settings),
+        incidents=IncidentFiles(kept_at) if kept_at is not None else None,
         stood_by=lambda: leadership is not None and leadership.stood_by,
     )
 

@@ -7,7 +7,6 @@ handler for already is left to it.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -54,4 +53,6 @@ def let_trace(pid: int) -> None:
     except OSError:
         return
     if restricted:
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, pid, 0, 0, 0)

@@ -132,7 +132,7 @@ def _text(
 def _cut(text: str, limit_bytes: int) -> str:
     data = text.encode(errors="replace")
     if len(data) <= limit_bytes:
-        return text
+        return data.decode(errors="replace")
     return data[: max(0, limit_bytes - len(CUT))].decode(errors="ignore") + CUT
 
 
