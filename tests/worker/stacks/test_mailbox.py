@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from muster.worker.stacks.handler import SIGNAL, VARIABLE
 from muster.worker.stacks.mailbox import YOUNG_S, Mailbox, age_s, catches, family
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 HANGS = """
 import ctypes, os, signal, sys, threading, time
@@ -101,7 +102,9 @@ def test_who_has_no_handler_is_not_sent_the_signal(mailbox: Mailbox) -> None:
 def test_a_handler_of_the_script_s_own_is_left_alone(mailbox: Mailbox) -> None:
     with hanging("python", mailbox, before=OWN) as process:
         process.send_signal(SIGNAL)
-        assert process.stdout is not None and process.stdout.readline() == b"own\n"
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], LIMIT_S)[0], "the handler is not the script's any more"
+        assert process.stdout.readline() == b"own\n"
 
 
 def test_one_that_was_just_forked_is_not_asked(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
