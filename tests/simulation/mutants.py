@@ -646,7 +646,7 @@ MUTANTS: dict[str, Mutant] = {
     "who is suspected goes, or nobody": Mutant(
         probing, "leaving_by_size", holds_on_to_suspicions, 950003099),
     "sides of a cut are compared as wholes": Mutant(
-        probing.Split, "apart", compares_whole_sides, 1102028948),
+        probing.Split, "apart", compares_whole_sides, 1103226210),
     "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import os
 import resource
 import signal
@@ -40,6 +39,7 @@ from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.jobs.storage import Storage
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen
+from muster.scheduler.serve.garbage import collect_seldom, keep_collecting
 from muster.scheduler.serve.health import GuardedHealth
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.service import SERVICE, Service
@@ -53,10 +53,6 @@ if TYPE_CHECKING:
     from muster.scheduler.etcd.leadership import Leadership
 
 MAX_REQUEST_BYTES = 1024 * 1024
-COLLECT_AFTER = (50_000, 50, 100)
-"""Thresholds of Python's garbage collector: sessions live long, there are thousands of them, and a look at
-all of them finds nothing. With 5,000 workers the collector's own took 7 % of the scheduler's time."""
-
 AT_ONCE = 16
 """Calls that block, made at the same time at most."""
 
@@ -227,8 +223,8 @@ async def _serve(
     async with contextlib.AsyncExitStack() as at_end:
         if settings.metrics_port is not None:
             at_end.callback(await _start_metrics(settings, jobs, sessions, recorder, security, leadership))
-        informing = asyncio.ensure_future(_keep_systemd_informed())
-        at_end.callback(informing.cancel)
+        for work in (_keep_systemd_informed(), keep_collecting()):
+            at_end.callback(asyncio.ensure_future(work).cancel)
         if security is not None and tls is not None:  # also while it stands by, which may take weeks
             at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         if leadership is not None:
@@ -409,8 +405,7 @@ def _raise_file_limit() -> None:
 
 def main(settings: SchedulerSettings, security: Follower | None, watch: HandshakeWatch | None = None) -> int:
     """Runs the scheduler in this process; see :func:`run`."""
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    collect_seldom()
     try:
         return asyncio.run(run(settings, security, watch))
     finally:
