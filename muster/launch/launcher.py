@@ -356,6 +356,7 @@ class Launcher:
 
     def _follow(self) -> None:
         """Shows the group, who it waits for, and its progress, as workers have noted it."""
+        self._stacks.look(self._workers, self._directory.path, self._screen.say)
         known = self._workers if not self._generation else [w for w in self._workers if w.returncode is None]
         worker = next((each for each in known if each.returncode is None), known[0] if known else None)
         if worker is None or (self._stopping and self._generation):
@@ -740,9 +741,8 @@ class Launcher:
     def _overdue(self) -> None:
         """Handles the deadline; scheduler and uplink are asked to end once no worker is left."""
         number, grace_s = self._next_signal, self._policy.grace_s
-        late = [child for child in self._alive() if child in self._workers or not self._working()]
-        late = [child for child in late if child not in self._last_words]
-        for child in late:
+        alive = [child for child in self._alive() if child not in self._last_words]
+        for child in [each for each in alive if each in self._workers or not self._working()]:
             if number == signal.SIGKILL:
                 kept = self._stacks.keep(child.pid, child.label, self._directory.path)
                 who = f"{self._name(child)} (pid {child.pid}) did not end within {grace_s:g} s"

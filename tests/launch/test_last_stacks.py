@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from muster.launch.last_stacks import KEPT_AT_MOST, LastStacks
 from muster.worker.stacks.mailbox import YOUNG_S, age_s
+from tests.launch.launching import place
 from tests.waiting import wait_for
 
 HOLDS_THE_LOCK = """
@@ -42,6 +45,47 @@ def test_one_whose_lock_c_code_holds_says_where_it_stands(tmp_path: Path) -> Non
     said = (tmp_path / "stacks-3.txt").read_text()
     assert "in hangs_here" in said and "kernel:\nthread " in said
     assert (tmp_path / "stacks-3.txt").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_one_that_is_lost_because_c_code_holds_its_lock_is_looked_at_while_it_lives(tmp_path: Path) -> None:
+    script = """
+import ctypes, os, time
+import numpy as np
+import muster
+
+def hangs_here():
+    libc = ctypes.PyDLL(None)
+    time.sleep(1.5)
+    while True:
+        libc.pause()
+
+session = muster.init()
+muster.barrier()
+if session.rank == 1:
+    hangs_here()
+try:
+    while not os.path.exists("muster-runs/latest/stacks-1.txt"):
+        muster.all_reduce(np.ones(4))
+except muster.errors.MembershipChanged:
+    session.rejoin()
+    while not os.path.exists("over"):
+        time.sleep(0.1)
+"""
+    with place(tmp_path) as here:
+        launch = here.start(
+            "--scheduler", "-n", "2", "--min-workers", "1", command=(sys.executable, here.script(script)),
+            MS_NODE_TIMEOUT="3",
+        )  # fmt: skip
+        stacks = tmp_path / "muster-runs" / "latest" / "stacks-1.txt"
+        wait_for(
+            lambda: stacks.exists() and "kernel:" in stacks.read_text(), lambda: f"ended: {launch.poll()}"
+        )
+        (tmp_path / "over").touch()
+        launch.terminate()
+        _, err = launch.communicate(timeout=100)
+    assert "in hangs_here" in stacks.read_text()
+    assert "is lost to the others and lives; where it stood: " in err.decode()
 
 
 def test_one_without_handler_is_described_by_the_kernel_and_few_are(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TOO_OLD = "its Muster, or what carries its stream, is older than these requests"
 NO_STREAM = "it has no stream at the moment"
 NO_ANSWER = (
     f"it did not answer within {GATHER_S:g} s: it is stopped, or C code holds its interpreter's lock;"
-    " its launcher takes its stacks before it kills it"
+    " its launcher takes its stacks when it is lost"
 )
 
 
