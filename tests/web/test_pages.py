@@ -163,7 +163,7 @@ def test_the_copies_of_the_state_stand_in_the_head_and_with_each_worker() -> Non
 
 
 def test_the_page_says_where_the_evidence_of_a_hang_lies() -> None:
-    found = known(("a", "b"))
+    found = known(("0", "1"))
     page = JobPage(found, "0")
 
     def trouble(now: float) -> str:
