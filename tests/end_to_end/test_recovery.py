@@ -19,9 +19,12 @@ WAIT_S = 100.0
 pytestmark = pytest.mark.timeout(240, method="signal")
 
 
-def digits(directory: Path, workers: int, worker_min: int, epochs: int = 20, **env: str) -> Digits:
+def digits(
+    directory: Path, workers: int, worker_min: int, epochs: int = 20, pace_s: float = PACE_S, **env: str
+) -> Digits:
+    """A job that makes a step each ``pace_s`` until its end is due, so that it does not end before the harm."""
     job = Digits(
-        directory / "job", workers=workers, worker_min=worker_min, epochs=epochs, pace_s=PACE_S, say=print
+        directory / "job", workers=workers, worker_min=worker_min, epochs=epochs, pace_s=pace_s, say=print
     )
     job.env.update(env)
     return job
@@ -37,7 +40,7 @@ def test_killed_workers_are_replaced_and_no_step_is_lost(tmp_path: Path) -> None
 
 def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
     """At last it is killed together with a worker, whose death it finds when it is back."""
-    with digits(tmp_path, 4, 3, epochs=24, MS_NODE_TIMEOUT="2") as job:
+    with digits(tmp_path, 4, 3, epochs=12, pace_s=0.04, MS_NODE_TIMEOUT="2") as job:
         result = kill_schedulers(job, 2, random.Random(2))
     assert result["none_lost_or_redone"]
     assert (result["interruptions"], result["generations"]) == (0, [1])
@@ -47,7 +50,7 @@ def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
 
 def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> None:
     """It is stopped for so long that the workers give up their streams; it sees that when it goes on."""
-    with digits(tmp_path, 3, 3, epochs=90, MS_NODE_TIMEOUT="2") as job:
+    with digits(tmp_path, 3, 3, pace_s=0.1, MS_NODE_TIMEOUT="2") as job:
         job.begin()
         assert job.scheduler is not None
         log = job.directory / "scheduler.log"
@@ -79,7 +82,7 @@ def await_world(job: Digits, workers: list[WorkerProcess], world: int, generatio
 
 
 def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path: Path) -> None:
-    with digits(tmp_path, 3, 2, epochs=40, MS_NODE_TIMEOUT="1") as job:
+    with digits(tmp_path, 3, 2, epochs=16, pace_s=0.05, MS_NODE_TIMEOUT="1") as job:
         job.begin()
         first, stopped, third = job.workers
         stopped.process.send_signal(signal.SIGSTOP)
@@ -124,7 +127,7 @@ def test_a_loss_without_a_scheduler_ends_with_the_reason_and_the_state_on_disk(t
 @pytest.fixture
 def spared(tmp_path: Path) -> Iterator[Digits]:
     """Three workers that must be three, and a spare."""
-    with digits(tmp_path, 3, 3, epochs=30, MS_SPARES="1") as job:
+    with digits(tmp_path, 3, 3, epochs=12, pace_s=0.05, MS_SPARES="1") as job:
         job.begin()
         job.start_worker("spare", MS_WORKER_SPARE="1")
         job.wait("the spare waits", lambda: "waits as a spare" in job.workers[3].log.read_text(), WAIT_S)

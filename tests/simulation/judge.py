@@ -93,7 +93,8 @@ class Judge:
         self.asked_at = 0.0  # the newest round of probes
         self.came_back_at = -math.inf  # somebody of whom the journal knew
         self.round = 0
-        self.answered: set[int] = set()  # the streams on which it has been answered, and that are not over
+        self.asked: set[int] = set()  # the streams of the workers that it has asked
+        self.answered: set[int] = set()  # those on which it has been answered, and that are not over
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
@@ -467,7 +468,8 @@ class Judge:
         if isinstance(message, messages.Probe):
             self.asked_at = self.world.loop.now
             if message.round != self.round:
-                self.round, self.answered = message.round, set()
+                self.round, self.asked, self.answered = message.round, set(), set()
+            self.asked.add(session)
         if isinstance(message, messages.Refused | messages.Ended):
             self.closed.add(session)
             self.answered.discard(session)
@@ -512,7 +514,7 @@ class Judge:
             self.disturbed()
         session = getattr(event, "session", None)
         if isinstance(event, scheduler_events.ProbeAnswered) and event.round == self.round:
-            self.answered.add(event.session)
+            self.answered |= {event.session} & self.asked  # else it has come back on another stream since
         if isinstance(event, scheduler_events.SessionLost | scheduler_events.LeftCleanly):
             self.answered.discard(event.session)
         if isinstance(event, scheduler_events.SessionLost):
