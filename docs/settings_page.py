@@ -19,7 +19,7 @@ Names and meanings are MindSpore's where it has them. A wrong value ends the pro
 and a sentence that names the variable, the value and the legal range. This page is made of the tables that
 the code reads (`wire/variables.py`, `certs/config.py`); `muster run --help` and
 `muster scheduler --help` show the variables on a terminal. An option goes before its variable; those of
-`muster status` are also those of `jobs`, `health`, `drain` and `web`.
+`muster status` are also those of `jobs`, `health`, `drain`, `stacks` and `web`.
 
 | variable | read by | value | meaning | default | option |
 |---|---|---|---|---|---|

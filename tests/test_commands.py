@@ -83,7 +83,7 @@ def test_bash_completes_commands_and_their_options() -> None:
         ).stdout.split()
         for words in (["sta"], ["run", "--max"], ["status", "--wa"], ["certs", "rev"])
     ]
-    assert seen == [["status"], ["--max-restarts"], ["--watch"], ["revoke"]]
+    assert seen == [["status", "stacks"], ["--max-restarts"], ["--watch"], ["revoke"]]
 
 
 def test_every_command_has_words_to_complete() -> None:

@@ -399,7 +399,7 @@ LAUNCH = f"muster run -n 3 --min-workers 2 --max-restarts 0 --scheduler {BOTH} -
 
 def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
     (shell.folder / "train.py").write_text(STEPS)
-    watch, jobs, drain, health = to_run("docs/operating.md")
+    watch, jobs, drain, stacks, health = to_run("docs/operating.md")
     shell.run(INIT)
     with shell.running(LAUNCH) as launch:
         await_shown(shell, "running")
@@ -408,6 +408,7 @@ def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
         where = {"MS_SCHED_PORT": address[1], "MS_CLIENT_PASSWORD_FILE": "keys/password"}
         assert "running" in shell.run(jobs, **where)
         assert "SERVING" in shell.run(health, **where)
+        assert "MainThread (most recent call first)" in shell.run(stacks.replace("NODE", "1"), **where)
         shell.run(drain.replace("NODE", "2"), **where)
         await_shown(shell, "2 of")
         shell.interrupted(watch, after="running")

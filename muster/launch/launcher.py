@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from muster.errors import SIGTERM_EXIT_CODE, SettingsError
 from muster.launch import fork
+from muster.launch.last_stacks import LastStacks
 from muster.launch.plan import ENDED_VARIABLE, LaunchPlan, Recipe
 from muster.launch.process import Child, Guardian, reap, spawn, timestamp
 from muster.launch.programs import AGENT
@@ -137,7 +138,7 @@ class Launcher:
             self._screen.say(note)
         self._directory = self._make_directory()
         self._history = self._begin_history()
-        self._guardian = Guardian.start()
+        self._guardian, self._stacks = Guardian.start(), LastStacks()
         self._watch_signals()
         try:
             become = self._start_all() or self._see_to_the_end()
@@ -204,7 +205,8 @@ class Launcher:
         """Starts the scheduler and the workers, after importing what those that are to be forked need."""
         plan = self._plan
         if plan.scheduler is not None:
-            recipe = fork.warmed_scheduler(plan.scheduler, plan.config_path)
+            env = {**self._directory.incidents(os.environ), **plan.scheduler.env}
+            recipe = fork.warmed_scheduler(replace(plan.scheduler, env=env), plan.config_path)
             self._scheduler = self._start(recipe)
             if self._scheduler is None:
                 return functools.partial(fork.become, recipe)
@@ -343,6 +345,7 @@ class Launcher:
         self._wake_read.close()
         self._wake_write.close()
         self._close_door()
+        self._stacks.close()
 
     def _close_door(self) -> None:
         for end in self._door:
@@ -353,6 +356,7 @@ class Launcher:
 
     def _follow(self) -> None:
         """Shows the group, who it waits for, and its progress, as workers have noted it."""
+        self._stacks.look(self._workers, self._directory.path, self._screen.say)
         known = self._workers if not self._generation else [w for w in self._workers if w.returncode is None]
         worker = next((each for each in known if each.returncode is None), known[0] if known else None)
         if worker is None or (self._stopping and self._generation):
@@ -442,6 +446,7 @@ class Launcher:
 
     def _start(self, recipe: Recipe, *, again: bool = False) -> Child | None:
         """Starts a process; returns None in the new process itself, if it is a fork."""
+        recipe = replace(recipe, env={**recipe.env, **self._stacks.variables})
         child = spawn(recipe, self._directory.path, self._guardian, self._screen.say, log_needed=not again)
         if child is None:
             self._inherits = recipe.inherits
@@ -735,13 +740,13 @@ class Launcher:
 
     def _overdue(self) -> None:
         """Handles the deadline; scheduler and uplink are asked to end once no worker is left."""
-        number = self._next_signal
-        late = [child for child in self._alive() if child in self._workers or not self._working()]
-        late = [child for child in late if child not in self._last_words]
-        for child in late:
+        number, grace_s = self._next_signal, self._policy.grace_s
+        alive = [child for child in self._alive() if child not in self._last_words]
+        for child in [each for each in alive if each in self._workers or not self._working()]:
             if number == signal.SIGKILL:
-                waited = f"did not end within {self._policy.grace_s:g} s; killed"
-                self._screen.say(f"{self._name(child)} (pid {child.pid}) {waited}")
+                kept = self._stacks.keep(child.pid, child.label, self._directory.path)
+                who = f"{self._name(child)} (pid {child.pid}) did not end within {grace_s:g} s"
+                self._screen.say(f"{who}; killed{kept}")
             child.signal(number)
         self._deadline = None
         if number != signal.SIGKILL:

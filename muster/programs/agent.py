@@ -54,6 +54,9 @@ from muster.worker.program_environment import (
     torch_variables,
 )
 from muster.worker.session.credentials import load_keyring
+from muster.worker.stacks.handler import VARIABLE as STACKS_VARIABLE
+from muster.worker.stacks.mailbox import Mailbox
+from muster.worker.stacks.report import program_report
 
 if TYPE_CHECKING:
     from muster.worker.session.session import Session
@@ -108,6 +111,7 @@ class Agent:
         self._asked_to_end = False
         self._starts = 0
         self._secret = HandedSecret()
+        self._mailbox = Mailbox()
 
     def run(self) -> int:
         """Joins, and runs the command in one generation after the other; returns its exit code.
@@ -119,6 +123,7 @@ class Agent:
         ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         session = self._session = runtime.init("torch")
+        session.take_stacks = self._take_stacks
         signal.signal(signal.SIGTERM, self._ask_to_end)
         signal.signal(signal.SIGINT, self._ask_to_end)
         try:
@@ -203,6 +208,7 @@ class Agent:
         self._line, theirs = socket.socketpair()
         with theirs:
             env = {**os.environ, **variables, AGENT_VARIABLE: str(theirs.fileno())}
+            env[STACKS_VARIABLE] = self._mailbox.path
             if secret:
                 env[DESCRIPTOR_VARIABLE] = str(*secret)
             script = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(), *secret))
@@ -210,6 +216,13 @@ class Agent:
         if self._asked_to_end:  # it came just before
             script.send_signal(signal.SIGTERM)
         return script
+
+    def _take_stacks(self, limit_bytes: int) -> str:
+        """Where the script stands; called by a thread of the session's."""
+        script = self._script
+        if script is None or script.poll() is not None:
+            return "No program runs here at the moment."
+        return program_report(self._mailbox, script.pid, limit_bytes, os.environ)
 
     def _say(self, descriptors: Sequence[int] = (), **said: object) -> bool:
         """Says something to a script that listens, and gives it descriptors; returns whether it is there."""

@@ -25,6 +25,7 @@ from muster.errors import SecurityError
 from muster.programs.assignment import KEY, Handover
 from muster.wire.settings import is_loopback
 from muster.worker.program_environment import STORE_VARIABLE
+from muster.worker.stacks.handler import answer_signal
 
 if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials
@@ -44,6 +45,7 @@ _CONNECT_TIMEOUT_S = 60.0
 def main(arguments: Sequence[str]) -> None:
     """Runs ``SCRIPT [ARGUMENT...]`` or ``-m MODULE [ARGUMENT...]`` as Python would."""
     sys.meta_path.insert(0, _Finder())
+    answer_signal(os.environ)
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         sys.path[0] = str(Path.cwd())

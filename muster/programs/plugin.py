@@ -22,6 +22,9 @@ VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
 """The same for workers of torchrun, which gives them stores by itself."""
 
+STACKS_VARIABLE = "MUSTER_STACKS"
+"""Where whoever may ask for the program's stacks wants them written."""
+
 _CONNECT_TIMEOUT = timedelta(seconds=300)
 _GLOO_THREAD = "pt_gloo_runloop"
 _SETTLED_S = 0.02
@@ -31,6 +34,10 @@ _LONGEST_S = 5.0
 
 def autoload() -> None:
     """Registers the rendezvous handlers and the backend in a program of Muster's."""
+    if STACKS_VARIABLE in os.environ:
+        from muster.worker.stacks.handler import answer_signal
+
+        answer_signal(os.environ)
     if VARIABLE not in os.environ:
         if TORCHRUN_VARIABLE in os.environ:
             _let_writes_settle(TORCHRUN_VARIABLE)

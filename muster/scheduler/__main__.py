@@ -1,4 +1,4 @@
-"""``python -m scheduler``: serve a job; ``status``, ``health`` and ``drain`` ask a running scheduler."""
+"""``python -m scheduler``: serve a job; ``status``, ``health``, ``drain``, ``stacks`` ask a running one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from muster.wire.variables import SCHEDULER, misspelt, option_help, variables_he
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.
 Settings come from the environment (below).
-Other commands: muster status, jobs, health (for probes) and drain; python -m scheduler has them, too."""
+Other commands: muster status, jobs, health (for probes), drain, stacks; python -m scheduler has them too."""
 
-COMMANDS = ("status", "jobs", "health", "drain")
+COMMANDS = ("status", "jobs", "health", "drain", "stacks")
 
 
 def main(

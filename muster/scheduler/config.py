@@ -15,6 +15,7 @@ from typing import Any
 from muster.scheduler.core.events import CoreSettings, DrainPolicy
 from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.files import path_of
+from muster.wire.launches import INCIDENTS
 from muster.wire.patience import breaking_pause_s, takeover_patience_s
 from muster.wire.rank_table import RankTable
 from muster.wire.settings import (
@@ -75,8 +76,15 @@ class SchedulerSettings:
     metrics_port: int | None = None
     metrics_host: str = default_of("MS_METRICS_HOST")
     audit_log_path: Path | None = None
+    incident_path: Path | None = None
     log_level: str = default_of("MS_LOG_LEVEL")
     drain_stragglers: DrainPolicy | None = None
+
+    @property
+    def incident_directory(self) -> Path | None:
+        """Where evidence of hangs is kept: as set, else beside the journal; None: nowhere."""
+        beside = self.recovery_path / INCIDENTS if self.recovery_path is not None else None
+        return self.incident_path or beside
 
     def core(self, *, own_job: bool = True) -> CoreSettings:
         """The settings of a job's state machine; the workers of a job other than the own one say its size."""
@@ -173,6 +181,7 @@ def load_settings(
         metrics_port=read.integer("MS_METRICS_PORT") or None,
         metrics_host=read.host("MS_METRICS_HOST"),
         audit_log_path=read.path("MS_AUDIT_LOG"),
+        incident_path=read.path("MS_INCIDENT_DIR"),
         drain_stragglers=drain_policy(
             read.text("MS_DRAIN_STRAGGLERS") if drain_stragglers is None else drain_stragglers
         ),

@@ -86,6 +86,7 @@ def page(directory: Path) -> str | None:
     Raises:
         OSError: the directory cannot be read.
     """
+    from muster.web.incidents import hangs_of
     from muster.web.logs import logs_of, tail
     from muster.web.pages import render
     from muster.web.past import load
@@ -114,6 +115,7 @@ def page(directory: Path) -> str | None:
         bars=bars(run.generations[-BARS:], until),
         said=run.said[-SENTENCES:],
         scheduler_said=run.scheduler_said[-SENTENCES:],
+        hangs=hangs_of(directory),
         logs=[(log.name, tail(log, LOG_LINES)) for log in logs_of(directory)],
     )
 

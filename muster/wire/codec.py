@@ -25,6 +25,8 @@ PROTOCOL_VERSION = 1
 MAX_COUNT = 65_536
 MAX_NUMBER = 2**63 - 1
 MAX_TEXT = 2048
+MAX_STACKS_BYTES = 64 * 1024
+"""Limit of what one worker says of where its process stands."""
 MAX_FACTS = 32
 MAX_RECENT = 64
 MAX_UNIQUE_IDS = 512
@@ -94,6 +96,7 @@ def _join(join: messages.Join) -> pb.Join:
         step=join.step,
         held_world_size=join.held_world_size,
         takes_deltas=join.takes_deltas,
+        gives_stacks=join.gives_stacks,
         **{
             **{name: to_proto(item) for name, item in vars(join.profile).items()},
             "facts": dict(join.profile.facts),
@@ -326,6 +329,13 @@ def _text(field: str, value: str) -> str:
     return one_line(value)
 
 
+def _lines(field: str, value: str) -> str:
+    """Reads text of many lines, each made safe."""
+    if len(value) > MAX_STACKS_BYTES:
+        raise WireError(f"{field} must have at most {MAX_STACKS_BYTES} characters; it has {len(value)}.")
+    return "\n".join(one_line(line) for line in value.split("\n"))
+
+
 def _line(_: str, value: str) -> str:
     """Reads free text of the scheduler, which may be long."""
     return one_line(value)
@@ -462,6 +472,7 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "busy": _text,
         "seconds": _rate,
     },
+    messages.Stacks: {"request": _whole(), "text": _lines},
     messages.RequestLeave: {"generation": _whole(), "reason": _text},
     messages.Leave: {
         "generation": _whole(),
@@ -500,6 +511,7 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "round": _as_is,
         "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT),
     },
+    messages.StacksWanted: {"request": _whole(), "limit_bytes": _whole(1, MAX_STACKS_BYTES)},
     messages.SnapshotWord: {"generation": _GENERATION, "complete": _whole(-1), "next": _whole()},
     messages.Refused: {"code": _refusal_code, "sentence": _line},
     messages.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
@@ -593,6 +605,7 @@ def _read_join(join: pb.Join) -> messages.Join:
         step=_whole()("step", join.step),
         held_world_size=_whole(0, MAX_COUNT)("held_world_size", join.held_world_size),
         takes_deltas=join.takes_deltas,
+        gives_stacks=join.gives_stacks,
     )
 
 
@@ -724,6 +737,17 @@ def decode_drain_request(data: bytes) -> tuple[str, str, str]:
     request = _parse(pb.DrainRequest, data)
     job_id = _name(empty=True)("job_id", request.job_id)
     return job_id, _name()("node_id", request.node_id), _text("reason", request.reason)
+
+
+def decode_stacks_request(data: bytes) -> tuple[str, str]:
+    """Returns the job ("" for the scheduler's own), and the node that is asked; "" for all workers.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(pb.StacksRequest, data)
+    job_id = _name(empty=True)("job_id", request.job_id)
+    return job_id, cast(str, _name(empty=True)("node_id", request.node_id))
 
 
 def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:

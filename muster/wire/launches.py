@@ -25,6 +25,11 @@ from typing import Any
 
 from muster.wire.files import open_own, read_regular
 
+INCIDENTS = "incidents"
+"""Where in a run's directory the evidence of hangs is."""
+
+INCIDENTS_VARIABLE = "MS_INCIDENT_DIR"
+
 RUNS = Path("muster-runs")
 LATEST = "latest"
 ATTEMPTS = 1000
@@ -115,6 +120,10 @@ class LaunchDirectory:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as out:
                 json.dump(asdict(facts), out)
+
+    def incidents(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Has a scheduler keep the evidence of hangs in this directory, unless the user names another."""
+        return {INCIDENTS_VARIABLE: env.get(INCIDENTS_VARIABLE) or str(self.path.absolute() / INCIDENTS)}
 
     def withdraw(self) -> None:
         """The launch is over."""

@@ -173,7 +173,8 @@ class Profile(Candidate):
 class Join(Value):
     """Asks for a place, or (``held_generation`` > 0) takes up again the place held before.
 
-    ``takes_deltas``: an assignment may build on one that came before on the same stream.
+    ``takes_deltas``: an assignment may build on one that came before on the same stream. ``gives_stacks``:
+    :class:`StacksWanted` is answered.
     """
 
     profile: Profile
@@ -183,6 +184,7 @@ class Join(Value):
     step: int = 0
     held_world_size: int = 0
     takes_deltas: bool = False
+    gives_stacks: bool = False
 
 
 class PublishUniqueIds(Value):
@@ -377,6 +379,13 @@ class Probed(Value):
     seconds: float = 0.0
 
 
+class Stacks(Value):
+    """Answer to :class:`StacksWanted`: where this worker's process stands, in lines, without secrets."""
+
+    request: int
+    text: str
+
+
 class RequestLeave(Value):
     """This worker wants to leave at a step boundary."""
 
@@ -406,6 +415,7 @@ WorkerMessage = (
     | SuspectPeer
     | Late
     | Probed
+    | Stacks
     | RequestLeave
     | Leave
 )
@@ -529,6 +539,13 @@ class Probe(Value):
     targets: tuple[tuple[str, str], ...]
 
 
+class StacksWanted(Value):
+    """Say where the process of this worker stands, in at most so many bytes; answer :class:`Stacks`."""
+
+    request: int
+    limit_bytes: int
+
+
 class SnapshotWord(Value):
     """Which snapshot counts, and which is to be taken next.
 
@@ -571,6 +588,7 @@ SchedulerMessage = (
     | Suspended
     | Quiesce
     | Probe
+    | StacksWanted
     | SnapshotWord
     | Refused
     | Ended

@@ -47,7 +47,7 @@ class Variable(NamedTuple):
         length: most characters of a text.
         shown: the default in words, where ``default`` is not it: another variable's, say.
         options: those that go before it, each with its command; what ``status`` takes, ``jobs``, ``health``,
-            ``drain`` and ``web`` take too.
+            ``drain``, ``stacks`` and ``web`` take too.
     """
 
     kind: str
@@ -297,6 +297,12 @@ TABLE = {
     ),
     "MS_METRICS_HOST": Variable("host", SCHEDULER, "Address for Prometheus metrics.", "127.0.0.1"),
     "MS_AUDIT_LOG": Variable("path", SCHEDULER, "File for admissions, refusals and expulsions."),
+    "MS_INCIDENT_DIR": Variable(
+        "path",
+        SCHEDULER,
+        "Directory for evidence of hangs; `muster run` sets one in the run's directory.",
+        shown="`incidents` beside the journal",
+    ),
     "MS_NODE_ID": Variable(
         "text",
         WORKER,

@@ -39,6 +39,7 @@ from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.credentials import load_keyring
 from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.failures import is_consequence, is_good_exit, reason_of
+from muster.worker.stacks.handler import answer_signal
 from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 from muster.worker.uplink.door import OUTER
 
@@ -155,6 +156,7 @@ def init(backend: str | None = None) -> Session:
         process.session = _adopted(backend)
         return process.session
     watch_the_end(process.end, process.was_interrupted)
+    answer_signal(os.environ)
     if NOTES_VARIABLE not in os.environ:  # else the launcher has said it
         for sentence in misspelt(os.environ):
             log.warning("%s", sentence)

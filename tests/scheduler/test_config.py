@@ -34,6 +34,14 @@ def test_defaults() -> None:
     assert (core.worker_num, core.heartbeat_interval_s) == (4, 1.0)
 
 
+def test_evidence_of_hangs_is_kept_where_it_is_said_else_beside_the_journal(tmp_path: Path) -> None:
+    journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}
+    said = {"MS_INCIDENT_DIR": str(tmp_path / "hangs")}
+    assert load_settings(GOOD).incident_directory is None
+    assert load_settings(GOOD | journal).incident_directory == tmp_path / "incidents"
+    assert load_settings(GOOD | journal | said).incident_directory == tmp_path / "hangs"
+
+
 def test_heartbeats_come_often_enough_for_a_short_node_timeout() -> None:
     core = load_settings(GOOD | {"MS_NODE_TIMEOUT": "0.8"}).core()
     assert core.heartbeat_interval_s * 3 < core.node_timeout_s

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from muster.scheduler.core import events as scheduler_events
 from muster.scheduler.core import records
 from muster.scheduler.core.events import Decision
+from muster.scheduler.core.evidence_state import GATHER_S, INCIDENTS_APART_S
 from muster.scheduler.core.job import Job, as_sent
 from muster.scheduler.core.machine import Machine
 from muster.wire import messages
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Process = tuple[str, int]
+
+LATE = "does not come to the step for which"
+"""Says who is late."""
 
 TWO_ROUNDS_S = 12.0
 """A round of probes that began just before a cut was over still finds it, in 3 s; the next begins when
@@ -95,6 +99,7 @@ class Judge:
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
         self.formed_at = 0.0
+        self.stacks_wanted_at = -math.inf  # of those that are late
         self.change_gave_up_at = 0.0  # a planned change found no step to end with, in its time
 
     def fault(self, what: str) -> NoReturn:
@@ -518,6 +523,21 @@ class Judge:
         elif session in self.identity:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
+    def _check_evidence(self, decision: Decision) -> None:
+        """Who is named as late is asked for its stacks, once a minute at most; the evidence comes soon."""
+        now, up_since = self.world.loop.now, self.world.scheduler.up_since
+        if any(isinstance(told, messages.StacksWanted) for _, told in decision.messages):
+            apart_s = now - max(self.stacks_wanted_at, up_since)
+            seldom = self.stacks_wanted_at < up_since or apart_s >= INCIDENTS_APART_S
+            self.expect(seldom, f"stacks are asked for again after {apart_s:.1f} s")
+            self.stacks_wanted_at = now
+        asked = self.stacks_wanted_at >= up_since
+        self.expect(asked or LATE not in decision.reason, f"nobody is asked for stacks: {decision.reason}")
+        held_up_s = self.world.scheduler.held_up_s()
+        for bundle in decision.bundles:
+            took_s = now - self.stacks_wanted_at
+            self.expect(took_s <= GATHER_S + held_up_s + 1.0, f"{bundle.sentence} takes {took_s:.1f} s")
+
     def stepped(self, event: scheduler_events.Event, decision: Decision, *, alone: bool) -> None:
         """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
         if isinstance(event, scheduler_events.Joined):
@@ -547,6 +567,7 @@ class Judge:
                     self.forgiven_at[process] = self.ended_at[event.session]
                 self.expect(gone or may_live, f"{process} is gone, and keeps its claim")
 
+        self._check_evidence(decision)
         self._check_planned_change()
 
     def _check_planned_change(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from muster.scheduler.core import (
     events,
+    evidence,
     hearing,
     job,
     joining,
@@ -658,6 +659,7 @@ MUTANTS: dict[str, Mutant] = {
     "long waits count beside their steps": Mutant(
         Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
     "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due, 186),
+    "hangs leave no evidence": Mutant(evidence, "standstill", instead(nothing), 186),
     "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
     "lateness untold": Mutant(network.Network, "send_up", unsent(messages.Late)),
     "probes unanswered": Mutant(network.Network, "send_up", unsent(messages.Probed)),

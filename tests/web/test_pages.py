@@ -162,6 +162,19 @@ def test_the_copies_of_the_state_stand_in_the_head_and_with_each_worker() -> Non
     assert "step 120, 13 s ago, at rank 1, 750 B in 0.5 s" in one and "step 100, 3 min ago" in one
 
 
+def test_the_page_says_where_the_evidence_of_a_hang_lies() -> None:
+    found = known(("0", "1"))
+    page = JobPage(found, "0")
+
+    def trouble(now: float) -> str:
+        page.refresh(now)
+        return str(json.loads(page.live.since(0))["parts"]["trouble"])
+
+    assert "Evidence of" not in trouble(12.0)
+    found.jobs["0"].line.evidence = "Evidence of the hang at noon: /runs/<1>"
+    assert "Evidence of the hang at noon: /runs/&lt;1&gt;" in trouble(13.0)
+
+
 def test_only_what_changes_is_sent() -> None:
     found = known(("0", "1"))
     page = JobPage(found, "0")

@@ -7,7 +7,13 @@ from typing import get_args
 import pytest
 
 from muster.wire import messages
-from muster.wire.codec import decode_scheduler_message, decode_worker_message, encode
+from muster.wire.codec import (
+    MAX_STACKS_BYTES,
+    WireError,
+    decode_scheduler_message,
+    decode_worker_message,
+    encode,
+)
 from muster.wire.v1 import rendezvous_pb2 as pb
 
 HOST = messages.Host("host-id", "host", "10.0.0.1", "rack 1")
@@ -34,7 +40,7 @@ MEMBERS = (
     messages.Member(1, "b", 8, HOST, DEVICE, 1, 2, "x:2"),
 )
 MESSAGES = (
-    messages.Join(PROFILE, 3, 1, True, 9, 2, True),
+    messages.Join(PROFILE, 3, 1, True, 9, 2, True, True),
     messages.PublishUniqueIds(2, (b"a", b"b")),
     messages.Built(2),
     messages.Heartbeat(
@@ -55,6 +61,7 @@ MESSAGES = (
     messages.SuspectPeer(2, 1, "reset"),
     messages.Late(2, 3.5),
     messages.Probed(7, (("b", "reset"),), True, True, "evaluation", 3.5),
+    messages.Stacks(7, "Thread 0x1\n  in train"),
     messages.RequestLeave(2, "SIGTERM"),
     messages.Leave(2, True, "done", True, 3),
     messages.Welcome(1.0, 5.0, 60.0, True, 1.5),
@@ -65,6 +72,7 @@ MESSAGES = (
     messages.Suspended(2, "few", 9.0, LOST, True),
     messages.Quiesce(2, "drain"),
     messages.Probe(7, (("b", "x:1"),)),
+    messages.StacksWanted(7, 65536),
     messages.SnapshotWord(2, 5, 6),
     messages.Refused(messages.RefusalCode.JOB_FULL, "full"),
     messages.Ended(True, "done", True, LOST),
@@ -96,6 +104,13 @@ def test_every_field_of_the_wire_is_carried(
     fields = {field.name for field in body.DESCRIPTOR.fields}
     fields -= {"packed", "base", "kept"}  # of a large generation, in place of others
     assert {field.name for field, _ in body.ListFields()} == fields
+
+
+def test_a_worker_s_stacks_can_steer_no_terminal_and_are_bounded() -> None:
+    told = decode_worker_message(encode(messages.Stacks(7, "a\x1b[2J\nb\rc")))
+    assert told == messages.Stacks(7, "a\\x1b[2J\nb\\rc")
+    with pytest.raises(WireError):
+        decode_worker_message(encode(messages.Stacks(7, "x" * (MAX_STACKS_BYTES + 1))))
 
 
 def test_no_secret_stands_in_a_representation() -> None:

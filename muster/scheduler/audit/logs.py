@@ -146,6 +146,11 @@ class Recorder:
         """Records an operator's drain."""
         self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
 
+    def stacks_asked(self, job_id: str, node_id: str, caller: Caller) -> None:
+        """Records that an operator asks where workers stand; no node id: all."""
+        facts: dict[str, object] = {"job_id": job_id, **({"node_id": node_id} if node_id else {})}
+        self._record("stacks", "an operator asks for stacks", "", {**facts, **_who(caller)})
+
     def lost(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
         """Records whose word it was that a worker's process has ended, where that made it lose its place."""
         self._record("lost", sentence, "by_launcher", {"job_id": job_id, "node_id": node_id, **_who(caller)})

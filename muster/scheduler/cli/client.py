@@ -25,6 +25,9 @@ SERVICE = "rendezvous.v1.Rendezvous"
 WATCHING_SERVICE = "rendezvous.v1.Watching"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
+STACKS_TIMEOUT_S = 20.0
+"""Longer than workers have to answer."""
+
 TRY_S = 2.0
 """How long each of several schedulers may take to answer before the next one is asked, in seconds."""
 
@@ -104,6 +107,15 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
         return reply.sentence
+
+    def stacks(self, node_id: str = "") -> pb.StacksReply:
+        """Asks where the process of a worker stands, or those of all workers."""
+        from muster.wire.v1 import rendezvous_pb2 as pb
+
+        request = pb.StacksRequest(job_id=self._job_id, node_id=node_id)
+        parse = pb.StacksReply.FromString
+        reply: pb.StacksReply = self._call("Stacks", request, parse, timeout_s=STACKS_TIMEOUT_S)
+        return reply
 
     def watch(self, job_id: str = "") -> Iterator[watch_pb.WatchReply]:
         """Follows one job, or with none all that this side may see, until the scheduler goes.
@@ -199,7 +211,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         except OSError as error:
             raise self._unreachable(error.strerror or error) from None
 
-    def _call(self, method: str, request: Any, parse: Callable[[bytes], Any], service: str = SERVICE) -> Any:
+    def _call(
+        self,
+        method: str,
+        request: Any,
+        parse: Callable[[bytes], Any],
+        service: str = SERVICE,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Any:
         import grpc
 
         call = self._channel.unary_unary(
@@ -208,7 +227,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
             response_deserializer=parse,
         )
         try:
-            return call(request, timeout=TIMEOUT_S)
+            return call(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._in_words(error) from None
 

@@ -1,4 +1,4 @@
-"""``muster status``, ``jobs``, ``health`` and ``drain``: ask a running scheduler, and show the answer."""
+"""``muster status``, ``jobs``, ``health``, ``drain``, ``stacks``: ask a scheduler, and show its answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHICH = "the launch of ./muster-runs/latest, else of the only launch of yours on
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "python -m scheduler") -> int:
-    """Runs ``status``, ``jobs``, ``health`` or ``drain``.
+    """Runs ``status``, ``jobs``, ``health``, ``drain`` or ``stacks``.
 
     Returns:
         The exit code; of ``health``, 1 when the scheduler does not serve.
@@ -71,6 +71,11 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
             print(f"draining {what}", file=sys.stderr)
             print(client.drain(options.node, options.reason))
         return 0
+    if options.command == "stacks":
+        from muster.scheduler.cli import stacks
+
+        with connect() as client:
+            return stacks.show(client.stacks(options.node), sys.stdout)
     from muster.scheduler.cli import status
 
     if options.watch is not None:
@@ -170,6 +175,12 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
     drain.add_argument("node", metavar="NODE", help="the worker's node id")
     drain.add_argument("--yes", action="store_true", help="do not ask on a terminal whether it is meant")
     drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
+    stacks = commands.add_parser(
+        "stacks",
+        parents=[common],
+        description=f"Shows where the processes of workers stand: the stacks of their threads. {own}",
+    )
+    stacks.add_argument("node", metavar="NODE", nargs="?", default="", help="a worker's node id; none: all")
     return made
 
 
@@ -276,7 +287,7 @@ def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
 
 def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
     """The certificate to use: the operator's, which ``muster certs init`` puts beside config.json."""
-    if options.command == "drain" or options.cert is not None:
+    if options.command in ("drain", "stacks") or options.cert is not None:
         return operator_certificate(options, address)
     return None
 

@@ -40,6 +40,7 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "nccl_traffic": reply.nccl_traffic or None,
         "copies": _copies_json(reply.copies),
         "stragglers": [_straggler_json(straggler) for straggler in reply.stragglers],
+        "evidence": reply.evidence or None,
     }
 
 
@@ -259,6 +260,8 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
         parts.append(Text(f"NCCL between hosts: {words}"))
     if reply.reason:
         parts.append(Text(reply.reason))
+    if reply.evidence:
+        parts.append(Text(reply.evidence))
     return parts
 
 

@@ -70,6 +70,7 @@ class Joined(OfSession):
     probe_address: str = ""
     held_world_size: int = 0
     last_call_s: float = 0.0
+    gives_stacks: bool = False
 
 
 class Heard(messages.Heartbeat, OfSession):
@@ -100,6 +101,10 @@ class ProbeAnswered(messages.Probed, OfSession):
     """A worker has tried to reach others."""
 
 
+class StacksTold(messages.Stacks, OfSession):
+    """A worker says where its process stands."""
+
+
 class LeaveRequested(messages.RequestLeave, OfSession):
     """A worker wants to leave at a step boundary."""
 
@@ -123,6 +128,16 @@ class DrainRequested(Value):
 
     node_id: str
     reason: str
+
+
+class StacksRequested(Value):
+    """An operator asks where workers stand: one, or with no node id all.
+
+    ``ticket``: a number from 1 by which the answer is known, a :class:`Bundle`.
+    """
+
+    ticket: int
+    node_id: str = ""
 
 
 class EndRequested(Value):
@@ -186,6 +201,8 @@ Event = (
     | PeerSuspected
     | PeerLate
     | ProbeAnswered
+    | StacksTold
+    | StacksRequested
     | LeaveRequested
     | LeftCleanly
     | SessionLost
@@ -200,15 +217,53 @@ Event = (
 )
 
 
+class RankEvidence(Value):
+    """What is known of one worker when its job stands still.
+
+    Attributes:
+        candidate, rank: who it is.
+        step, started_step: steps finished, and begun.
+        recent: its last collectives, as its newest heartbeat has them.
+        stacks: where its process stands, in its own words; empty: it was not asked, or nothing came.
+        obstacle: why nothing came, in words; empty: it was not asked.
+    """
+
+    candidate: messages.Candidate
+    rank: int
+    step: int = 0
+    started_step: int = 0
+    recent: tuple[messages.Collective, ...] = ()
+    stacks: str = ""
+    obstacle: str = ""
+
+
+class Bundle(Value):
+    """What was gathered of a standstill, or for an operator.
+
+    Attributes:
+        ticket: of the operator's request; 0: it is evidence of a hang, to be kept.
+        sentence: what was asked for, or why it was gathered.
+        generation: in which.
+        ranks: the workers, members first.
+    """
+
+    ticket: int
+    sentence: str
+    generation: int
+    ranks: tuple[RankEvidence, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What follows from one event.
 
     The adapter makes ``records`` durable, then sends ``messages`` in order, then logs ``reason``
     if it is not empty. After ``Refused`` or ``Ended`` it closes that session's stream. Records and
-    messages are apart so that the order cannot be got wrong (as in etcd raft's ``Ready``).
+    messages are apart so that the order cannot be got wrong (as in etcd raft's ``Ready``). ``bundles`` are
+    kept beside the journal, or handed to who has asked; nothing depends on that.
     """
 
     records: tuple[Record, ...] = ()
     messages: tuple[tuple[SessionId, SchedulerMessage], ...] = ()
     reason: str = ""
+    bundles: tuple[Bundle, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.scheduler.core import events, holdups, phases, probing
+from muster.scheduler.core import events, evidence, holdups, phases, probing
 from muster.scheduler.core.job import Job, Suspicion
 from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
 from muster.wire import messages
@@ -25,6 +25,7 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
         if probing.all_have_moved(job) or job.deadlines.stalled:
             job.deadlines.stalled = False
             job.probing.forget_waits()
+            evidence.over(job)
             sentence = f"Training goes on at step {event.step}."
             job.say(sentence)
             job.tell_members(sentence, wait=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from muster.scheduler.core import events, records
+from muster.scheduler.core.evidence_state import Evidence
 from muster.scheduler.core.ledger import (
     Claim,
     Ledger,
@@ -37,11 +38,13 @@ class Outbox:
         records: what has to be durable before any of the messages leaves.
         messages: what goes to which stream, in order.
         remarks: what happened, in sentences.
+        bundles: what was gathered of workers' stacks.
     """
 
     records: list[Record] = field(default_factory=list)
     messages: list[tuple[events.SessionId, SchedulerMessage]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    bundles: list[events.Bundle] = field(default_factory=list)
 
     def send(self, session: events.SessionId, message: SchedulerMessage) -> None:
         """Adds a message for a stream."""
@@ -53,7 +56,9 @@ class Outbox:
 
     def decision(self) -> events.Decision:
         """Returns everything as a decision."""
-        return events.Decision(tuple(self.records), tuple(self.messages), " ".join(self.remarks))
+        return events.Decision(
+            tuple(self.records), tuple(self.messages), " ".join(self.remarks), tuple(self.bundles)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,7 @@ class Job:
         outbox: what the event that is dealt with brings about.
         current: the newest generation.
         probing: who has been found to reach which others.
+        evidence: whose stacks are asked for.
         snapshots: which snapshot in the members' memory counts.
         stragglers: who holds the others up.
         told_stragglers: of whom that has been said, and of what kind it was.
@@ -195,6 +201,7 @@ class Job:
     current: GenerationState = field(default_factory=GenerationState)
     admissions: Admissions = field(default_factory=Admissions)
     probing: Probing = field(default_factory=Probing)
+    evidence: Evidence = field(default_factory=Evidence)
     snapshots: SnapshotAgreement = field(default_factory=SnapshotAgreement)
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     told_stragglers: dict[str, str] = field(default_factory=dict)
@@ -351,6 +358,7 @@ class Job:
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
             self.first_loss = None  # the others have gone on
+            self.evidence.gathered = False
             self.trained = dict(self.ledger.ranks)
             self.stragglers = self._straggler_watch()
 
@@ -470,6 +478,11 @@ class Job:
         is_member = self.ledger.rank_of(node_id) >= 0
         if self.first_loss is None and is_member and claim.leaving is None:
             self.first_loss = messages.FirstLoss(node_id, claim.candidate.incarnation, sentence, exit_code)
+
+    def forget(self, session: events.SessionId) -> None:
+        """Forgets a stream that ends."""
+        self.probing.forget(session)
+        self.evidence.givers.discard(session)
 
     # ------------------------------------------------------------ messages
 

@@ -33,6 +33,8 @@ def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -
     candidate = event.candidate
     job.admissions.held_back.pop(event.session, None)  # one answer to each stream, however often it asks
     job.probing.addresses[event.session] = event.probe_address
+    if event.gives_stacks:
+        job.evidence.givers.add(event.session)
     job.deadlines.last_call_s = event.last_call_s or job.deadlines.last_call_s
     known = job.members.nodes.get(event.session)
     if known is not None and not _is_of(job, known, candidate):

@@ -9,7 +9,7 @@ driver of a job has to do this, in this order, for each event:
    and the machine may not be stepped again: it knows what is not written. Recover it from what is.
 3. Send ``messages``, in order. Each goes to its stream or nowhere: to send is not to deliver, and a worker
    that comes back gets it again. After ``Refused`` or ``Ended`` close that stream.
-4. Log ``reason``, if there is one.
+4. Log ``reason``, if there is one; keep ``bundles``, or hand each to who has asked.
 5. Ask :meth:`Machine.deadline`, and step a ``Tick`` at that time at the latest.
 
 A driver says the truth about time: ``ProcessPaused`` goes before what came while it was stopped, ``HeldUp``
@@ -27,6 +27,7 @@ from typing import Any
 
 from muster.scheduler.core import (
     events,
+    evidence,
     hearing,
     joining,
     leaving,
@@ -77,6 +78,8 @@ class Machine:
             events.PeerSuspected: hearing.peer_suspected,
             events.PeerLate: hearing.peer_late,
             events.ProbeAnswered: hearing.probed,
+            events.StacksTold: evidence.stacks_told,
+            events.StacksRequested: evidence.stacks_requested,
             events.LeaveRequested: leaving.leave_requested,
             events.LeftCleanly: leaving.left,
             events.SessionLost: leaving.session_lost,
@@ -137,6 +140,7 @@ class Machine:
         _revise(job)
         self._handlers[type(event)](job, event, now)
         if type(event) is events.Tick:
+            evidence.tend(job, now)
             _conclude(job, job.probing.take_in(), now)
             sentences.report(job, now)
             sentences.check_progress(job, now)
@@ -146,9 +150,9 @@ class Machine:
             probing.dismiss_outside(job)
         for session, message in job.outbox.messages:
             if isinstance(message, messages.Refused | messages.Ended):
-                job.probing.forget(session)
+                job.forget(session)
         if isinstance(event, events.SessionLost | events.LeftCleanly):
-            job.probing.forget(event.session)
+            job.forget(event.session)
         return job.outbox.decision()
 
     def deadline(self) -> float | None:
@@ -166,6 +170,7 @@ class Machine:
             phases.switch_due(job),
             deadlines.hand_over,
             job.probing.due(job.settings.hang_timeout_s),
+            job.evidence.due(),
             sentences.stall_due(job),
         ]
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from muster.scheduler.core import events
+from muster.scheduler.core import events, evidence
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Claim,
@@ -423,13 +423,20 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.probing.hangs}
     names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])
     waits = f"{count(waiting, 'member')} wait{'s' if waiting == 1 else ''}"
-    due = [c.candidate for node_id, c in claims.items() if now >= job.probing.hangs[node_id].since + limit_s]
+    due = [
+        claim.candidate
+        for node_id, claim in claims.items()
+        if now >= job.probing.hangs[node_id].since + limit_s and not job.evidence.awaits(node_id)
+    ]
     obstacle = _too_few_left(job, due or [claim.candidate for claim in claims.values()])
     _name_awaited(
         job,
         f"{upper_first(names)} can be reached and does not come to the step for which {waits}; "
         f"{obstacle or f'expelled after {limit_s:g} s (MS_HANG_TIMEOUT), unless it says session.busy()'}.",
         claims,
+    )
+    evidence.standstill(
+        job, now, claims, f"{upper_first(names)} does not come to the step for which {waits}."
     )
     if not obstacle:
         for candidate in due:

@@ -39,6 +39,18 @@ def progress_report(job: Job, now: float) -> str:
     return stall_report(job.ledger, standings, stalled_s)
 
 
+def rearmost(job: Job) -> list[str]:
+    """The node ids of the members that are least far, of all that train; all, where none is ahead."""
+    heard = job.members.by_node
+    far = {
+        node_id: _how_far(RankProgress(rank, job.ledger.claims[node_id].candidate, heard[node_id]))
+        for node_id, rank in job.trained.items()
+        if node_id in job.ledger.claims and node_id in heard
+    }
+    least = min(far.values(), default=None)
+    return [node_id for node_id, place in far.items() if place == least]
+
+
 # ---------------------------------------------------------------- who is waited for
 
 NAMED_AT_MOST = 4

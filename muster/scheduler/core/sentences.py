@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from muster.scheduler.core import evidence
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import STATELESS, Phase, count, nodes, upper_first, waiting
-from muster.scheduler.core.reports import awaited, progress_report
+from muster.scheduler.core.reports import awaited, progress_report, rearmost
 from muster.wire import messages
 
 
@@ -68,6 +69,7 @@ def check_progress(job: Job, now: float) -> None:
         job.say(report)
         if trains(job):  # who builds is sent the like with each report
             job.tell_members(report)
+            evidence.standstill(job, now, rearmost(job), report)
     else:
         deadlines.progress_since = now
 

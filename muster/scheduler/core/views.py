@@ -41,6 +41,7 @@ class JobView:
     """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended.
 
     ``nccl_traffic``: what it is between hosts, sealed or plain; empty: NCCL carries nothing that is known.
+    ``evidence``: of the last hang, and where it lies, which the driver knows; empty: there is none.
     """
 
     job_id: str
@@ -54,6 +55,7 @@ class JobView:
     nccl_traffic: str = ""
     copies: messages.JobCopies = field(default_factory=messages.JobCopies)
     stragglers: tuple[messages.Straggler, ...] = ()
+    evidence: str = ""
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:

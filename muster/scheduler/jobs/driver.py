@@ -15,7 +15,7 @@ from typing import Protocol
 from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.views import JobView
-from muster.scheduler.errors import RequestError, SchedulerError, StoppingError
+from muster.scheduler.errors import LimitError, RequestError, SchedulerError, StoppingError
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.jobs.unread import unread_peers
 from muster.wire import messages
@@ -36,6 +36,9 @@ DOUBT_S = 0.25
 
 LOSS_SETTLE_TIMES = 4
 """How many times in a row the driver waits for more losses: survivors must hear within 100 ms."""
+
+STACKS_AT_ONCE = 4
+"""So many operators may wait for stacks of one job."""
 
 PUT_OFF_S = 1.0
 """How often workers hear that nothing can be written for now, so that they wait on for what is decided."""
@@ -129,6 +132,8 @@ class JobDriver:
         formed_here: this process has formed it, and not one before a restart.
         generation_over: why the newest generation is over, before another has formed; empty: it is not.
         encoder: of what leaves.
+        keep: is handed the evidence of a hang; returns at once, and sets ``evidence``.
+        evidence: of the last hang, and where it lies, in words; empty: there is none.
     """
 
     job_id: str
@@ -146,6 +151,10 @@ class JobDriver:
     unwritable: Callable[[], str] = lambda: ""
     unread: Callable[[Collection[str]], Collection[str]] = unread_peers
     encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
+    keep: Callable[[JobDriver, events.Bundle], None] = lambda driver, bundle: None
+    evidence: str = ""
+    _stacks_for: dict[int, asyncio.Future[events.Bundle]] = field(default_factory=dict)
+    _tickets: int = 0
     _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
     _timer: Timer | None = None
     _pulse: Timer | None = None
@@ -196,6 +205,25 @@ class JobDriver:
         self._queue.put_nowait(_Item(event, done))
         return await done
 
+    async def ask_stacks(self, node_id: str = "") -> events.Bundle:
+        """Asks one worker, or all, where it stands; returns what has come within ``GATHER_S``.
+
+        Raises:
+            LimitError: too many ask already.
+            StoppingError: the job is carried on no longer.
+        """
+        if len(self._stacks_for) >= STACKS_AT_ONCE:
+            raise LimitError(f"{STACKS_AT_ONCE} others ask for stacks of job {self.job_id} just now.")
+        self._tickets += 1
+        ticket = self._tickets
+        answer = self._stacks_for[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await self.submit(events.StacksRequested(ticket, node_id))
+            bundle: events.Bundle = await answer
+            return bundle
+        finally:
+            del self._stacks_for[ticket]
+
     async def run(self) -> None:
         """Handles events until cancelled; an error that it raises (a broken disk, a fault) ends the job."""
         self._awake_at = self.clock.time()
@@ -213,7 +241,7 @@ class JobDriver:
     def view(self) -> JobView:
         """The job as it is now."""
         view = self.job.view(self.clock.time())
-        return replace(view, reason=self._put_off) if self._put_off else view
+        return replace(view, reason=self._put_off or view.reason, evidence=self.evidence)
 
     # ------------------------------------------------------------ inside
 
@@ -379,8 +407,16 @@ class JobDriver:
         if decision.reason and (decision.reason != self._reason or isinstance(event, events.Tick)):
             self.note(Note("decided", self.job_id, decision.reason))
         self._reason = decision.reason or self._reason
+        for bundle in decision.bundles:
+            self._hand_over(bundle)
         if self.ended is not None:
             self.on_ended(self)
+
+    def _hand_over(self, bundle: events.Bundle) -> None:
+        if not bundle.ticket:
+            self.keep(self, bundle)
+        elif (answer := self._stacks_for.get(bundle.ticket)) is not None and not answer.done():
+            answer.set_result(bundle)
 
     def _deliver(
         self, session: OutgoingStream, message: messages.SchedulerMessage, cause: events.Event
@@ -466,6 +502,9 @@ class JobDriver:
         for item in batch:
             if item.done is not None and not item.done.done():
                 item.done.set_exception(StoppingError("The scheduler is stopping."))
+        for answer in self._stacks_for.values():
+            if not answer.done():
+                answer.set_exception(StoppingError("The scheduler is stopping."))
         for session in list(self.sessions.values()):
             session.close(StoppingError("The scheduler is stopping."))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -18,6 +19,7 @@ from muster.scheduler.errors import (
     SchedulerError,
 )
 from muster.scheduler.jobs.driver import Clock, JobDriver, JobMachine, Note
+from muster.scheduler.jobs.incidents import IncidentFiles
 from muster.scheduler.jobs.storage import Storage, WaitingStorage
 
 MAX_JOBS = 256
@@ -42,6 +44,7 @@ class Jobs:
         new_machine: makes a fresh job's machine.
         recover_machine: makes a job's machine from its records.
         storage: the journal; None: without recovery.
+        incidents: takes the evidence of hangs; None: nothing is kept of it.
         stood_by: whether this process waited for another to end: a job that ended with that one is over, and
             not begun again.
     """
@@ -55,10 +58,13 @@ class Jobs:
         new_machine: Callable[[str, events.CoreSettings], JobMachine],
         recover_machine: Callable[[str, events.CoreSettings, Sequence[records.Record], float], JobMachine],
         storage: Storage | None = None,
+        incidents: IncidentFiles | None = None,
         stood_by: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._stood_by = stood_by
+        self._incidents = incidents
+        self._writing: set[asyncio.Task[None]] = set()
         self._clock = clock
         self._note = note
         self._new_machine = new_machine
@@ -168,6 +174,7 @@ class Jobs:
             note=self._note,
             unwritable=lambda: self.unwritable,
             on_ended=self._ended,
+            keep=self._keep,
         )
         self._drivers[job_id] = driver
         for follower in self._followers:
@@ -255,6 +262,26 @@ class Jobs:
                 raise
         self._drivers.pop(job_id)
         self._tasks.pop(job_id).cancel()
+
+    def _keep(self, driver: JobDriver, bundle: events.Bundle) -> None:
+        """Has the evidence of a hang written, by a thread: a disk that is slow holds nobody up."""
+        task = asyncio.ensure_future(self._write_evidence(driver, bundle))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write_evidence(self, driver: JobDriver, bundle: events.Bundle) -> None:
+        when, files = dt.datetime.now(dt.UTC), self._incidents
+        what = f"Evidence of the hang at {when:%Y-%m-%dT%H:%M:%SZ}"
+        if files is None:
+            driver.evidence = f"{what} is not kept: set MS_INCIDENT_DIR to a directory."
+        else:
+            loop = asyncio.get_running_loop()
+            try:
+                path = await loop.run_in_executor(None, files.write, driver.job_id, bundle, when)
+                driver.evidence = f"{what}: {path}"
+            except OSError as error:
+                driver.evidence = f"{what} cannot be written: {error.strerror or error} (MS_INCIDENT_DIR)."
+        self._note(Note("evidence", driver.job_id, driver.evidence))
 
     def _ended(self, driver: JobDriver) -> None:
         if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():

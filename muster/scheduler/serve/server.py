@@ -34,6 +34,7 @@ from muster.scheduler.core import records
 from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
+from muster.scheduler.jobs.incidents import IncidentFiles
 from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.jobs.storage import Storage
 from muster.scheduler.serve import listen
@@ -186,6 +187,7 @@ def _jobs(
     leadership: Leadership | None,
     storage: Storage | None,
 ) -> Jobs:
+    kept_at = settings.incident_directory
     return Jobs(
         settings,
         loop,
@@ -193,6 +195,7 @@ def _jobs(
         new_machine=lambda job_id, core: AdoptingJob(job_id, core, (), 0.0, adopt=settings.adopt),
         recover_machine=functools.partial(AdoptingJob, adopt=settings.adopt),
         storage=storage,
+        incidents=IncidentFiles(kept_at) if kept_at is not None else None,
         stood_by=lambda: leadership is not None and leadership.stood_by,
     )
 

@@ -26,7 +26,7 @@ from muster.scheduler.errors import (
 )
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions, decoded
-from muster.scheduler.serve.status import encode_jobs, encode_status
+from muster.scheduler.serve.status import encode_jobs, encode_stacks, encode_status
 from muster.wire import codec
 
 SERVICE = "rendezvous.v1.Rendezvous"
@@ -51,6 +51,7 @@ class Service:
                 "Session": grpc.stream_stream_rpc_method_handler(self.session),
                 "Status": grpc.unary_unary_rpc_method_handler(self.status),
                 "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
+                "Stacks": grpc.unary_unary_rpc_method_handler(self.stacks),
                 "Jobs": grpc.unary_unary_rpc_method_handler(self.jobs),
                 "ProcessEnded": grpc.unary_unary_rpc_method_handler(self.process_ended),
             },
@@ -101,6 +102,21 @@ class Service:
             return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
 
         return await self._answer("Drain", context, answer)
+
+    async def stacks(self, data: bytes, context: Context) -> bytes:
+        """Answers Stacks, when all workers that were asked have answered, or their time is over."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, node_id = decoded(codec.decode_stacks_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("operator",), job=job_id)
+            driver = self._jobs.get(job_id)
+            if node_id and all(w.candidate.node_id != node_id for w in driver.view().workers):
+                raise NotFoundError(f"There is no node {node_id!r} in job {job_id!r}.")
+            self._recorder.stacks_asked(job_id, node_id, caller)
+            return encode_stacks(await driver.ask_stacks(node_id))
+
+        return await self._answer("Stacks", context, answer)
 
     async def process_ended(self, data: bytes, context: Context) -> bytes:
         """Answers ProcessEnded, once what follows is durable."""

@@ -220,6 +220,7 @@ def event_of(session: events.SessionId, message: messages.WorkerMessage) -> even
             probe_address=who.probe_address,
             last_call_s=who.last_call_s,
             held_world_size=message.held_world_size,
+            gives_stacks=message.gives_stacks,
         )
     return EVENTS[type(message)](session=session, **vars(message))
 
@@ -232,6 +233,7 @@ EVENTS: dict[type[messages.WorkerMessage], Callable[..., events.Event]] = {
     messages.SuspectPeer: events.PeerSuspected,
     messages.Late: events.PeerLate,
     messages.Probed: events.ProbeAnswered,
+    messages.Stacks: events.StacksTold,
     messages.RequestLeave: events.LeaveRequested,
     messages.Leave: events.LeftCleanly,
 }

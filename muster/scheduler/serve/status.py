@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from muster.scheduler.core.events import Bundle
 from muster.scheduler.core.views import JobView, WorkerView
 from muster.wire.codec import to_proto
 from muster.wire.v1 import rendezvous_pb2 as pb
@@ -26,6 +27,23 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         nccl_traffic=view.nccl_traffic,
         copies=to_proto(view.copies),
         stragglers=to_proto(view.stragglers),
+        evidence=view.evidence,
+    ).SerializeToString()
+
+
+def encode_stacks(bundle: Bundle) -> bytes:
+    """Encodes what workers have said of where they stand, as a serialized StacksReply."""
+    return pb.StacksReply(
+        workers=[
+            pb.WorkerStacks(
+                node_id=each.candidate.node_id,
+                rank=each.rank,
+                host_name=each.candidate.host.name,
+                text=each.stacks,
+                obstacle=each.obstacle,
+            )
+            for each in bundle.ranks
+        ]
     ).SerializeToString()
 
 

@@ -81,6 +81,7 @@ def _line(view: JobView, began: float) -> pb.JobLine:
         began=began,
         reason=view.reason,
         nccl_traffic=view.nccl_traffic,
+        evidence=view.evidence,
     )
 
 

@@ -105,7 +105,7 @@ class FirstLoss(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., sentence: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave", "late", "probed")
+    __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave", "late", "probed", "stacks")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
     BUILT_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class WorkerMessage(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
     join: Join
     publish_unique_ids: PublishUniqueIds
     built: Built
@@ -126,10 +127,11 @@ class WorkerMessage(_message.Message):
     leave: Leave
     late: Late
     probed: Probed
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
+    stacks: Stacks
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "held_world_size", "last_call_s", "takes_deltas", "probe_address")
+    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "held_world_size", "last_call_s", "takes_deltas", "gives_stacks", "probe_address")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +159,7 @@ class Join(_message.Message):
     HELD_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAST_CALL_S_FIELD_NUMBER: _ClassVar[int]
     TAKES_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    GIVES_STACKS_FIELD_NUMBER: _ClassVar[int]
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job_id: str
@@ -178,8 +181,9 @@ class Join(_message.Message):
     held_world_size: int
     last_call_s: float
     takes_deltas: bool
+    gives_stacks: bool
     probe_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., held_world_size: _Optional[int] = ..., last_call_s: _Optional[float] = ..., takes_deltas: bool = ..., probe_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., held_world_size: _Optional[int] = ..., last_call_s: _Optional[float] = ..., takes_deltas: bool = ..., gives_stacks: bool = ..., probe_address: _Optional[str] = ...) -> None: ...
 
 class PublishUniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -307,6 +311,14 @@ class Unreached(_message.Message):
     detail: str
     def __init__(self, node_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class Stacks(_message.Message):
+    __slots__ = ("request", "text")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    text: str
+    def __init__(self, request: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
 class RequestLeave(_message.Message):
     __slots__ = ("generation", "reason")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -330,7 +342,7 @@ class Leave(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe", "snapshot_word")
+    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe", "snapshot_word", "stacks_wanted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +354,7 @@ class SchedulerMessage(_message.Message):
     GROUP_BUILT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_WORD_FIELD_NUMBER: _ClassVar[int]
+    STACKS_WANTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     waiting: Waiting
     assignment: Assignment
@@ -353,7 +366,8 @@ class SchedulerMessage(_message.Message):
     group_built: GroupBuilt
     probe: Probe
     snapshot_word: SnapshotWord
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., snapshot_word: _Optional[_Union[SnapshotWord, _Mapping]] = ...) -> None: ...
+    stacks_wanted: StacksWanted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., snapshot_word: _Optional[_Union[SnapshotWord, _Mapping]] = ..., stacks_wanted: _Optional[_Union[StacksWanted, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare", "waiting_interval_s", "version")
@@ -448,6 +462,14 @@ class Probe(_message.Message):
     round: int
     targets: _containers.RepeatedCompositeFieldContainer[ProbeTarget]
     def __init__(self, round: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[ProbeTarget, _Mapping]]] = ...) -> None: ...
+
+class StacksWanted(_message.Message):
+    __slots__ = ("request", "limit_bytes")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    limit_bytes: int
+    def __init__(self, request: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
 
 class ProbeTarget(_message.Message):
     __slots__ = ("node_id", "address")
@@ -594,7 +616,7 @@ class JobCopies(_message.Message):
     def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "evidence")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -609,6 +631,7 @@ class StatusReply(_message.Message):
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -623,7 +646,8 @@ class StatusReply(_message.Message):
     nccl_traffic: str
     copies: JobCopies
     stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ...) -> None: ...
+    evidence: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., evidence: _Optional[str] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
     __slots__ = ()
@@ -668,6 +692,34 @@ class DrainReply(_message.Message):
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     sentence: str
     def __init__(self, sentence: _Optional[str] = ...) -> None: ...
+
+class StacksRequest(_message.Message):
+    __slots__ = ("job_id", "node_id")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    node_id: str
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class StacksReply(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStacks]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStacks, _Mapping]]] = ...) -> None: ...
+
+class WorkerStacks(_message.Message):
+    __slots__ = ("node_id", "rank", "host_name", "text", "obstacle")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    rank: int
+    host_name: str
+    text: str
+    obstacle: str
+    def __init__(self, node_id: _Optional[str] = ..., rank: _Optional[int] = ..., host_name: _Optional[str] = ..., text: _Optional[str] = ..., obstacle: _Optional[str] = ...) -> None: ...
 
 class ProcessEndedRequest(_message.Message):
     __slots__ = ("job_id", "node_id", "incarnation", "detail")

@@ -49,6 +49,11 @@ class RendezvousStub(object):
                 request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
                 response_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Stacks = channel.unary_unary(
+                '/rendezvous.v1.Rendezvous/Stacks',
+                request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksRequest.SerializeToString,
+                response_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksReply.FromString,
+                _registered_method=True)
         self.ProcessEnded = channel.unary_unary(
                 '/rendezvous.v1.Rendezvous/ProcessEnded',
                 request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.ProcessEndedRequest.SerializeToString,
@@ -92,6 +97,14 @@ class RendezvousServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stacks(self, request, context):
+        """Asks where the processes of workers stand. Role: operator. Answered within 10 s, with what has come by then.
+        Errors: PERMISSION_DENIED, NOT_FOUND (no such job or node), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many ask).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ProcessEnded(self, request, context):
         """The word of a launcher: it has collected (waitpid) the process of this incarnation, which is never heard again.
         Counts at once where that worker has no stream, as after a takeover; else the end of its stream says more.
@@ -126,6 +139,11 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
                     response_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
+            ),
+            'Stacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stacks,
+                    request_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksRequest.FromString,
+                    response_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksReply.SerializeToString,
             ),
             'ProcessEnded': grpc.unary_unary_rpc_method_handler(
                     servicer.ProcessEnded,
@@ -219,6 +237,33 @@ class Rendezvous(object):
             '/rendezvous.v1.Rendezvous/Drain',
             muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
             muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rendezvous.v1.Rendezvous/Stacks',
+            muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksRequest.SerializeToString,
+            muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksReply.FromString,
             options,
             channel_credentials,
             insecure,

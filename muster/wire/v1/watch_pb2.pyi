@@ -46,7 +46,7 @@ class Validity(_message.Message):
     def __init__(self, what: _Optional[str] = ..., not_after: _Optional[float] = ...) -> None: ...
 
 class JobLine(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic")
+    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic", "evidence")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class JobLine(_message.Message):
     BEGAN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -77,7 +78,8 @@ class JobLine(_message.Message):
     began: float
     reason: str
     nccl_traffic: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ...) -> None: ...
+    evidence: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., evidence: _Optional[str] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("number", "seats", "missing")

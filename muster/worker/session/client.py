@@ -77,6 +77,7 @@ class Client:
         pace: when a wait for others is too long.
         threads: starts threads.
         times: where the time of the steps since its last call went, for heartbeats.
+        stacks: where this process stands, in lines, in at most so many bytes; may block for seconds.
 
     Attributes:
         communicators: those that the end of a generation aborts.
@@ -95,12 +96,14 @@ class Client:
         pace: Pace | None = None,
         threads: Threads | None = None,
         times: Callable[[], messages.StepTimes | None] = lambda: None,
+        stacks: Callable[[int], str] = lambda limit_bytes: "",
     ) -> None:
         self._core = core
         self._connection = connection
         self._backend = backend
         self._collectives = collectives
         self._times = times
+        self._stacks = stacks
         self._loss_noted = False
         self._threads = threads or Threads()
         self._clock = self._threads.now
@@ -128,6 +131,7 @@ class Client:
             events.LogLine: self._on_log_line,
             events.MintUniqueIds: lambda notice: lambda: self._run_mint(notice),
             events.ProbeWanted: self._watcher.ask,
+            events.TakeStacks: lambda notice: lambda: self._take_stacks(notice),
             events.LossKnown: self._on_loss,
             events.Build: lambda notice: setattr(self._news, "build", notice),
             events.Running: self._on_running,
@@ -314,6 +318,19 @@ class Client:
             failure = error if isinstance(error, WorkerError) else WorkerError(f"No unique ids: {error!r}.")
             with self._lock:
                 self._fail(failure)
+
+    def _take_stacks(self, notice: events.TakeStacks) -> None:
+        """Takes them on a thread of their own: what they wait for holds no message up."""
+
+        def take() -> None:
+            try:
+                text = self._stacks(notice.limit_bytes)
+            except Exception as error:  # to look must end nothing
+                log.debug("no stacks", exc_info=error)
+                text = f"No stacks were taken: {error!r}."
+            self.post(events.StacksTaken(notice.request, text or "This worker says nothing of its stacks."))
+
+        self._threads.start("muster-stacks", take)
 
     # ------------------------------------------------------------ the training thread
 

@@ -145,6 +145,13 @@ class ProbesDone(Value):
     seconds: float = 0.0
 
 
+class StacksTaken(Value):
+    """Answer to :class:`TakeStacks`: where this process stands, in lines."""
+
+    request: int
+    text: str
+
+
 class StepStarting(Value):
     """The training thread has finished ``step`` steps and would begin the next."""
 
@@ -213,6 +220,7 @@ Event = (
     | CollectivesStuck
     | PeersLate
     | ProbesDone
+    | StacksTaken
     | StepStarting
     | ProgressReported
     | SnapshotChanged
@@ -327,6 +335,13 @@ class ProbeWanted(Value):
     targets: tuple[tuple[str, str], ...]
 
 
+class TakeStacks(Value):
+    """Look where this process stands; answer StacksTaken, of at most so many bytes."""
+
+    request: int
+    limit_bytes: int
+
+
 class NoVerdict(Value):
     """A collective of the generation failed, but the scheduler sees no change of members.
 
@@ -391,6 +406,7 @@ Notice = (
     | ChangePending
     | ChangePutOff
     | ProbeWanted
+    | TakeStacks
     | NoVerdict
     | Failed
     | LossKnown

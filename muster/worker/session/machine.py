@@ -10,8 +10,9 @@ keeps to this:
 * ``Connect`` is answered by one ``StreamOpened``, each message by ``Received``, and the end of the attempt
   or the stream by one ``StreamLost`` or ``StreamDenied``. Events of older streams change nothing.
 * ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
-  ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``. ``Over`` aborts the generation's communicators
-  unless it was planned; the training thread then comes back with ``EntryRequested``, or says ``Goodbye``.
+  ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``, ``TakeStacks`` by ``StacksTaken``. ``Over``
+  aborts the generation's communicators unless it was planned; the training thread then comes back with
+  ``EntryRequested``, or says ``Goodbye``.
 * After each step ``deadline()`` says when ``DeadlineReached`` is due, if nothing happens before.
 """
 
@@ -65,6 +66,7 @@ class MembershipMachine:
             events.CollectivesStuck: self._on_stuck,
             events.PeersLate: self._on_peers_late,
             events.ProbesDone: self._on_probes_done,
+            events.StacksTaken: self._on_stacks_taken,
             events.StepStarting: self._on_step_starting,
             events.ProgressReported: self._on_progress,
             events.SnapshotChanged: self._on_snapshot_changed,
@@ -81,6 +83,7 @@ class MembershipMachine:
             messages.Suspended: self._on_suspended,
             messages.Quiesce: self._on_quiesce,
             messages.Probe: self._on_probe,
+            messages.StacksWanted: self._on_stacks_wanted,
             messages.SnapshotWord: self._on_snapshot_word,
             messages.Refused: self._on_refused,
             messages.Ended: self._on_ended,
@@ -327,6 +330,7 @@ class MembershipMachine:
                 step=self._step,
                 held_world_size=len(newest.members) if held and newest is not None else 0,
                 takes_deltas=True,
+                gives_stacks=True,
             )
         )
         if state.goodbye is not None:
@@ -500,6 +504,9 @@ class MembershipMachine:
         self._probe_asked = asked
         self._notices.append(events.ProbeWanted(message.round, message.targets))
 
+    def _on_stacks_wanted(self, message: messages.StacksWanted) -> None:
+        self._notices.append(events.TakeStacks(message.request, message.limit_bytes))
+
     def _on_snapshot_word(self, message: messages.SnapshotWord) -> None:
         self._notices.append(events.SnapshotWordCame(message))
 
@@ -600,6 +607,10 @@ class MembershipMachine:
                 event.round, event.unreached, event.late, event.waits, event.busy, event.seconds
             )
             self._send(reply)
+
+    def _on_stacks_taken(self, event: events.StacksTaken) -> None:
+        if self._link.settled and not self._state.ended:
+            self._send(messages.Stacks(event.request, event.text))
 
     def _on_step_starting(self, event: events.StepStarting) -> None:
         state = self._state

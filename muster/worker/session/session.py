@@ -70,6 +70,8 @@ class Session:
         backend: the data plane.
         nccl: what was decided about encrypting NCCL's traffic between hosts.
         interrupted: Ctrl-C ended it, or came while it ended.
+        take_stacks: where this worker's process stands, in at most so many bytes; an agent tells of its
+            program.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Session:
         )
         if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
             timing = timing.replaced(verdict_margin_s=verdict_margin_s(settings.node_timeout_s))
+        self.take_stacks: Callable[[int], str] = self._own_stacks
         self._client = Client(
             machine.MembershipMachine(profile, timing, _jitter, settings.scheduler_address),
             connection,
@@ -127,7 +130,13 @@ class Session:
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             threads=threads,
             times=self._step_clock.take,
+            stacks=lambda limit_bytes: self.take_stacks(limit_bytes),
         )
+
+    def _own_stacks(self, limit_bytes: int) -> str:
+        from muster.worker.stacks.report import own_report
+
+        return own_report(limit_bytes, os.environ, self._recorder.recent(last_only=False))
 
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.

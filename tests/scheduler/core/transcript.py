@@ -72,6 +72,8 @@ def show_message(message: messages.SchedulerMessage) -> str:
         return f"Probe {message.round} of {' '.join(node_id for node_id, _ in message.targets)}"
     if isinstance(message, messages.SnapshotWord):
         return f"SnapshotWord g{message.generation}: {message.complete} counts, next from {message.next} on"
+    if isinstance(message, messages.StacksWanted):
+        return f"StacksWanted {message.request}"
     if isinstance(message, messages.Refused):
         return f"Refused {message.code.name}"
     return f"Ended {'leave' if message.leave else 'well' if message.ok else 'badly'}"

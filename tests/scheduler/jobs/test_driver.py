@@ -11,8 +11,14 @@ from muster.scheduler.access import Caller
 from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.views import WorkerView
-from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
-from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
+from muster.scheduler.errors import (
+    DeposedError,
+    LimitError,
+    SchedulerError,
+    StoppingError,
+    TooSlowError,
+)
+from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, STACKS_AT_ONCE, JobDriver, Note
 from muster.scheduler.jobs.stream import MAX_WAITING_MESSAGES, OutgoingStream
 from muster.wire import messages
 from muster.wire.v1 import rendezvous_pb2 as pb
@@ -543,5 +549,54 @@ def test_a_stopped_driver_tells_its_sessions() -> None:
         assert await session.next() is None
         assert isinstance(session.closed, StoppingError)
         assert rig.clock.armed() == []
+
+    go(test())
+
+
+def test_who_asks_for_stacks_gets_what_was_gathered_under_the_ticket() -> None:
+    def script(event: events.Event) -> Decision:
+        if isinstance(event, events.StacksRequested):
+            return Decision(bundles=(events.Bundle(event.ticket, f"of {event.node_id}", 1, ()),))
+        return Decision()
+
+    async def test() -> None:
+        rig = Rig(script)
+        answers = await asyncio.gather(rig.driver.ask_stacks("a"), rig.driver.ask_stacks("b"))
+        assert [bundle.sentence for bundle in answers] == ["of a", "of b"]
+        await rig.close()
+
+    go(test())
+
+
+def test_so_many_may_ask_for_stacks_and_a_scheduler_that_stops_says_so() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        asking = [asyncio.ensure_future(rig.driver.ask_stacks()) for _ in range(STACKS_AT_ONCE)]
+        await until(lambda: len(rig.job.events()) == STACKS_AT_ONCE)
+        with pytest.raises(LimitError):
+            await rig.driver.ask_stacks()
+        await rig.close()
+        done = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(each) for each in done] == [StoppingError] * STACKS_AT_ONCE
+
+    go(test())
+
+
+def test_the_evidence_of_a_hang_is_kept_and_shown() -> None:
+    bundle = events.Bundle(0, "Rank 1 does not come.", 1, ())
+    kept: list[events.Bundle] = []
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision(bundles=(bundle,)))
+
+        def keep(driver: JobDriver, bundle: events.Bundle) -> None:
+            kept.append(bundle)
+            driver.evidence = "Evidence: here"
+
+        rig.driver.keep = keep
+        assert rig.driver.view().evidence == ""
+        await rig.driver.submit(events.Tick())
+        assert kept == [bundle] and rig.driver.view().evidence == "Evidence: here"
+        await rig.close()
 
     go(test())

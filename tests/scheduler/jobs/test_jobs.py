@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import JournalUnavailableError, LimitError, NoSpaceError, NotFoundError
 from muster.scheduler.jobs import jobs as jobs_module
 from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.incidents import IncidentFiles
 from muster.scheduler.jobs.jobs import Jobs, UnknownJobError
 from muster.scheduler.jobs.journal import InThread
 from muster.scheduler.jobs.stream import OutgoingStream
@@ -64,7 +66,12 @@ class Rig:
     """Jobs with scripted machines; remembers what they were made of."""
 
     def __init__(
-        self, storage: MemoryStorage | None = None, *, serve: bool = False, workers: str = "2"
+        self,
+        storage: MemoryStorage | None = None,
+        *,
+        serve: bool = False,
+        workers: str = "2",
+        incidents: IncidentFiles | None = None,
     ) -> None:
         self.made: list[tuple[str, int]] = []
         self.recovered: list[tuple[str, int]] = []
@@ -77,6 +84,7 @@ class Rig:
             new_machine=self._new,
             recover_machine=self._recover,
             storage=InThread(lambda: storage) if storage is not None else None,
+            incidents=incidents,
         )
 
     def _new(self, job_id: str, settings: events.CoreSettings) -> FakeJob:
@@ -93,6 +101,8 @@ class Rig:
 
 
 def _script(event: events.Event) -> Decision:
+    if isinstance(event, events.StacksRequested):
+        return Decision(bundles=(events.Bundle(0, "Rank 1 does not come.", 1, ()),))
     if isinstance(event, events.LeftCleanly):
         return Decision((records.JobEnded(event.finished, event.reason),))
     return Decision((records.Admitted(candidate()),))
@@ -435,5 +445,29 @@ def test_a_job_that_ended_while_this_scheduler_stood_by_is_over() -> None:
         assert jobs.all() == []
         assert storage.records["default"]  # the next one that stood by sees it, too
         await jobs.close()
+
+    go(test())
+
+
+@pytest.mark.parametrize("kept", ["yes", "nowhere", "not a directory"])
+def test_where_the_evidence_of_a_hang_lies_is_noted_and_shown(tmp_path: Path, kept: str) -> None:
+    (tmp_path / "file").touch()
+    directory = tmp_path / ("file" if kept == "not a directory" else "incidents")
+
+    async def test() -> None:
+        rig = Rig(incidents=IncidentFiles(directory) if kept != "nowhere" else None)
+        await rig.jobs.open()
+        driver = rig.jobs.get("")
+        await driver.submit(events.StacksRequested(1))
+        await until(lambda: driver.evidence)
+        (noted,) = [note.text for note in rig.notes if note.kind == "evidence"]
+        assert noted == driver.evidence == driver.view().evidence
+        await rig.jobs.close()
+        if kept == "yes":
+            (written,) = directory.iterdir()
+            assert noted.endswith(f"Z: {written}")
+            assert "Rank 1 does not come." in (written / "incident.txt").read_text()
+        else:
+            assert "MS_INCIDENT_DIR" in noted
 
     go(test())

@@ -17,7 +17,7 @@ class TestJoining:
         w = Machine()
         assert w.feed(events.Started()).notices == (events.Connect(1),)
         w.feed(events.StreamOpened(1))
-        assert w.last.messages == (messages.Join(w.core.profile, takes_deltas=True),)
+        assert w.last.messages == (messages.Join(w.core.profile, takes_deltas=True, gives_stacks=True),)
         assert w.core.phase == "joining"
         w.hear(messages.Welcome(1.0, 5.0, 60.0))
         assert w.core.phase == "waiting"
@@ -364,7 +364,9 @@ class TestReconnecting:
         w.feed(events.StreamLost(1, "cut"))
         w.tick_at_deadline()
         w.feed(events.StreamOpened(2))
-        assert w.message(messages.Join) == messages.Join(w.core.profile, 3, 1, True, 41, 2, takes_deltas=True)
+        assert w.message(messages.Join) == messages.Join(
+            w.core.profile, 3, 1, True, 41, 2, takes_deltas=True, gives_stacks=True
+        )
 
     def test_the_same_assignment_again_changes_nothing(self) -> None:
         w = Machine().running(generation=3, rank=1)
@@ -613,6 +615,12 @@ class TestUnplannedChange:
         assert told[1] == messages.Probed(
             7, (("n1", "refused"),), late=False, waits=True, busy="", seconds=3.5
         )
+
+    def test_stacks_are_taken_and_told_by_whoever_has_been_welcomed(self) -> None:
+        w = Machine().welcomed()
+        w.hear(messages.StacksWanted(7, 4096))
+        assert w.last.notices == (events.TakeStacks(7, 4096),)
+        assert w.feed(events.StacksTaken(7, "here")).messages == (messages.Stacks(7, "here"),)
 
     def test_a_suspension_says_who_saves(self) -> None:
         w = Machine().running()

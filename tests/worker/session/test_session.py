@@ -419,6 +419,24 @@ def test_figures_that_no_message_can_carry_are_refused(stage: Stage, wrong: dict
             stage.session.report_checkpoint(1, **wrong)
 
 
+def test_a_worker_says_where_it_stands_however_that_is_found_out(stage: Stage) -> None:
+    def answer(limit_bytes: int) -> str:
+        stage.line.say(stacks_wanted=pb.StacksWanted(request=7, limit_bytes=limit_bytes))
+        told: pb.Stacks = stage.line.hear("stacks")
+        assert told.request == 7
+        return told.text
+
+    def fails(limit_bytes: int) -> str:
+        raise RuntimeError("no room")
+
+    assert ", MainThread (most recent call first)" in answer(60_000)
+    assert len(answer(500).encode()) <= 500
+    stage.session.take_stacks = lambda limit_bytes: f"at most {limit_bytes}"  # as an agent does
+    assert answer(500) == "at most 500"
+    stage.session.take_stacks = fails
+    assert answer(500) == "No stacks were taken: RuntimeError('no room')."
+
+
 def test_a_probe_is_answered_with_what_the_rank_does_alone(stage: Stage) -> None:
     def answer(number: int) -> pb.Probed:
         stage.line.say(probe=pb.Probe(round=number))

@@ -1,0 +1,108 @@
+"""Takes the stacks of a worker that lives and is lost to its job, or does not end, to beside its log.
+
+A worker whose interpreter's lock is held by C code cannot answer the scheduler, which counts it as lost; its
+signal handler, which is C as well, answers all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from muster.launch.report import LastWords
+from muster.wire.files import open_own
+from muster.wire.redaction import without_secrets
+from muster.worker.stacks.handler import VARIABLE
+from muster.worker.stacks.kernel import threads_of
+from muster.worker.stacks.mailbox import Mailbox
+
+KEPT_AT_MOST = 8
+"""So many workers are asked in one launch: each may take two seconds."""
+
+
+class Watchable(Protocol):
+    """The part of a :class:`~muster.launch.process.Child` that is looked at."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it is not collected."""
+
+    def has_ended(self) -> bool:
+        """Whether it has ended and is not collected yet."""
+
+    def noted(self) -> int:
+        """Bytes of its notes, which only grow."""
+
+    def words(self) -> LastWords:
+        """Its notes."""
+
+
+class LastStacks:
+    """What the workers of one launch write their stacks to."""
+
+    def __init__(self) -> None:
+        self._mailbox = Mailbox()
+        self._kept = 0
+        self._noted: dict[int, int] = {}
+        self._lost: set[tuple[str, int]] = set()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a worker finds in its environment."""
+        return {VARIABLE: self._mailbox.path}
+
+    def look(self, workers: Sequence[Watchable], directory: Path, say: Callable[[str], None]) -> None:
+        """Takes the stacks of those that live and of which another has heard that they are lost, once.
+
+        Args:
+            workers: of this launch.
+            directory: where they go.
+            say: shows a sentence to the user.
+        """
+        heard = set()
+        for worker in workers:
+            if worker.returncode is None and (noted := worker.noted()) != self._noted.get(worker.pid):
+                self._noted[worker.pid] = noted
+                if (first := worker.words().first) is not None:
+                    heard.add((first.node_id, first.incarnation))
+        for lost in heard - self._lost:
+            self._lost.add(lost)
+            for worker in workers:
+                if worker.returncode is None and not worker.has_ended() and lost in worker.words().places:
+                    kept = self.keep(worker.pid, worker.label, directory)
+                    say(f"worker {worker.label} (pid {worker.pid}) is lost to the others and lives{kept}")
+
+    def keep(self, pid: int, label: str, directory: Path) -> str:
+        """Writes where a process stands to a file in this directory.
+
+        Returns:
+            A remark on that; empty: nothing was written.
+        """
+        if self._kept >= KEPT_AT_MOST:
+            return ""
+        self._kept += 1
+        said = self._mailbox.ask(pid)
+        python = (
+            "no handler for them here" if said is None else said or "no answer: stopped, or in the kernel"
+        )
+        text = f"Python stacks of pid {pid}:\n{python}\n\nkernel:\n" + "\n".join(threads_of(pid)) + "\n"
+        path = directory / f"stacks-{label.replace(os.sep, '_')}.txt"
+        with contextlib.suppress(OSError), os.fdopen(open_own(path), "w", encoding="utf-8") as out:
+            out.write(without_secrets(text, os.environ))
+            return f"; where it stood: {path}"
+        return ""
+
+    def close(self) -> None:
+        """Closes the file in memory."""
+        self._mailbox.close()

@@ -1,0 +1,57 @@
+"""Removes secrets from text that is kept or shown: values of secret variables, keys, long runs of digits.
+
+Stacks name files, lines and functions and hold no values, so little is found. It is looked for all the same:
+what other programs say of a process stands beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+REMOVED = "(removed)"
+SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
+"""Words in the name of a variable whose value is secret."""
+
+NO_SECRETS = ("_FILE", "_PATH", "_DIR", "_SOCK", "OLDPWD")
+"""Ends of names whose values are paths and no secrets, though the name has such a word."""
+
+SHORTEST = 4
+"""Characters from which on a value is looked for: a shorter one stands in many words."""
+
+_PATTERNS = (
+    re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----.*?(?:-----END [A-Z0-9 ]{1,40}-----|\Z)", re.DOTALL),
+    re.compile(r"(?<![0-9A-Za-z])(?:[0-9A-Fa-f]{2}[: ]?){24,}(?![0-9A-Za-z])"),  # a key, a unique id
+    re.compile(r"(?:\\x[0-9a-f]{2}){8,}"),  # the same as Python writes bytes
+    re.compile(r"(?<![0-9A-Za-z+/=])(?=[^\s]*[0-9])(?=[^\s]*[+=])[0-9A-Za-z+/]{40,}={0,2}"),
+)
+_ASSIGNED = re.compile(
+    r"(?i)\b([a-z_]*(?:password|passwd|secret|token|api_?key|unique_?ids?)[a-z_]*\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)"
+)
+
+
+def secrets_of(env: Mapping[str, str]) -> list[str]:
+    """The values of the variables whose names say that they are secret, the longest first."""
+    found = {
+        value
+        for name, value in env.items()
+        if len(value) >= SHORTEST
+        and name != "PWD"
+        and any(word in name.upper() for word in SECRET_WORDS)
+        and not name.upper().endswith(NO_SECRETS)
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+def without_secrets(text: str, env: Mapping[str, str]) -> str:
+    """The text with what may be secret in it replaced.
+
+    Args:
+        text: any number of lines.
+        env: the environment in which values of secret variables stand.
+    """
+    for secret in secrets_of(env):
+        text = text.replace(secret, REMOVED)
+    for pattern in _PATTERNS:
+        text = pattern.sub(REMOVED, text)
+    return _ASSIGNED.sub(lambda found: found[1] + REMOVED, text)

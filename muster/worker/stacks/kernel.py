@@ -1,0 +1,52 @@
+"""What the kernel says of the threads of a process: state, where each waits, in which call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+MOST_THREADS = 64
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or a driver",
+    "T": "is stopped",
+    "Z": "has ended",
+}
+
+
+def threads_of(pid: int) -> Iterator[str]:
+    """Lines on the threads of a process; what may not be read is said once."""
+    unreadable = False
+    try:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name))
+    except OSError as error:
+        yield f"not readable: {error.strerror}"
+        return
+    for task in tasks[:MOST_THREADS]:
+        name, state = _read(task / "comm") or "?", _state(task)
+        call = (_read(task / "syscall") or "").split(" ")[0]  # what follows are values
+        wchan = _read(task / "wchan")
+        where = f", in {wchan}" if wchan and wchan != "0" else ""
+        called = f", system call {call}" if call.isdecimal() else ""
+        yield f"thread {task.name} ({name}) {state}{where}{called}"
+        stack = _read(task / "stack")
+        unreadable = unreadable or stack is None
+        yield from (f"    {line.partition('] ')[2] or line}" for line in (stack or "").splitlines())
+    if len(tasks) > MOST_THREADS:
+        yield f"and {len(tasks) - MOST_THREADS} threads more"
+    if unreadable:
+        yield "the kernel's stacks (/proc/PID/stack) may be read by root alone"
+
+
+def _state(task: Path) -> str:
+    fields = (_read(task / "stat") or "").rpartition(")")[2].split()
+    letter = fields[0] if fields else "?"
+    return _STATES.get(letter, letter)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

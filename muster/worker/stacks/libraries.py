@@ -1,0 +1,100 @@
+"""What torch, NCCL and the GPU's driver say of a process; each that is not there is said in a line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+RAS_PORT = 28028
+RAS_LIMIT_S = 2.0
+MOST_BYTES = 32 * 1024
+_RAS_REQUEST = b"TIMEOUT 2\nVERBOSE STATUS\n"
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+def torch_recorder() -> str:
+    """Torch's own flight recorder of this process, as JSON, or why there is none."""
+    if "torch" not in sys.modules:
+        return "none: this process has not imported torch"
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = next((found for name in _RECORDERS if (found := getattr(c10d, name, None)) is not None), None)
+    if dump is None:
+        return "none: this torch is built without it"
+    try:
+        said = dump()
+    except Exception as error:
+        return f"none: {error!r}"
+    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    return text[:MOST_BYTES] or "empty: TORCH_FR_BUFFER_SIZE is 0"
+
+
+def nccl_ras(pid: int, env: Mapping[str, str]) -> str:
+    """The answer of NCCL's RAS, which a process with NCCL listens for on loopback, or why there is none.
+
+    Args:
+        pid: the process: whether it has loaded NCCL.
+        env: where NCCL_RAS_ADDR stands.
+    """
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        maps = ""
+    if "libnccl" not in maps:
+        return "none: NCCL is not loaded"
+    host, _, port = env.get("NCCL_RAS_ADDR", "").rpartition(":")
+    address = (host or "localhost", int(port) if port.isdecimal() else RAS_PORT)
+    return ras_answer(address)
+
+
+def ras_answer(address: tuple[str, int]) -> str:
+    """What RAS at this address answers within :data:`RAS_LIMIT_S`, or why there is nothing."""
+    deadline, said = time.monotonic() + RAS_LIMIT_S, b""
+    try:
+        with socket.create_connection(address, RAS_LIMIT_S) as line:
+            line.sendall(_RAS_REQUEST)
+            while len(said) < MOST_BYTES and (left_s := deadline - time.monotonic()) > 0:
+                line.settimeout(left_s)
+                chunk = line.recv(MOST_BYTES)
+                if not chunk:
+                    break
+                said += chunk
+    except TimeoutError:
+        pass
+    except OSError as error:
+        return f"none: {address[0]}:{address[1]}: {error.strerror or error} (NCCL 2.24 and later have RAS)"
+    text = said[:MOST_BYTES].decode(errors="replace").strip()
+    return text or f"none: no answer within {RAS_LIMIT_S:g} s"
+
+
+def gpus(library: str = "pynvml") -> str:
+    """What the driver says of the GPUs of this host: load, memory, clocks, temperature, or why nothing."""
+    if find_spec(library) is None:
+        return "none: nvidia-ml-py is not installed here"
+    try:
+        nvml: Any = importlib.import_module(library)
+        nvml.nvmlInit()
+    except Exception as error:
+        return f"none: {error}"
+    try:
+        return "\n".join(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())) or "none"
+    except Exception as error:
+        return f"none: {error}"
+    finally:
+        with contextlib.suppress(Exception):
+            nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> str:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    load, memory = nvml.nvmlDeviceGetUtilizationRates(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+    clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    celsius = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+    used = f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB"
+    return f"GPU {index}: {load.gpu} % busy, {used}, {clock} MHz, {celsius} C"

@@ -1,0 +1,125 @@
+"""Asks processes for their Python stacks, and reads what they write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from muster.worker.stacks.handler import FILE, SIGNAL
+
+ANSWER_S = 2.0
+"""How long a process has to begin, and then to end, in seconds."""
+
+QUIET_S = 0.1
+"""Nothing more comes once nothing has come for so long."""
+
+MOST_BYTES = 1 << 20
+YOUNG_S = 1.0
+"""A process that has just been forked may be about to run another program, which the signal would end."""
+
+_LOOK_S = 0.01
+
+
+class Mailbox:
+    """A file in memory that the processes write to which this one may ask.
+
+    One that never asks costs nothing but the descriptor.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create(FILE)
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        """What :data:`~muster.worker.stacks.handler.VARIABLE` has to say to those that may be asked."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def ask(self, pid: int, wait_s: float = ANSWER_S) -> str | None:
+        """The Python stacks of all threads of a process, empty if none came in time.
+
+        Args:
+            pid: the process.
+            wait_s: how long it has, in seconds.
+
+        Returns:
+            None where it is not asked: it has no handler, so the signal would end it.
+        """
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError:
+            return None
+        try:
+            with self._lock:
+                return self._ask(pid, handle, wait_s)
+        finally:
+            os.close(handle)
+
+    def _ask(self, pid: int, handle: int, wait_s: float) -> str | None:
+        if not answers(pid):
+            return None
+        os.ftruncate(self._descriptor, 0)
+        try:
+            signal.pidfd_send_signal(handle, SIGNAL)
+        except OSError:
+            return None
+        self._await(time.monotonic() + wait_s)
+        return os.pread(self._descriptor, MOST_BYTES, 0).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+    def _await(self, deadline: float) -> None:
+        size, since = 0, time.monotonic()
+        while (now := time.monotonic()) < deadline and not (size and now >= since + QUIET_S):
+            time.sleep(_LOOK_S)
+            if (new := os.fstat(self._descriptor).st_size) != size:
+                size, since = new, now
+
+
+def answers(pid: int) -> bool:
+    """Whether a process may be asked: it is there, has a handler, and is about to run no other program."""
+    try:
+        return catches(pid, SIGNAL) and age_s(pid) >= YOUNG_S
+    except OSError:
+        return False
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def age_s(pid: int) -> float:
+    """How long a process has lived, in seconds.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def family(pid: int, most: int = 64) -> list[int]:
+    """A process and those that it has started, and they in turn; at most so many."""
+    found = [pid]
+    for each in found:
+        try:
+            for task in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue
+        if len(found) >= most:
+            break
+    return found[:most]
