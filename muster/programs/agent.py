@@ -252,6 +252,9 @@ class Agent:
             elif line == b"failed":
                 if self._is_first_failure(session, store, CAUGHT_SETTLE_S):
                     self._say(first=True)
+            elif line.startswith(b"restart "):
+                self._rebuilds = False
+                session.ask_for_new_generation(line[len(b"restart ") :].decode(errors="replace"))
             else:
                 # It may say anything.
                 with contextlib.suppress(

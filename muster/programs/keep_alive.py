@@ -1,0 +1,187 @@
+"""For torch programs whose processes outlive others: their process groups stay, and get new members."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from muster.errors import NotInitializedError, WorkerError
+from muster.programs.agent_line import AgentLine
+from muster.worker.program_environment import GENERATION_VARIABLE
+
+log = logging.getLogger("muster.worker")
+
+_PLACE = ("RANK", "WORLD_SIZE")
+_MEET_TIMEOUT = timedelta(hours=1)
+"""So long the others may take to build their modules; a generation that ends releases who waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all ranks of a generation have told each other.
+
+    Attributes:
+        generation: its number.
+        said: what each rank has said, in order of rank.
+    """
+
+    generation: int
+    said: list[Any]
+
+
+class LivingProgram:
+    """This process as a program that goes on when other ranks are lost.
+
+    Raises:
+        NotInitializedError: no agent of ``muster run`` has started this program.
+    """
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._line = AgentLine(world.break_off)
+        self._place = _place()
+        self._has_state = False
+        self._store: Any = None
+        world.install()
+        world.rehearses = self._others_live()
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether the others live on, so that this process has to take what it lacks from them."""
+        return bool(self._world.rehearses)
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+        return int(os.environ[GENERATION_VARIABLE])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation has ended, so that what was computed since may be anything."""
+        return self._line.is_over
+
+    def note_state(self) -> None:
+        """From now on there is a state to which this process can go back."""
+        self._has_state = True
+
+    def is_own_failure(self) -> bool:
+        """Whether what this program has raised is its own fault; False: the generation is over."""
+        return self._line.failed_first()
+
+    def restart(self, why: str) -> None:
+        """Ends this process, to be started again in the next generation as without keep_alive()."""
+        self._line.restart(why)
+
+    def enter_next(self) -> None:
+        """Waits for the next generation; restarts the program where it cannot go on in it."""
+        if not self._has_state and not self.rehearses:
+            self.restart("The members have changed before the training had a state to go back to.")
+        self._line.enter_next()
+        if _place() != self._place:
+            before, now = ("rank {} of {}".format(*each) for each in (self._place, _place()))
+            self.restart(f"It was {before} and would be {now}, with other parts of the state.")
+        self._store = None
+        others = self._others_live()
+        if self.rehearses and not others:
+            self.restart("Nobody is left from whom it could take the state.")
+
+    def connect(self, holds: Any) -> Meeting:
+        """Connects all groups to this generation's members; all ranks call it.
+
+        Args:
+            holds: what the others are to know of this rank's state, as JSON values.
+        """
+        groups = self._world.groups
+        meeting = self._meet("ready", {"groups": groups, "holds": holds})
+        names = {name: size for name, size in groups}
+        for rank, other in enumerate(meeting.said):
+            theirs = dict(map(tuple, other["groups"]))
+            absent = [name for name, size in names.items() if size == self._place[1] and name not in theirs]
+            if absent:
+                self.restart(f"Rank {rank} has not made the process group {absent[0]!r}.")
+        self._world.rehearses = False
+        self._world.connect(self._generation_store(), meeting.generation)
+        if self.is_over:  # while they connected
+            self._world.break_off("The generation is over.")
+        return Meeting(meeting.generation, [each["holds"] for each in meeting.said])
+
+    def break_off(self) -> None:
+        """Lets go of what has been connected of a generation that is over."""
+        self._world.break_off("The generation is over.")
+
+    def _others_live(self) -> bool:
+        said = self._meet("lives", self._has_state).said
+        return any(lives for rank, lives in enumerate(said) if rank != self._place[0])
+
+    def _meet(self, what: str, mine: Any) -> Meeting:
+        """Tells all ranks of this generation something, and hears what each says."""
+        store, (rank, size) = self._generation_store(), self._place
+        store.set(f"{what}/{rank}", json.dumps(mine))
+        keys = [f"{what}/{each}" for each in range(size)]
+        store.wait(keys, _MEET_TIMEOUT)
+        said = [json.loads(each) for each in store.multi_get(keys)]
+        return Meeting(self.generation, said)
+
+    def _generation_store(self) -> Any:
+        if self._store is None:
+            import torch.distributed as dist
+
+            host, _, port = os.environ["MUSTER_STORE"].rpartition(":")
+            store = dist.TCPStore(host, int(port), None, False, wait_for_workers=False)
+            self._store = dist.PrefixStore("in-place", store)
+        return self._store
+
+
+def _place() -> tuple[int, int]:
+    rank, size = (int(os.environ[name]) for name in _PLACE)
+    return rank, size
+
+
+_program: LivingProgram | None = None
+
+
+def keep_alive() -> bool:
+    """Lets this program's process, groups and modules live on when another rank is lost; call it first of all.
+
+    All ranks call it, before ``init_process_group()``. From then on torch makes process groups whose
+    connections are made again in each generation, with a restarted worker or a spare in the lost one's place,
+    as long as the ranks are as many; training goes on within :func:`muster.torch.steps`. Where
+    that cannot be, the program is started again, as without it, and the log says why.
+
+    Returns:
+        Whether it is so; False: no agent of ``muster run`` has started this program, or this torch cannot.
+    """
+    global _program
+    if _program is not None:
+        return True
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        raise WorkerError(
+            "keep_alive() was called after init_process_group().", remedy="Call it before, on all ranks."
+        )
+    from muster.programs.lasting_world import LastingWorld
+
+    world = LastingWorld()
+    if lacks := world.lacks():
+        log.warning("The program is started again when members change: %s.", lacks)
+        return False
+    try:
+        _program = LivingProgram(world)
+    except NotInitializedError:
+        return False
+    return True
+
+
+def living_program() -> LivingProgram | None:
+    """This process's, once :func:`keep_alive` has said yes."""
+    module = sys.modules[__name__]
+    program: LivingProgram | None = module._program
+    return program

@@ -1,0 +1,141 @@
+"""All process groups of a program that outlives generations: how torch comes to make them, and each generation's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from muster.programs.lasting_group import LastingProcessGroup
+
+_NEEDED = ("_new_process_group_helper", "_store_based_barrier", "_world", "_unregister_process_group")
+_ASKED = ("store", "group_name", "group_rank", "group_size")
+"""What the function that makes a group is given, by name in every torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A group, and how torch makes its inner one."""
+
+    group: LastingProcessGroup
+    make: Callable[..., Any]
+    arguments: dict[str, Any]
+    name: str
+
+
+class LastingWorld:
+    """The process groups of this process, in the order in which the program has made them.
+
+    Groups that torch makes after :meth:`install` last: torch makes an inner one as ever, and has a
+    :class:`LastingProcessGroup` registered in its place, under the same name.
+    """
+
+    def __init__(self) -> None:
+        self._c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+        self._all: list[_Made] = []
+        self.rehearses = False
+        """Groups that are made now stay alone: see :mod:`muster.programs.rehearsal`."""
+
+    def lacks(self) -> str:
+        """What this torch has not that is needed, in words; empty: nothing."""
+        absent = [name for name in _NEEDED if not hasattr(self._c10d, name)]
+        if absent:
+            return f"torch.distributed has no {', '.join(absent)}"
+        helper = inspect.unwrap(self._c10d._new_process_group_helper)
+        unknown = [name for name in _ASKED if name not in inspect.signature(helper).parameters]
+        return f"torch makes groups without {', '.join(unknown)}" if unknown else ""
+
+    def install(self) -> None:
+        """Has torch make groups that last."""
+        helper = self._c10d._new_process_group_helper
+        barrier = self._c10d._store_based_barrier
+        signature = inspect.signature(inspect.unwrap(helper))
+
+        @functools.wraps(helper)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            return self._make(helper, dict(signature.bind(*args, **kwargs).arguments))
+
+        @functools.wraps(barrier)
+        def met(*args: Any, **kwargs: Any) -> Any:
+            """The others have met long ago."""
+            return None if self.rehearses else barrier(*args, **kwargs)
+
+        self._c10d._new_process_group_helper = made
+        self._c10d._store_based_barrier = met
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Name and size of each group, in order."""
+        return [(each.name, each.group.size()) for each in self._living()]
+
+    def break_off(self, reason: str) -> None:
+        """Lets all that is under way in any group fail, and all that is called until :meth:`connect`."""
+        for each in self._living():
+            if each.group.is_connected:
+                each.group.break_off(reason)
+
+    def connect(self, store: Any, generation: int) -> None:
+        """Makes all groups' inner ones for a generation, one after the other; all their ranks call it.
+
+        Args:
+            store: one that all ranks of this generation have.
+            generation: its number, which stands before all keys and in the names.
+        """
+        place = dist.PrefixStore(f"generation-{generation}", store)
+        for each in self._living():
+            name = f"{each.name}@{generation}"
+            arguments = {**each.arguments, "store": place, "group_name": name, "pg_tag": None}
+            inner, _ = each.make(**arguments)
+            self._forget(inner, name)
+            each.group.connect(inner)
+
+    def _living(self) -> list[_Made]:
+        """Those that the program has not destroyed."""
+        self._all = [each for each in self._all if each.group in self._c10d._world.pg_map]
+        return list(self._all)
+
+    def _make(self, helper: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        asked = dict(arguments)
+        if self.rehearses:
+            asked.update(group_rank=0, group_size=1, store=dist.HashStore())
+        inner, store = helper(**asked)
+        if not isinstance(inner, dist.ProcessGroup) or isinstance(inner, LastingProcessGroup):
+            return inner, store  # this process is no member, or the group was there already
+        name = self._c10d._world.pg_names[inner]
+        group = LastingProcessGroup(arguments["group_rank"], arguments["group_size"], name)
+        # C++ keeps neither alive.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._stand_in(inner, group, name)
+        if not self.rehearses:
+            group.connect(inner)
+        self._all.append(_Made(group, helper, arguments, name))
+        return group, store
+
+    def _tables(self) -> list[Any]:
+        world = self._c10d._world
+        names = ("pg_map", "pg_names", "pg_backend_config", "pg_to_tag", "pg_group_ranks")
+        return [getattr(world, name) for name in names if hasattr(world, name)]
+
+    def _stand_in(self, inner: Any, group: LastingProcessGroup, name: str) -> None:
+        """Puts a group where torch has registered its inner one."""
+        for table in self._tables():
+            if inner in table:
+                table[group] = table.pop(inner)
+        for groups in self._c10d._world.tags_to_pg.values():
+            groups[:] = [group if each is inner else each for each in groups]
+        self._c10d._unregister_process_group(name)
+        self._c10d._register_process_group(name, group)
+
+    def _forget(self, inner: Any, name: str) -> None:
+        """Takes an inner group out of torch's tables."""
+        for table in self._tables():
+            table.pop(inner, None)
+        for groups in self._c10d._world.tags_to_pg.values():
+            groups[:] = [each for each in groups if each is not inner]
+        self._c10d._unregister_process_group(name)
