@@ -106,6 +106,7 @@ class Agent:
         self._lost: StoreClient | None = None
         self._rebuilds = False
         self._asked_to_end = False
+        self._watches = False
         self._starts = 0
         self._secret = HandedSecret()
 
@@ -135,7 +136,7 @@ class Agent:
         script, session = self._script, self._session
         if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
             script.send_signal(number)
-        if script is None and session is not None:
+        if not self._watches and session is not None:  # also while a script waits that outlives generations
             session.leave_now(signal.Signals(number).name)
 
     def _rejoin(self, session: Session) -> None:
@@ -229,16 +230,20 @@ class Agent:
         handle, line = os.pidfd_open(script.pid), self._line.fileno()
         ended.register(handle, select.POLLIN)
         ended.register(line, select.POLLIN)
+        self._watches = True
         try:
             while script.poll() is None:
                 if self._is_over(session, store):
                     return script.poll() == 0
                 if any(which == line for which, _ in ended.poll(1000 * LOOK_S)):
-                    heard = self._line.recv(4096)
+                    heard = b""
+                    with contextlib.suppress(ConnectionResetError):  # it has gone with words unread
+                        heard = self._line.recv(4096)
                     if not heard:
                         ended.unregister(line)
                     self._hear(session, store, heard)
         finally:
+            self._watches = False
             os.close(handle)
         return True
 

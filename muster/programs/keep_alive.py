@@ -48,7 +48,15 @@ class LivingProgram:
         self._has_state = False
         self._store: Any = None
         world.install()
-        world.rehearses = self._others_live()
+        while True:
+            try:
+                world.rehearses = self._others_live()
+                return
+            except Exception:  # of torch's store
+                if self._line.failed_first():
+                    raise
+            self._line.enter_next()
+            self._place, self._store = _place(), None
 
     @property
     def rehearses(self) -> bool:

@@ -58,11 +58,11 @@ def rehearse(name: str, args: Sequence[Any], rank: int, size: int) -> None:
 
 
 def _repeat(output: Tensor, given: Tensor, size: int) -> None:
-    output.view(size, -1).copy_(given.reshape(1, -1))
+    output.view(size, -1).copy_(given.clone().reshape(1, -1))  # FSDP2 gives a part of the output
 
 
 def _take_part(output: Tensor, given: Tensor, rank: int, size: int) -> None:
-    output.view(-1).copy_(given.reshape(size, -1)[rank])
+    output.view(-1).copy_(given.reshape(size, -1)[rank].clone())
 
 
 def _copy_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
