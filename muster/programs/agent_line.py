@@ -64,9 +64,9 @@ class AgentLine:
             return self._over
 
     def restart(self, why: str) -> NoReturn:
-        """Has the agent end this process and start the program in the next generation; says why in its log."""
+        """Has the agent end this process and start the program in the next generation; logs why."""
         log.warning("The program is started again: %s", why)
-        self._line.sendall(b"restart " + why.encode().replace(b"\n", b" ") + b"\n")
+        self._line.sendall(f"restart {' '.join(why.split())}\n".encode())
         with self._changed:
             self._changed.wait_for(lambda: self._gone)
         raise SystemExit("The agent of this program has gone.")
@@ -91,6 +91,7 @@ class AgentLine:
             *lines, rest = (rest + heard).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
+        self._line.close()
         with self._changed:
             self._gone = True
             self._changed.notify_all()

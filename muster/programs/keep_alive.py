@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -82,7 +81,7 @@ class LivingProgram:
         return self._line.failed_first()
 
     def restart(self, why: str) -> None:
-        """Ends this process, to be started again in the next generation as without keep_alive()."""
+        """Ends this process; it is started again in the next generation, as without keep_alive()."""
         self._line.restart(why)
 
     def enter_next(self) -> None:
@@ -106,7 +105,7 @@ class LivingProgram:
         """
         groups = self._world.groups
         meeting = self._meet("ready", {"groups": groups, "holds": holds})
-        names = {name: size for name, size in groups}
+        names = dict(groups)
         for rank, other in enumerate(meeting.said):
             theirs = dict(map(tuple, other["groups"]))
             absent = [name for name, size in names.items() if size == self._place[1] and name not in theirs]
@@ -154,7 +153,7 @@ _program: LivingProgram | None = None
 
 
 def keep_alive() -> bool:
-    """Lets this program's process, groups and modules live on when another rank is lost; call it first of all.
+    """Lets this program's process, groups and modules live on when another rank is lost.
 
     All ranks call it, before ``init_process_group()``. From then on torch makes process groups whose
     connections are made again in each generation, with a restarted worker or a spare in the lost one's place,
@@ -185,11 +184,11 @@ def keep_alive() -> bool:
         _program = LivingProgram(world)
     except NotInitializedError:
         return False
+    # Else torch ends this process when NCCL hears that another has gone.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return True
 
 
 def living_program() -> LivingProgram | None:
     """This process's, once :func:`keep_alive` has said yes."""
-    module = sys.modules[__name__]
-    program: LivingProgram | None = module._program
-    return program
+    return _program

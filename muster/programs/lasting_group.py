@@ -1,4 +1,4 @@
-"""A process group of torch that outlives its members: it passes everything on to an inner one, which is exchanged."""
+"""A process group of torch that outlives its members: it passes all on to an inner one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from muster.errors import CommunicatorAbortedError, WorkerError
-from muster.programs.lasting_work import ApartWork, call_apart, callbacks_of, written
+from muster.programs.lasting_work import ApartWork, call_apart, callbacks_of, is_on_host, written
 from muster.programs.rehearsal import rehearse
 from muster.programs.work import GroupWork
 from muster.wire.threads import start_thread
@@ -63,7 +63,7 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
         self._lasting_rank, self._lasting_size = rank, size
         self._group_name = self._group_desc = name
         self._inner: Any = None
-        self._apart = False
+        self._apart = _is_gloo(inner)
         self._broken: Exception | None = None
         self._callbacks = callbacks_of(f"lasting/{name}")
         self._under_way: weakref.WeakSet[ApartWork] = weakref.WeakSet()
@@ -101,7 +101,8 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
-            inner, apart, broken = self._inner, self._apart, self._broken
+            inner, broken = self._inner, self._broken
+            apart = self._apart and is_on_host(args)
         if broken is not None:
             return self._over_at_once(name, args, broken)
         if inner is None:
@@ -206,7 +207,7 @@ for _name in OPERATIONS:
 
 
 def _is_gloo(inner: Any) -> bool:
-    """Whether its collectives on CPUs are Gloo's; those of Muster's groups and of NCCL end with an abort."""
+    """Whether its collectives on CPUs are Gloo's; Muster's and NCCL's end with an abort."""
     try:
         return "gloo" in inner._get_backend(torch.device("cpu")).name().lower()
     except RuntimeError:

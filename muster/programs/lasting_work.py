@@ -32,6 +32,11 @@ def written(name: str, args: Sequence[Any]) -> list[Tensor]:
     return [] if name in READS_ONLY or not args else list(_flat(args[0]))
 
 
+def is_on_host(args: Sequence[Any]) -> bool:
+    """Whether an operation takes tensors in the host's memory, or none."""
+    return all(each.device.type == "cpu" for each in _flat(args))
+
+
 def _flat(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         yield value
@@ -41,7 +46,9 @@ def _flat(value: Any) -> Any:
 
 
 class ApartWork(GroupWork):
-    """An operation whose results lie in memory of its own until it is over, and then go to the caller's tensors.
+    """An operation whose results lie in memory of its own until it is over.
+
+    Then they go to the tensors of who has called it.
 
     Gloo cannot be stopped: a collective whose members are gone may wait until its timeout, and one of an
     earlier generation may yet write. Both happen in memory that nobody else sees, so a caller is
@@ -94,9 +101,9 @@ class ApartWork(GroupWork):
             self.finish()
 
     def _wait_for_inner(self) -> None:
-        """Waits in short pieces, for a thread that waits in C++ when the interpreter ends takes the process down.
+        """Waits in short pieces: a thread that waits in C++ when the interpreter ends takes the process down.
 
-        A message cannot be waited for in pieces: its connections would end. It can be aborted instead.
+        A message cannot be waited for in pieces, as its connections would end. It can be aborted instead.
         """
         if self._is_message:
             self._inner.wait()

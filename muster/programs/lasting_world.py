@@ -1,4 +1,4 @@
-"""All process groups of a program that outlives generations: how torch comes to make them, and each generation's."""
+"""All process groups of a program that outlives generations, and how torch comes to make them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import ctypes
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from muster.programs.lasting_group import LastingProcessGroup
 
+OLDEST_TORCH = (2, 9)
 _NEEDED = ("_new_process_group_helper", "_store_based_barrier", "_world", "_unregister_process_group")
 _ASKED = ("store", "group_name", "group_rank", "group_size")
 """What the function that makes a group is given, by name in every torch."""
@@ -39,11 +42,14 @@ class LastingWorld:
     def __init__(self) -> None:
         self._c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
         self._all: list[_Made] = []
+        self._lock = threading.Lock()
         self.rehearses = False
         """Groups that are made now stay alone: see :mod:`muster.programs.rehearsal`."""
 
     def lacks(self) -> str:
         """What this torch has not that is needed, in words; empty: nothing."""
+        if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+            return f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST_TORCH))}"
         absent = [name for name in _NEEDED if not hasattr(self._c10d, name)]
         if absent:
             return f"torch.distributed has no {', '.join(absent)}"
@@ -97,8 +103,9 @@ class LastingWorld:
 
     def _living(self) -> list[_Made]:
         """Those that the program has not destroyed."""
-        self._all = [each for each in self._all if each.group in self._c10d._world.pg_map]
-        return list(self._all)
+        with self._lock:
+            self._all = [each for each in self._all if each.group in self._c10d._world.pg_map]
+            return list(self._all)
 
     def _make(self, helper: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         asked = dict(arguments)
@@ -114,7 +121,8 @@ class LastingWorld:
         self._stand_in(inner, group, name)
         if not self.rehearses:
             group.connect(inner)
-        self._all.append(_Made(group, helper, arguments, name))
+        with self._lock:
+            self._all.append(_Made(group, helper, arguments, name))
         return group, store
 
     def _tables(self) -> list[Any]:

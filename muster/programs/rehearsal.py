@@ -1,8 +1,8 @@
 """What collectives give a rank that is alone: the results that it would get if all ranks gave what it gives.
 
-A process that takes a lost rank's place builds its modules while the others are in the midst of training, so
-none of its collectives has a counterpart. What it computes with these results is overwritten by the state that it
-gets from the others; what matters is only that all objects come to exist as theirs did.
+A process that takes a lost rank's place builds its modules while the others are training, so none of its
+collectives has a counterpart. What it computes with these results is overwritten by the state that it gets
+from the others; what matters is only that all objects come to exist as theirs did.
 """
 
 from __future__ import annotations

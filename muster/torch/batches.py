@@ -91,8 +91,9 @@ class Batches:
 
     def _begin_epoch(self) -> None:
         for each in (getattr(self._loader, "sampler", None), self._loader):
-            if callable(getattr(each, "set_epoch", None)):
-                each.set_epoch(self._epoch)
+            set_epoch = getattr(each, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epoch)
         self._begun_with = self._random.keep()
         self._iterator, self._index = iter(self._loader), 0
 

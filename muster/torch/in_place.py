@@ -1,4 +1,4 @@
-"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are undone and done again."""
+"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done once more."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps(
     ranks are lost, what their loss makes the others raise within ``with step`` is dropped; all go back to the
     newest copy that is whole, and so does the process that takes a lost rank's place. That one first does two
     steps for itself, the results of which are overwritten (``step.rehearses``). So a step may be done
-    several times: what it leaves anywhere but in ``state`` is its own matter, and all of it belongs within ``with``.
+    several times: what it leaves anywhere but in ``state`` stays there. All of it belongs within ``with``.
 
     Without :func:`keep_alive`, or where that has said no, it is a loop like any other.
 
@@ -188,7 +188,11 @@ class InPlaceTraining:
     def _take_due(self) -> None:
         """A copy, at every so many steps, after the first ones."""
         number = self._number
-        if self._needs_copy or number == REHEARSED_STEPS or (number > 2 and number % self._every == 0):
+        if (
+            self._needs_copy
+            or number == REHEARSED_STEPS
+            or (number > REHEARSED_STEPS and number % self._every == 0)
+        ):
             self._take(self._encode())
 
     def _take(self, part: Any) -> None:
