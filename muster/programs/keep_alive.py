@@ -41,7 +41,7 @@ class LivingProgram:
     """
 
     def __init__(self, world: Any) -> None:
-        self._world = world
+        self._groups = world
         self._line = AgentLine(world.break_off)
         self._place = _place()
         self._has_state = False
@@ -60,7 +60,7 @@ class LivingProgram:
     @property
     def rehearses(self) -> bool:
         """Whether the others live on, so that this process has to take what it lacks from them."""
-        return bool(self._world.rehearses)
+        return bool(self._groups.rehearses)
 
     @property
     def generation(self) -> int:
@@ -103,7 +103,7 @@ class LivingProgram:
         Args:
             holds: what the others are to know of this rank's state, as JSON values.
         """
-        groups = self._world.groups
+        groups = self._groups.groups
         meeting = self._meet("ready", {"groups": groups, "holds": holds})
         names = dict(groups)
         for rank, other in enumerate(meeting.said):
@@ -111,15 +111,15 @@ class LivingProgram:
             absent = [name for name, size in names.items() if size == self._place[1] and name not in theirs]
             if absent:
                 self.restart(f"Rank {rank} has not made the process group {absent[0]!r}.")
-        self._world.rehearses = False
-        self._world.connect(self._generation_store(), meeting.generation)
+        self._groups.rehearses = False
+        self._groups.connect(self._generation_store(), meeting.generation)
         if self.is_over:  # while they connected
-            self._world.break_off("The generation is over.")
+            self._groups.break_off("The generation is over.")
         return Meeting(meeting.generation, [each["holds"] for each in meeting.said])
 
     def break_off(self) -> None:
         """Lets go of what has been connected of a generation that is over."""
-        self._world.break_off("The generation is over.")
+        self._groups.break_off("The generation is over.")
 
     def _others_live(self) -> bool:
         said = self._meet("lives", self._has_state).said

@@ -63,7 +63,7 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
         self._lasting_rank, self._lasting_size = rank, size
         self._group_name = self._group_desc = name
         self._inner: Any = None
-        self._apart = _is_gloo(inner)
+        self._apart = False
         self._broken: Exception | None = None
         self._callbacks = callbacks_of(f"lasting/{name}")
         self._under_way: weakref.WeakSet[ApartWork] = weakref.WeakSet()

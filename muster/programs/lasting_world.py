@@ -17,13 +17,14 @@ import torch.distributed as dist
 from muster.programs.lasting_group import LastingProcessGroup
 
 OLDEST_TORCH = (2, 9)
-_NEEDED = ("_new_process_group_helper", "_store_based_barrier", "_world", "_unregister_process_group")
+_BARRIER = "_store_based_barrier"
+_NEEDED = ("_new_process_group_helper", _BARRIER, "_world", "_unregister_process_group")
 _ASKED = ("store", "group_name", "group_rank", "group_size")
 """What the function that makes a group is given, by name in every torch."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _LastingEntry:
     """A group, and how torch makes its inner one."""
 
     group: LastingProcessGroup
@@ -41,7 +42,7 @@ class LastingWorld:
 
     def __init__(self) -> None:
         self._c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-        self._all: list[_Made] = []
+        self._all: list[_LastingEntry] = []
         self._lock = threading.Lock()
         self.rehearses = False
         """Groups that are made now stay alone: see :mod:`muster.programs.rehearsal`."""
@@ -60,7 +61,7 @@ class LastingWorld:
     def install(self) -> None:
         """Has torch make groups that last."""
         helper = self._c10d._new_process_group_helper
-        barrier = self._c10d._store_based_barrier
+        barrier = getattr(self._c10d, _BARRIER)
         signature = inspect.signature(inspect.unwrap(helper))
 
         @functools.wraps(helper)
@@ -73,7 +74,7 @@ class LastingWorld:
             return None if self.rehearses else barrier(*args, **kwargs)
 
         self._c10d._new_process_group_helper = made
-        self._c10d._store_based_barrier = met
+        setattr(self._c10d, _BARRIER, met)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -101,7 +102,7 @@ class LastingWorld:
             self._forget(inner, name)
             each.group.connect(inner)
 
-    def _living(self) -> list[_Made]:
+    def _living(self) -> list[_LastingEntry]:
         """Those that the program has not destroyed."""
         with self._lock:
             self._all = [each for each in self._all if each.group in self._c10d._world.pg_map]
@@ -122,7 +123,7 @@ class LastingWorld:
         if not self.rehearses:
             group.connect(inner)
         with self._lock:
-            self._all.append(_Made(group, helper, arguments, name))
+            self._all.append(_LastingEntry(group, helper, arguments, name))
         return group, store
 
     def _tables(self) -> list[Any]:

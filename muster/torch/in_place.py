@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from muster.errors import SettingsError
 from muster.programs.keep_alive import LivingProgram, Meeting, living_program
-from muster.torch.batches import Batches, NoMoreBatchesError
+from muster.torch.step_batches import StepBatches, NoMoreBatchesError
 from muster.torch.peer_copies import PeerCopies, newest_whole
 from muster.torch.random import RandomState
 from muster.torch.snapshot_tensors import ObjectParts
@@ -110,7 +110,7 @@ class InPlaceStep:
 
 
 def _plain_steps(loader: Any, epochs: int) -> Iterator[tuple[InPlaceStep, Any]]:
-    batches = Batches(loader, epochs, RandomState(torch.device("cpu")))
+    batches = StepBatches(loader, epochs, RandomState(torch.device("cpu")))
     number = 0
     while True:
         try:
@@ -137,7 +137,7 @@ class InPlaceTraining:
         self._objects = dict(state)
         self._parts = ObjectParts(state)
         random = RandomState(self._parts.device)
-        self._loader, self._batches = loader, Batches(loader, epochs, random)
+        self._loader, self._batches = loader, StepBatches(loader, epochs, random)
         self._copies = PeerCopies(dist.get_rank(), dist.get_world_size())
         self._number = self._generation = 0
         self._needs_copy = False
@@ -175,7 +175,7 @@ class InPlaceTraining:
 
     def _rehearse(self) -> Iterator[tuple[InPlaceStep, Any]]:
         random = RandomState(self._parts.device)
-        batches = Batches(self._loader, 1, random)
+        batches = StepBatches(self._loader, 1, random)
         for number in range(REHEARSED_STEPS):
             try:
                 batch = batches.at(number)

@@ -67,7 +67,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 
 def train(directory: Path, pki: Pki, kind: str, backend: str, dies_in: int) -> tuple[dict[str, str], ...]:
-    """Losses by rank and step, weights by rank, and of each rank whether its first process has ended the run."""
+    """Losses by rank and step, weights by rank, and by rank whether its first process came to the end."""
     (directory / "job.py").write_text(PROGRAM)
     command = (sys.executable, "job.py", kind, backend, str(dies_in))
     options = ("-n", str(RANKS), "--max-restarts", "1")

@@ -1,4 +1,4 @@
-"""A process group that gets another inner one: who waits is released, and nothing of an earlier one comes through."""
+"""A process group that gets another inner one: who waits is released, and nothing comes through late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that torch makes in a program that lives on; in a process of its own, for torch's functions are replaced."""
+"""Groups that torch makes in a program that lives on; in a process of its own, for it changes torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches by number: those of earlier steps come once more, and another process gets the same."""
+"""StepBatches by number: those of earlier steps come once more, and another process gets the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.torch.batches import Batches, NoMoreBatchesError
+from muster.torch.step_batches import StepBatches, NoMoreBatchesError
 from muster.torch.random import RandomState
 
 STEPS = 6
@@ -23,11 +23,11 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(torch.arange(5), batch_size=2, shuffle=True)
 
 
-def batches(epochs: int = 2) -> Batches:
-    return Batches(loader(), epochs, RandomState(torch.device("cpu")))
+def batches(epochs: int = 2) -> StepBatches:
+    return StepBatches(loader(), epochs, RandomState(torch.device("cpu")))
 
 
-def step(made: Batches, number: int) -> tuple[list[int], float]:
+def step(made: StepBatches, number: int) -> tuple[list[int], float]:
     """A batch, and what the step draws then."""
     return made.at(number).tolist(), torch.rand(1).item()
 
@@ -35,7 +35,8 @@ def step(made: Batches, number: int) -> tuple[list[int], float]:
 def test_all_epochs_come_and_then_no_more() -> None:
     made = batches()
     found = [made.at(number).tolist() for number in range(STEPS)]
-    assert sorted(sum(found[:3], [])) == sorted(sum(found[3:], [])) == [0, 1, 2, 3, 4]
+    for epoch in (found[:3], found[3:]):
+        assert sorted(each for batch in epoch for each in batch) == [0, 1, 2, 3, 4]
     with pytest.raises(NoMoreBatchesError):
         made.at(STEPS)
 

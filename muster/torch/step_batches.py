@@ -24,7 +24,7 @@ class _Kept:
     generators: list[Any] | None
 
 
-class Batches:
+class StepBatches:
     """The batches of some epochs, counted from 0.
 
     Args:
