@@ -103,14 +103,13 @@ class LivingProgram:
         Args:
             holds: what the others are to know of this rank's state, as JSON values.
         """
+        from muster.programs.lasting_world import unlike
+
         groups = self._groups.groups
         meeting = self._meet("ready", {"groups": groups, "holds": holds})
-        names = dict(groups)
-        for rank, other in enumerate(meeting.said):
-            theirs = dict(map(tuple, other["groups"]))
-            absent = [name for name, size in names.items() if size == self._place[1] and name not in theirs]
-            if absent:
-                self.restart(f"Rank {rank} has not made the process group {absent[0]!r}.")
+        for rank, said in enumerate(meeting.said):
+            if why := unlike(groups, said["groups"], self._place[0], rank):
+                self.restart(why)
         self._groups.rehearses = False
         self._groups.connect(self._generation_store(), meeting.generation)
         if self.is_over:  # while they connected

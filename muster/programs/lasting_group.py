@@ -177,6 +177,13 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
     def _end_coalescing(self, device: Any) -> Any:
         return None if self._inner is None or self._apart else self._inner._end_coalescing(device)
 
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See torch; it ends by its own timeout at the latest."""
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)
+        if self._inner is not None:
+            self._inner.monitored_barrier(*args, **kwargs)
+
     def set_timeout(self, timeout: Any) -> None:
         """Changes the deadline of what is called from now on."""
         if self._inner is not None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,25 @@ from muster.programs.lasting_group import LastingProcessGroup
 OLDEST_TORCH = (2, 9)
 _BARRIER = "_store_based_barrier"
 _NEEDED = ("_new_process_group_helper", _BARRIER, "_world", "_unregister_process_group")
-_ASKED = ("store", "group_name", "group_rank", "group_size")
+_ASKED = ("store", "group_name", "group_rank", "group_size", "global_ranks_in_group")
 """What the function that makes a group is given, by name in every torch."""
+
+
+def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) -> str:
+    """Which group two ranks have not both made, or not in one order, in words; empty: none.
+
+    Args:
+        mine: the groups of ``rank``, as :attr:`LastingWorld.groups` has them.
+        theirs: those of ``other``.
+    """
+    ours = [name for name, ranks in mine if other in ranks]
+    others = [name for name, ranks in theirs if rank in ranks]
+    if ours == others:
+        return ""
+    absent = [name for name in ours if name not in others] + [name for name in others if name not in ours]
+    if absent:
+        return f"Only one of the ranks {rank} and {other} has made the process group {absent[0]!r}."
+    return f"The ranks {rank} and {other} have made their process groups in different orders."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +94,13 @@ class LastingWorld:
         setattr(self._c10d, _BARRIER, met)
 
     @property
-    def groups(self) -> list[tuple[str, int]]:
-        """Name and size of each group, in order."""
-        return [(each.name, each.group.size()) for each in self._living()]
+    def groups(self) -> list[tuple[str, list[int]]]:
+        """Name of each group and the ranks in it, in order."""
+        world = range(dist.get_world_size())
+        return [
+            (each.name, list(each.arguments["global_ranks_in_group"]) or list(world))
+            for each in self._living()
+        ]
 
     def break_off(self, reason: str) -> None:
         """Lets all that is under way in any group fail, and all that is called until :meth:`connect`."""

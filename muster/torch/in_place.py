@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from muster.errors import SettingsError
 from muster.programs.keep_alive import LivingProgram, Meeting, living_program
-from muster.torch.step_batches import StepBatches, NoMoreBatchesError
 from muster.torch.peer_copies import PeerCopies, newest_whole
 from muster.torch.random import RandomState
 from muster.torch.snapshot_tensors import ObjectParts
+from muster.torch.step_batches import NoMoreBatchesError, StepBatches
 
 log = logging.getLogger("muster.worker")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     pytest.skip("needs torch 2.9", allow_module_level=True)
 
+from muster.programs.lasting_world import unlike
 from tests.scheduler.processes import ROOT, environment
 
 PROGRAM = """
@@ -49,12 +51,28 @@ for each in (dist.group.WORLD, group):
         failed += 1
 assert failed == (0 if world.rehearses else 2), failed
 if not world.rehearses:
-    tables = len(dist.distributed_c10d._world.pg_map)
     world.connect(dist.HashStore(), 2)
     assert total(dist.group.WORLD) == total(group) == [1.0, 1.0]
-    assert len(dist.distributed_c10d._world.pg_map) == tables
+    assert [name for name, _ in world.groups] == names
+    dist.monitored_barrier()
+    dist.destroy_process_group()
 print("well")
 """
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "why"),
+    [
+        ([("a", [0, 1]), ("b", [0, 2])], [("a", [0, 1]), ("c", [1, 2])], ""),
+        ([("a", [0, 1])], [], "Only one of the ranks 0 and 1 has made the process group 'a'."),
+        ([], [("a", [0, 1])], "Only one of the ranks 0 and 1 has made the process group 'a'."),
+        ([("a", [0, 1]), ("b", [0, 1])], [("b", [0, 1]), ("a", [0, 1])], "in different orders"),
+    ],
+)
+def test_ranks_that_have_made_other_groups_are_told(mine: list[Any], theirs: list[Any], why: str) -> None:
+    said = unlike(mine, theirs, 0, 1)
+    assert why in said
+    assert bool(said) is bool(why)
 
 
 @pytest.mark.parametrize("how", ["alone", "rehearses"])

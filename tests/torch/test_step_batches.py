@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.torch.step_batches import StepBatches, NoMoreBatchesError
 from muster.torch.random import RandomState
+from muster.torch.step_batches import NoMoreBatchesError, StepBatches
 
 STEPS = 6
 
