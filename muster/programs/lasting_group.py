@@ -62,6 +62,8 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
         super().__init__(rank, size)
         self._lasting_rank, self._lasting_size = rank, size
         self._group_name = self._group_desc = name
+        self.device_types: list[Any] = []
+        """On which devices its tensors may be, as torch's groups say it."""
         self._inner: Any = None
         self._apart = False
         self._broken: Exception | None = None
@@ -163,6 +165,10 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
     def getSize(self) -> int:  # noqa: N802
         """See torch."""
         return self._lasting_size
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return self.device_types
 
     def _get_backend(self, device: Any) -> Any:
         """What torch asks a group's backend for, it asks that of this generation's."""

@@ -27,8 +27,10 @@ def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) ->
     """Which group two ranks have not both made, or not in one order, in words; empty: none.
 
     Args:
-        mine: the groups of ``rank``, as :attr:`LastingWorld.groups` has them.
-        theirs: those of ``other``.
+        mine: the groups of one, as :attr:`LastingWorld.groups` has them.
+        theirs: those of the other.
+        rank: of the one, in the world.
+        other: the other's.
     """
     ours = [name for name, ranks in mine if other in ranks]
     others = [name for name, ranks in theirs if rank in ranks]
@@ -96,10 +98,9 @@ class LastingWorld:
     @property
     def groups(self) -> list[tuple[str, list[int]]]:
         """Name of each group and the ranks in it, in order."""
-        world = range(dist.get_world_size())
+        world = list(range(dist.get_world_size()))
         return [
-            (each.name, list(each.arguments["global_ranks_in_group"]) or list(world))
-            for each in self._living()
+            (each.name, list(each.arguments["global_ranks_in_group"]) or world) for each in self._living()
         ]
 
     def break_off(self, reason: str) -> None:
@@ -138,6 +139,7 @@ class LastingWorld:
             return inner, store  # this process is no member, or the group was there already
         name = self._c10d._world.pg_names[inner]
         group = LastingProcessGroup(arguments["group_rank"], arguments["group_size"], name)
+        group.device_types = list(getattr(inner, "_device_types", []))
         # C++ keeps neither alive.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._stand_in(inner, group, name)
