@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,6 @@ from muster.worker.program_environment import GENERATION_VARIABLE
 
 log = logging.getLogger("muster.worker")
 
-_PLACE = ("RANK", "WORLD_SIZE")
 _MEET_TIMEOUT = timedelta(hours=1)
 """So long the others may take to build their modules; a generation that ends releases who waits."""
 
@@ -26,11 +26,24 @@ class Meeting:
 
     Attributes:
         generation: its number.
-        said: what each rank has said, in order of rank.
+        said: what each process has said, in order of its place.
     """
 
     generation: int
     said: list[Any]
+
+
+def numbers_of(claimed: Sequence[int | None]) -> list[int]:
+    """Which number each process of a generation has among the ranks.
+
+    Who lives on keeps its own; the others take what is free, in order. So nobody's number changes, although
+    the scheduler counts its members otherwise once a spare has come in.
+
+    Args:
+        claimed: the number that each process has already, in the scheduler's order; None: it is new.
+    """
+    free = iter(sorted(set(range(len(claimed))) - set(claimed)))
+    return [next(free) if number is None else number for number in claimed]
 
 
 class LivingProgram:
@@ -43,19 +56,20 @@ class LivingProgram:
     def __init__(self, world: Any) -> None:
         self._groups = world
         self._line = AgentLine(world.break_off)
-        self._place = _place()
+        self._rank: int | None = None
+        self._size = _variable("WORLD_SIZE")
         self._has_state = False
         self._store: Any = None
         world.install()
         while True:
             try:
                 world.rehearses = self._others_live()
-                return
+                break
             except Exception:  # of torch's store
                 if self._line.failed_first():
                     raise
             self._line.enter_next()
-            self._place, self._store = _place(), None
+            self._size, self._store = _variable("WORLD_SIZE"), None
 
     @property
     def rehearses(self) -> bool:
@@ -65,7 +79,7 @@ class LivingProgram:
     @property
     def generation(self) -> int:
         """Its number."""
-        return int(os.environ[GENERATION_VARIABLE])
+        return _variable(GENERATION_VARIABLE)
 
     @property
     def is_over(self) -> bool:
@@ -89,9 +103,8 @@ class LivingProgram:
         if not self._has_state and not self.rehearses:
             self.restart("The members have changed before the training had a state to go back to.")
         self._line.enter_next()
-        if _place() != self._place:
-            before, now = ("rank {} of {}".format(*each) for each in (self._place, _place()))
-            self.restart(f"It was {before} and would be {now}, with other parts of the state.")
+        if _variable("WORLD_SIZE") != self._size:
+            self.restart(f"The ranks were {self._size} and would be {_variable('WORLD_SIZE')}.")
         self._store = None
         others = self._others_live()
         if self.rehearses and not others:
@@ -106,9 +119,9 @@ class LivingProgram:
         from muster.programs.lasting_world import unlike
 
         groups = self._groups.groups
-        meeting = self._meet("ready", {"groups": groups, "holds": holds})
+        meeting = self._meet("ready", _variable("RANK"), {"groups": groups, "holds": holds})
         for rank, said in enumerate(meeting.said):
-            if why := unlike(groups, said["groups"], self._place[0], rank):
+            if why := unlike(groups, said["groups"], _variable("RANK"), rank):
                 self.restart(why)
         self._groups.rehearses = False
         self._groups.connect(self._generation_store(), meeting.generation)
@@ -121,14 +134,18 @@ class LivingProgram:
         self._groups.break_off("The generation is over.")
 
     def _others_live(self) -> bool:
-        said = self._meet("lives", self._has_state).said
-        return any(lives for rank, lives in enumerate(said) if rank != self._place[0])
+        """Whether another process lives on; this one gets its number among the ranks."""
+        place = _variable("RANK")  # the agent has just set it
+        said = self._meet("lives", place, [self._has_state, self._rank]).said
+        self._rank = numbers_of([number for _, number in said])[place]
+        os.environ["RANK"] = str(self._rank)
+        return any(lives for other, (lives, _) in enumerate(said) if other != place)
 
-    def _meet(self, what: str, mine: Any) -> Meeting:
-        """Tells all ranks of this generation something, and hears what each says."""
-        store, (rank, size) = self._generation_store(), self._place
-        store.set(f"{what}/{rank}", json.dumps(mine))
-        keys = [f"{what}/{each}" for each in range(size)]
+    def _meet(self, what: str, place: int, mine: Any) -> Meeting:
+        """Tells all processes of this generation something, and hears what each says, in order of place."""
+        store = self._generation_store()
+        store.set(f"{what}/{place}", json.dumps(mine))
+        keys = [f"{what}/{each}" for each in range(self._size)]
         store.wait(keys, _MEET_TIMEOUT)
         said = [json.loads(each) for each in store.multi_get(keys)]
         return Meeting(self.generation, said)
@@ -143,9 +160,8 @@ class LivingProgram:
         return self._store
 
 
-def _place() -> tuple[int, int]:
-    rank, size = (int(os.environ[name]) for name in _PLACE)
-    return rank, size
+def _variable(name: str) -> int:
+    return int(os.environ[name])
 
 
 _program: LivingProgram | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.test_torch_programs import run
-from tests.scheduler.processes import Pki
+from tests.scheduler.processes import Pki, environment, scheduler
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -92,6 +93,40 @@ def test_a_killed_rank_is_replaced_and_all_others_go_on_in_their_processes(
     assert found.items() <= losses.items()
     assert all(f"{rank} {step}" in found for rank in range(RANKS) for step in range(dies_in, STEPS))
     assert lived == {str(rank): str(rank != KILLED) for rank in range(RANKS)}
+
+
+def test_a_spare_takes_the_lost_rank_s_number(pki: Pki, tmp_path: Path) -> None:
+    """The scheduler counts it last; the program's ranks stay as they are."""
+    pytest.importorskip("torch")
+    losses, weights, _ = train(tmp_path, pki, "ddp", "gloo", -1)
+    sizes = {"MS_WORKER_NUM": str(RANKS), "MS_WORKER_MIN": str(RANKS)}
+    with scheduler(MS_SPARES="1", **sizes, **pki.env()) as served:
+        env = environment(
+            MS_ROLE="MS_WORKER", MS_SCHED_PORT=str(served.port), OMP_NUM_THREADS="1", **sizes, **pki.env()
+        )
+        command = [sys.executable, "-m", "muster.programs.agent", "--"]
+        agents = [
+            subprocess.Popen(
+                [*command, sys.executable, "job.py", "ddp", "gloo", "6"],
+                cwd=tmp_path,
+                env={**env, "MS_NODE_ID": f"node{index}", "MS_WORKER_SPARE": str(index // RANKS)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index in range(RANKS + 1)
+        ]
+        try:
+            outputs = [agent.communicate(timeout=280)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+        assert served.wait() == 0, "\n".join(outputs)
+    found = dict(re.findall(r"loss (\d \d+): (.*)", "".join(outputs)))
+    assert dict(re.findall(r"ended (\d) \d+ \w+ (\w+)", "".join(outputs))) == weights, "\n".join(outputs)
+    assert found.items() <= losses.items()
+    assert f"ended {KILLED} " in outputs[RANKS]
 
 
 def test_a_rank_that_is_lost_before_there_is_a_copy_has_all_start_again(pki: Pki, tmp_path: Path) -> None:
