@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 from muster.communicators.nccl.generation_secret import DESCRIPTOR_VARIABLE, HandedSecret
 from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
-from muster.programs.assignment import handover_of, own_keys
+from muster.programs.assignment import FINISHED_KEY, handover_of, own_keys
 from muster.programs.client import StoreClient
 from muster.programs.link import StoreEndedError, StoreLostError
 from muster.programs.sealed_nccl import hand_over
@@ -180,6 +180,10 @@ class Agent:
                 AGENT_PID_VARIABLE: str(os.getpid()),
                 **hand_over(session, self._secret),
             }
+            if (
+                self._script is not None and self._script.poll() == 0
+            ):  # it has ended well between two generations
+                return self._ended(session, store, 0)
             session.report(self._starts + 1, 0.0)  # it has begun, so it holds what state there is
             script = self._begin(variables)
             self._starts += 1
@@ -282,6 +286,9 @@ class Agent:
 
     def _ended(self, session: Session, store: StoreClient, code: int) -> int | None:
         """Whether a script that has ended ends its worker: not if another member's failed before."""
+        if code == 0:
+            with contextlib.suppress(StoreEndedError, TimeoutError):
+                store.set(TORCH_PREFIX + f"/{FINISHED_KEY}".encode(), b"1")
         if code == 0 or self._asked_to_end:
             return code
         if self._is_first_failure(session, store, RAISED_SETTLE_S if code == RAISED else 0.0):

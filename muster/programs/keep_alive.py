@@ -12,12 +12,13 @@ from typing import Any
 
 from muster.errors import NotInitializedError, WorkerError
 from muster.programs.agent_line import AgentLine
+from muster.programs.assignment import FINISHED_KEY
 from muster.worker.program_environment import GENERATION_VARIABLE
 
 log = logging.getLogger("muster.worker")
 
-_MEET_TIMEOUT = timedelta(hours=1)
-"""So long the others may take to build their modules; a generation that ends releases who waits."""
+_MEET_TIMEOUT = timedelta(seconds=5)
+"""So long it waits for the others before it looks whether one of them has finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +147,35 @@ class LivingProgram:
         store = self._generation_store()
         store.set(f"{what}/{place}", json.dumps(mine))
         keys = [f"{what}/{each}" for each in range(self._size)]
-        store.wait(keys, _MEET_TIMEOUT)
+        while not _have_come(store, keys):
+            if self._agent_store().check([FINISHED_KEY]):
+                # Their processes do not come any more, and nobody has the state.
+                log.warning("The others have completed the training, which ends here, too.")
+                raise SystemExit(0)
         said = [json.loads(each) for each in store.multi_get(keys)]
         return Meeting(self.generation, said)
 
     def _generation_store(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore("in-place", self._agent_store())
+
+    def _agent_store(self) -> Any:
         if self._store is None:
             import torch.distributed as dist
 
             host, _, port = os.environ["MUSTER_STORE"].rpartition(":")
-            store = dist.TCPStore(host, int(port), None, False, wait_for_workers=False)
-            self._store = dist.PrefixStore("in-place", store)
+            self._store = dist.TCPStore(host, int(port), None, False, wait_for_workers=False)
         return self._store
+
+
+def _have_come(store: Any, keys: list[str]) -> bool:
+    """Waits for keys, but not for long."""
+    try:
+        store.wait(keys, _MEET_TIMEOUT)
+    except RuntimeError:
+        return bool(store.check(keys))  # which fails where the store has ended
+    return True
 
 
 def _variable(name: str) -> int:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 RANKS, STEPS, KILLED = 4, 15, 2
 
 PROGRAM = """
-import hashlib, os, signal, sys, torch, torch.distributed as dist
+import hashlib, os, signal, sys, time, torch, torch.distributed as dist
 import muster.torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +54,10 @@ for step, (batch,) in muster.torch.steps({"net": net, "optimizer": optimizer}, l
         optimizer.step()
         if not step.rehearses:
             losses[int(step)] = f"{loss.item()!r} {total.item()!r}"
+if dies_in == 99 and first:  # after the last step
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(8)
 values = [each.to_local() if hasattr(each, "to_local") else each for each in net.parameters()]
 weights = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in values)).hexdigest()
 for step, loss in losses.items():
@@ -93,6 +97,18 @@ def test_a_killed_rank_is_replaced_and_all_others_go_on_in_their_processes(
     assert found.items() <= losses.items()
     assert all(f"{rank} {step}" in found for rank in range(RANKS) for step in range(dies_in, STEPS))
     assert lived == {str(rank): str(rank != KILLED) for rank in range(RANKS)}
+
+
+def test_a_rank_that_is_lost_after_the_last_step_does_not_wait_for_the_others(
+    pki: Pki, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "job.py").write_text(PROGRAM)
+    command = (sys.executable, "job.py", "ddp", "gloo", "99")
+    done = run(tmp_path, pki, *command, options=("-n", str(RANKS), "--max-restarts", "1"), timeout_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nended ") + done.stdout.count("] ended ") == RANKS - 1, done.stdout
+    assert "The others have completed the training" in done.stdout
 
 
 def test_a_spare_takes_the_lost_rank_s_number(pki: Pki, tmp_path: Path) -> None:
