@@ -109,7 +109,7 @@ class LivingProgram:
         self._store = None
         others = self._others_live()
         if self.rehearses and not others:
-            self.restart("Nobody is left from whom it could take the state.")
+            self.restart("No process is left that has the state.")
 
     def connect(self, holds: Any) -> Meeting:
         """Connects all groups to this generation's members; all ranks call it.

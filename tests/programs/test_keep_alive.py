@@ -12,7 +12,7 @@ from muster.programs.keep_alive import numbers_of
     [
         ([None, None, None], [0, 1, 2]),
         ([0, None, 2], [0, 1, 2]),
-        ([0, 2, None], [0, 2, 1]),  # a spare, whom the scheduler counts last
+        ([0, 2, None], [0, 2, 1]),  # a spare: the scheduler counts it last
         ([None, 2, 3, None], [0, 2, 3, 1]),
     ],
 )
