@@ -54,6 +54,9 @@ ELSEWHERE = {
     f"MS_TORCH_GLOO=muster muster run -n 8 --scheduler {BOTH} -- python ddp.py": (
         "tests/end_to_end/test_torch_programs.py"
     ),
+    f"muster run -n 8 --max-restarts 3 --scheduler {BOTH} -- python in_place.py": (
+        "tests/end_to_end/test_in_place.py"
+    ),
     f"muster run -n 2 --scheduler {BOTH} -- python train.py": "tests/end_to_end/test_jax.py",
     f"muster run -n 8 --encrypt-nccl --scheduler {BOTH} -- python train.py": (
         "tests/end_to_end/test_nccl_encryption.py"

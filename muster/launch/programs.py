@@ -36,7 +36,8 @@ TORCH = frozenset(
 JAX = frozenset(("jax", "flax", "maxtext", "optax"))
 MUSTER = frozenset(("muster", "worker"))
 REBUILDS = "on_new_generation"
-"""A function whose callers get an agent although they import Muster."""
+KEEPS_ALIVE = "keep_alive"
+"""Functions of :mod:`muster.torch` whose callers get an agent although they import Muster."""
 
 SHELLS = frozenset(("bash", "dash", "ksh", "sh", "zsh"))
 LAUNCHERS = frozenset(("accelerate", "deepspeed"))
@@ -153,6 +154,18 @@ def _starts_torch_program(path: Path) -> bool:
     return False
 
 
+def _is_rebuilding(node: ast.Attribute) -> bool:
+    """Whether that names one of these functions; ``keep_alive`` is a common name, so its module counts."""
+    module = node.value
+    named_torch = (
+        isinstance(module, ast.Attribute)
+        and module.attr == "torch"
+        and isinstance(module.value, ast.Name)
+        and module.value.id in MUSTER
+    )
+    return node.attr == REBUILDS or (node.attr == KEEPS_ALIVE and named_torch)
+
+
 def _kind(names: set[str]) -> str:
     """What imports make of a program; empty: nothing, as nothing among them is known."""
     if REBUILDS in names:
@@ -267,7 +280,7 @@ class _Imports:
                     names |= self._take(alias.name.split("."), ())
             elif isinstance(node, ast.ImportFrom):
                 names |= self._take_from(node, file)
-            elif isinstance(node, ast.Attribute) and node.attr == REBUILDS:
+            elif isinstance(node, ast.Attribute) and _is_rebuilding(node):
                 names.add(REBUILDS)
         return names
 
@@ -278,7 +291,8 @@ class _Imports:
             if node.level <= len(file.parents):
                 self._todo.extend(_files_of(file.parents[node.level - 1], parts, names))
             return set()
-        return self._take(parts, names) | ({REBUILDS} & set(names))
+        rebuilds = REBUILDS in names or (KEEPS_ALIVE in names and parts[0] in MUSTER)
+        return self._take(parts, names) | ({REBUILDS} if rebuilds else set())
 
     def _take(self, parts: Sequence[str], names: Sequence[str]) -> set[str]:
         """Follows a module that lies beside the script; the name of another's package is returned."""

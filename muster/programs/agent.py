@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 from muster.communicators.nccl.generation_secret import DESCRIPTOR_VARIABLE, HandedSecret
 from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
-from muster.programs.assignment import handover_of, own_keys
+from muster.programs.assignment import FINISHED_KEY, handover_of, own_keys
 from muster.programs.client import StoreClient
 from muster.programs.link import StoreEndedError, StoreLostError
 from muster.programs.sealed_nccl import hand_over
@@ -109,6 +109,7 @@ class Agent:
         self._lost: StoreClient | None = None
         self._rebuilds = False
         self._asked_to_end = False
+        self._watches = False
         self._starts = 0
         self._secret = HandedSecret()
         self._mailbox = Mailbox()
@@ -140,7 +141,7 @@ class Agent:
         script, session = self._script, self._session
         if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
             script.send_signal(number)
-        if script is None and session is not None:
+        if not self._watches and session is not None:  # also while a script waits that outlives generations
             session.leave_now(signal.Signals(number).name)
 
     def _rejoin(self, session: Session) -> None:
@@ -184,6 +185,10 @@ class Agent:
                 AGENT_PID_VARIABLE: str(os.getpid()),
                 **hand_over(session, self._secret),
             }
+            if (
+                self._script is not None and self._script.poll() == 0
+            ):  # it has ended well between two generations
+                return self._ended(session, store, 0)
             session.report(self._starts + 1, 0.0)  # it has begun, so it holds what state there is
             script = self._begin(variables)
             self._starts += 1
@@ -242,16 +247,20 @@ class Agent:
         handle, line = os.pidfd_open(script.pid), self._line.fileno()
         ended.register(handle, select.POLLIN)
         ended.register(line, select.POLLIN)
+        self._watches = True
         try:
             while script.poll() is None:
                 if self._is_over(session, store):
                     return script.poll() == 0
                 if any(which == line for which, _ in ended.poll(1000 * LOOK_S)):
-                    heard = self._line.recv(4096)
+                    heard = b""
+                    with contextlib.suppress(ConnectionResetError):  # it has gone with words unread
+                        heard = self._line.recv(4096)
                     if not heard:
                         ended.unregister(line)
                     self._hear(session, store, heard)
         finally:
+            self._watches = False
             os.close(handle)
         return True
 
@@ -265,6 +274,9 @@ class Agent:
             elif line == b"failed":
                 if self._is_first_failure(session, store, CAUGHT_SETTLE_S):
                     self._say(first=True)
+            elif line.startswith(b"restart "):
+                self._rebuilds = False
+                session.ask_for_new_generation(line[len(b"restart ") :].decode(errors="replace"))
             else:
                 # It may say anything.
                 with contextlib.suppress(
@@ -287,6 +299,9 @@ class Agent:
 
     def _ended(self, session: Session, store: StoreClient, code: int) -> int | None:
         """Whether a script that has ended ends its worker: not if another member's failed before."""
+        if code == 0:
+            with contextlib.suppress(StoreEndedError, TimeoutError):
+                store.set(TORCH_PREFIX + f"/{FINISHED_KEY}".encode(), b"1")
         if code == 0 or self._asked_to_end:
             return code
         if self._is_first_failure(session, store, RAISED_SETTLE_S if code == RAISED else 0.0):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muster.worker.session.session import Session
 
+FINISHED_KEY = "muster/finished"
+"""Stands in a generation's store once a member's script has ended well."""
+
 KEY = "muster/assignment"
 """Which key of the agent's listener it has; the agent itself answers, the scheduler's store lacks it."""
 

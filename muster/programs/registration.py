@@ -95,6 +95,7 @@ def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
     A group made in Python takes the place of all its backends: one with another for GPUs would lose that.
     """
 
+    @functools.wraps(helper)
     def checked(*args: Any, **kwargs: Any) -> Any:
         backend = kwargs.get("backend", args[3] if len(args) > 3 else None)
         config = sys.modules["torch.distributed.distributed_c10d"].BackendConfig(dist.Backend(str(backend)))

@@ -2,10 +2,13 @@
 
 from muster.programs.generations import Generation as Generation
 from muster.programs.generations import on_new_generation as on_new_generation
+from muster.programs.keep_alive import keep_alive as keep_alive
 from muster.torch.capture import CaptureError as CaptureError
 from muster.torch.capture import TrainingStep as TrainingStep
 from muster.torch.capture import capture_step as capture_step
 from muster.torch.data_parallel import DataParallel as DataParallel
+from muster.torch.in_place import InPlaceStep as InPlaceStep
+from muster.torch.in_place import steps as steps
 from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from muster.torch.snapshot_state import SnapshotTrainingState as SnapshotTrainingState
 from muster.torch.snapshots import Snapshots as Snapshots

@@ -294,6 +294,15 @@ def test_a_program_that_asks_for_it_goes_on_in_the_same_process(pki: Pki, tmp_pa
     assert set(again) < set(pids)
 
 
+def test_a_program_that_waits_for_the_next_generation_ends_when_it_is_asked_to(
+    pki: Pki, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(STORE.replace("SystemExit", "OSError") + REBUILDING)
+    done = run(tmp_path, pki, sys.executable, "job.py", "dies", options=("-n", "2"))
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "worker 0 left as it was asked to" in done.stderr
+
+
 ELASTIC_TORCH = """
 import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard

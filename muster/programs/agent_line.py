@@ -1,0 +1,108 @@
+"""The line from a torch program that outlives generations to its agent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from muster.errors import NotInitializedError
+from muster.programs.sealed_nccl import take_new_secret
+from muster.wire.threads import start_thread
+from muster.worker.adopted import line_to_agent
+
+log = logging.getLogger("muster.worker")
+
+_MOST_HEARD_BYTES = 65_536
+
+
+class AgentLine:
+    """What this program's agent says of the generations, and what the program says to it.
+
+    From here on the agent lets the program live when a generation ends.
+
+    Args:
+        on_over: called with the reason, in a thread of its own, when the generation is over.
+
+    Raises:
+        NotInitializedError: no agent of ``muster run`` has started this program.
+    """
+
+    def __init__(self, on_over: Callable[[str], None]) -> None:
+        line = line_to_agent(os.environ)
+        if line is None:
+            raise NotInitializedError(
+                "No agent has started this program.",
+                remedy="Start it by muster run, if need be with --program torch.",
+            )
+        self._line = line
+        self._on_over = on_over
+        self._changed = threading.Condition()
+        self._over = False
+        self._first = False
+        self._gone = False
+        self._next: dict[str, str] | None = None
+        start_thread(self._listen, name="muster-agent")
+        self._line.sendall(b"rebuilds\n")
+
+    def failed_first(self) -> bool:
+        """Whether this program's failure is its own; False: the generation is over."""
+        with self._changed:
+            if not self._over:
+                self._line.sendall(b"failed\n")
+            self._changed.wait_for(lambda: self._over or self._first or self._gone)
+            return not self._over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation is over that was entered last."""
+        with self._changed:
+            return self._over
+
+    def restart(self, why: str) -> NoReturn:
+        """Has the agent end this process and start the program in the next generation; logs why."""
+        log.warning("The program is started again: %s", why)
+        self._line.sendall(f"restart {' '.join(why.split())}\n".encode())
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone)
+        raise SystemExit("The agent of this program has gone.")
+
+    def enter_next(self) -> None:
+        """Waits for the next generation and puts its ranks into the environment."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._gone)
+            if self._next is None:
+                raise SystemExit("The agent of this program has gone.")
+            os.environ.update(self._next)
+            self._next, self._over, self._first = None, False, False
+
+    def _listen(self) -> None:
+        rest = b""
+        while True:
+            heard, secrets, _, _ = socket.recv_fds(self._line, _MOST_HEARD_BYTES, 1)
+            for secret in secrets:  # before the news of its generation
+                take_new_secret(secret, os.environ)
+            if not heard:
+                break
+            *lines, rest = (rest + heard).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+        self._line.close()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    def _take(self, said: dict[str, Any]) -> None:
+        with self._changed:
+            if "over" in said:  # also of a generation that this program has not entered yet
+                self._over, self._next = True, None
+            self._first = self._first or "first" in said
+            self._next = said.get("variables", self._next)
+            self._changed.notify_all()
+        if "over" in said:
+            log.info("%s", said["over"])
+            self._on_over(said["over"])
