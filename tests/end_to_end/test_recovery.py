@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(240, method="signal")
 def digits(
     directory: Path, workers: int, worker_min: int, epochs: int = 20, pace_s: float = PACE_S, **env: str
 ) -> Digits:
-    """A job that makes a step each ``pace_s`` until its end is due, so that it does not end before the harm."""
+    """A job that makes a step each ``pace_s`` until its end is due, so that no harm comes too late."""
     job = Digits(
         directory / "job", workers=workers, worker_min=worker_min, epochs=epochs, pace_s=pace_s, say=print
     )

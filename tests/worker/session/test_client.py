@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import traceback
@@ -228,8 +229,10 @@ def test_whoever_does_not_come_after_a_generation_that_never_stood_waits_for_nob
     line = connector.next_line()
     line.welcome()
 
+    rounds = itertools.count(1)
+
     def waits() -> bool:
-        line.say(probe=pb.Probe(round=1))
+        line.say(probe=pb.Probe(round=next(rounds)))
         return bool(line.hear("probed").waits)
 
     building = Thread(made.next_build)
