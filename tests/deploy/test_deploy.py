@@ -305,6 +305,8 @@ def test_the_slurm_script_is_sound_shell() -> None:
     )
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal"} <= set(options)
     assert options["open-mode"] == "append"  # a job that is queued again keeps what it had said
+    page = (DEPLOY.parent / "docs" / "slurm.md").read_text()
+    assert f"```bash\n{path.read_text()}```" in page
 
 
 def test_every_file_is_described_in_the_readme() -> None:

@@ -174,7 +174,7 @@ class Questions:
     asked_at: float = 0.0
 
     def is_due(self, now: float, log_bytes: int) -> bool:
-        """Whether to ask now; a caller to whom it says yes asks."""
+        """Whether to ask now; the caller then does."""
         if log_bytes != self.log_bytes:
             if self.news_at is None or now - self.news_at > ASK_FOR_S:
                 self.asked_at = now  # what the news is about, Slurm does not know at once

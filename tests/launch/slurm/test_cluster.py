@@ -226,7 +226,7 @@ def test_a_job_whose_first_node_is_killed_is_queued_again_by_another_one(cluster
     number = cluster.submit("--nodes=2", *TRAIN, "--checkpoint-dir=first", f"--epochs={LONG}")
     cluster.until("a checkpoint", lambda: has_checkpoint(cluster.at / "first"))
     cluster.kill_node(cluster.nodes(number)[0])  # and with it the batch script and the scheduler
-    queued_again(cluster, number)
+    cluster.until("back in the queue", lambda: "Restarts=1" in cluster.job(number))
 
 
 def test_before_the_time_limit_the_workers_save_and_leave_and_the_job_is_queued_again(
