@@ -128,6 +128,7 @@ def _advance_building(job: Job, now: float) -> bool:
         return regroup(job, now, _departure(job), ledger.formed.switch_after_step)
     if len(job.current.built) == len(job.ledger.ranks):
         job.commit(records.GroupEstablished(job.ledger.generation))
+        job.probing.drop_round_of_members()
         job.send_to_members(messages.GroupBuilt(job.ledger.generation))
         job.say(standing_sentence(job))
         return True

@@ -199,6 +199,11 @@ class Probing:
         current, self.current = self.current, None
         self.wanted = self.wanted or (current is not None and current.among_members)
 
+    def drop_round_of_members(self) -> None:
+        """Takes no answers to the round under way any more: all have just met, whatever was so before."""
+        if self.current is not None and self.current.among_members:
+            self.current = None
+
     def forget_waits(self) -> None:
         """Training goes on: what is waited for next is something new."""
         self.awaited, self.said, self.backoff = {}, "", ProbeBackoff()

@@ -176,6 +176,18 @@ def test_members_of_a_new_generation_do_not_wait_for_the_round_of_the_last() -> 
     assert hosts.late("a0") == {"a0": ["c0"], "c0": ["a0"]}
 
 
+def test_what_was_probed_before_the_group_stood_expels_nobody() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    hosts.feed(events.LeftCleanly(hosts.sessions["d0"], 1, False, "gone"))
+    hosts.late("a0")
+    number = hosts.number()
+    hosts.stand()  # the path works again
+    for name, other in (("a0", "b0"), ("b0", "a0"), ("c0", "")):
+        unreached = ((other, "timed out"),) if other else ()
+        hosts.feed(events.ProbeAnswered(hosts.sessions[name], number, unreached, True, True))
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
 def test_a_suspicion_begins_a_round_at_once() -> None:
     hosts = Hosts("a0", "b0")
     hosts.feed(events.PeerSuspected(hosts.sessions["a0"], 1, 1, "connection reset"))
