@@ -53,7 +53,7 @@ WITH_TORCH = (
     "tests/parallel",
     *(f"tests/programs/test_{each}.py" for each in ("against_gloo", "callbacks", "differential", "failures")),
     *(f"tests/programs/test_{each}.py" for each in ("fresh_reads", "plugin", "torchrun", "wire")),
-    *(f"tests/programs/test_{each}.py" for each in ("lasting_group", "lasting_world", "rehearsal")),
+    *(f"tests/programs/test_{each}.py" for each in ("lasting_group", "lasting_world", "rehearsal", "stacks")),
     "tests/torch",
 )
 WITH_OLDEST_TORCH = tuple(
