@@ -642,7 +642,7 @@ MUTANTS: dict[str, Mutant] = {
     "broken pairs are not remembered": Mutant(probing, "lone_pairs", instead(lambda *a: frozenset())),
     "of a pair the accuser goes": Mutant(probing, "repeaters", forgets_pairs_of_silent_members),
     "who was broken with one at fault is suspected": Mutant(
-        probing, "stars_of", suspects_all_in_a_star, 947001631),
+        probing, "stars_of", suspects_all_in_a_star, 947004328),
     "who is suspected goes, or nobody": Mutant(
         probing, "leaving_by_size", holds_on_to_suspicions, 950003099),
     "sides of a cut are compared as wholes": Mutant(
