@@ -65,6 +65,8 @@ class LastStacks:
     def look(self, workers: Sequence[Watchable], directory: Path, say: Callable[[str], None]) -> None:
         """Takes the stacks of those that live and of which another has heard that they are lost, once.
 
+        Who has said what ends it is left alone: to walk through stacks that change may end a process.
+
         Args:
             workers: of this launch.
             directory: where they go.
@@ -79,7 +81,9 @@ class LastStacks:
         for lost in heard - self._lost:
             self._lost.add(lost)
             for worker in workers:
-                if worker.returncode is None and not worker.has_ended() and lost in worker.words().places:
+                words = worker.words()
+                ends = worker.returncode is not None or worker.has_ended() or bool(words.error) or words.left
+                if not ends and lost in words.places:
                     kept = self.keep(worker.pid, worker.label, directory)
                     say(f"worker {worker.label} (pid {worker.pid}) is lost to the others and lives{kept}")
 

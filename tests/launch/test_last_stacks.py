@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from muster.launch.last_stacks import KEPT_AT_MOST, LastStacks
+from muster.launch.report import LastWords
+from muster.wire.messages import FirstLoss
 from muster.worker.stacks.mailbox import YOUNG_S, age_s
 from tests.launch.launching import place
 from tests.waiting import wait_for
@@ -107,3 +109,30 @@ def test_where_nothing_can_be_written_nothing_is_promised(tmp_path: Path) -> Non
     stacks = LastStacks()
     assert stacks.keep(os.getpid(), "0", tmp_path / "missing") == ""
     stacks.close()
+
+
+class Lost:
+    """This process as a worker of which another has heard that it is lost."""
+
+    pid, label, returncode = os.getpid(), "1", None
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def has_ended(self) -> bool:
+        return False
+
+    def noted(self) -> int:
+        return 1
+
+    def words(self) -> LastWords:
+        first = FirstLoss("1", 7, "rank 1 is lost", 0)
+        return LastWords(frozenset({("1", 7)}), error=self._error, first=first)
+
+
+@pytest.mark.parametrize(("error", "asked"), [("", True), ("RefusedError: Rank 1 is lost.", False)])
+def test_one_that_has_said_what_ends_it_is_left_alone(tmp_path: Path, error: str, asked: bool) -> None:
+    stacks, said = LastStacks(), list[str]()
+    stacks.look([Lost(error)], tmp_path, said.append)
+    stacks.close()
+    assert bool(said) == asked == any(tmp_path.iterdir())
