@@ -294,6 +294,7 @@ def test_a_program_that_asks_for_it_goes_on_in_the_same_process(pki: Pki, tmp_pa
     assert set(again) < set(pids)
 
 
+@pytest.mark.system
 def test_a_program_that_waits_for_the_next_generation_ends_when_it_is_asked_to(
     pki: Pki, tmp_path: Path
 ) -> None:
