@@ -17,6 +17,7 @@ from muster.errors import SettingsError
 from muster.launch.hardware import prefer_memory_of
 from muster.launch.plan import Recipe
 from muster.wire.files import open_own
+from muster.wire.redaction import SECRET_WORDS
 from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _SHOWN_PREFIXES = (
     *("SLURM_", "OMPI_COMM_", "PMI_", "PYTHON", "LD_LIBRARY", "VIRTUAL_ENV"),
 )
 _SHOWN_NAMES = ("DEVICE_ID", "RANK_TABLE_FILE", "DATA_PATH", "PATH", "LANG", "LC_ALL", "JOB_COMPLETION_INDEX")
-SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
 
 
 def environment_dump(env: Mapping[str, str]) -> list[str]:

@@ -37,6 +37,7 @@ from muster.programs import BACKEND
 from muster.programs.addresses import close_peer_listeners, exchange_addresses, open_peer_listener
 from muster.programs.assignment import KEY, Handover
 from muster.programs.callbacks import PROGRAM, Callbacks, caller
+from muster.programs.named_group import NamedProcessGroup
 from muster.programs.operations import operation, operation_name
 from muster.programs.tensors import (
     FlatTensor,
@@ -53,7 +54,7 @@ _AGENT_TIMEOUT = timedelta(seconds=60)
 _MOST_TAG = (1 << 31) - 1
 
 
-class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
+class MusterProcessGroup(NamedProcessGroup):
     """One group of ranks. Collectives run one at a time, in the order of their calls, the same on all ranks.
 
     A synchronous collective runs in the thread that calls it; others run in a thread of the group. What fails
@@ -68,10 +69,9 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str = "world") -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, name)
         self._closed = False
         self._process_id = os.getpid()
-        self._group_name = self._group_desc = name
         timeout_s = timeout.total_seconds()
         handover = Handover.decode(bytes(_agent_store().get(KEY)))
         listener = open_peer_listener(handover, os.environ)
@@ -140,26 +140,6 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     def name(self) -> str:
         """See torch."""
         return BACKEND
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """See torch; C++ finds the group by it."""
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """See torch."""
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """See torch."""
-        return self._group_desc
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        """See torch."""
-        self._group_desc = text
-
-    # Before torch 2.6 C++ knows no name of a group without backends.
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def getRank(self) -> int:  # noqa: N802
         """See torch."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from muster.errors import CommunicatorAbortedError, WorkerError
 from muster.programs.lasting_work import ApartWork, call_apart, callbacks_of, is_on_host, written
+from muster.programs.named_group import NamedProcessGroup
 from muster.programs.rehearsal import rehearse
 from muster.programs.work import GroupWork
 from muster.wire.threads import start_thread
@@ -45,7 +46,7 @@ OPERATIONS = (
 """The methods that start something; of two names for one, each torch calls the one it has."""
 
 
-class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
+class LastingProcessGroup(NamedProcessGroup):
     """One group of ranks, for as long as they are as many.
 
     It is what torch has registered under the group's name, and what modules, optimizers and device meshes
@@ -59,9 +60,8 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
     """
 
     def __init__(self, rank: int, size: int, name: str) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, name)
         self._lasting_rank, self._lasting_size = rank, size
-        self._group_name = self._group_desc = name
         self.device_types: list[Any] = []
         """On which devices its tensors may be, as torch's groups say it."""
         self._inner: Any = None
@@ -138,25 +138,6 @@ class LastingProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has
     def name(self) -> str:
         """See torch."""
         return "lasting"
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """See torch; C++ finds the group by it."""
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """See torch."""
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """See torch."""
-        return self._group_desc
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        """See torch."""
-        self._group_desc = text
-
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def getRank(self) -> int:  # noqa: N802
         """See torch."""
