@@ -216,7 +216,7 @@ class Member(Scheduler):
             self._die(f"because {error}", check=False)
             return
         self.journal = journal
-        self.up_since = self.world.loop.now
+        self.up_since = self.started_at = self.world.loop.now
         self.cluster.led(self)
         self._drive(records)
         await claim.deposed
@@ -398,6 +398,11 @@ class Cluster:
     def up_since(self) -> float:
         leading = self.leading
         return leading.up_since if leading is not None else self.world.loop.now
+
+    @property
+    def started_at(self) -> float:
+        """When the one that leads began to: from then on it remembers, whatever it stood still for."""
+        return self.leading.started_at if self.leading is not None else self.world.loop.now
 
     @property
     def excused_at(self) -> float:

@@ -525,13 +525,13 @@ class Judge:
 
     def _check_evidence(self, decision: Decision) -> None:
         """Who is named as late is asked for its stacks, once a minute at most; the evidence comes soon."""
-        now, up_since = self.world.loop.now, self.world.scheduler.up_since
+        now, started_at = self.world.loop.now, self.world.scheduler.started_at
         if any(isinstance(told, messages.StacksWanted) for _, told in decision.messages):
-            apart_s = now - max(self.stacks_wanted_at, up_since)
-            seldom = self.stacks_wanted_at < up_since or apart_s >= INCIDENTS_APART_S
+            apart_s = now - max(self.stacks_wanted_at, started_at)
+            seldom = self.stacks_wanted_at < started_at or apart_s >= INCIDENTS_APART_S
             self.expect(seldom, f"stacks are asked for again after {apart_s:.1f} s")
             self.stacks_wanted_at = now
-        asked = self.stacks_wanted_at >= up_since
+        asked = self.stacks_wanted_at >= started_at
         self.expect(asked or LATE not in decision.reason, f"nobody is asked for stacks: {decision.reason}")
         held_up_s = self.world.scheduler.held_up_s()
         for bundle in decision.bundles:

@@ -147,6 +147,7 @@ class Scheduler:
         self.streams: dict[int, Stream] = {}
         self.up = False
         self.up_since = 0.0
+        self.started_at = 0.0
         self.excused_at = 0.0
         self.crashes_left = 3
         self.paused_until = 0.0
@@ -390,7 +391,7 @@ class Scheduler:
         """Comes up again on the same disk."""
         world = self.world
         world.note("!! scheduler starts again")
-        self.up_since = world.loop.now
+        self.up_since = self.started_at = world.loop.now
         self._begin(self._records())
 
     def _records(self) -> list[records.Record]:
