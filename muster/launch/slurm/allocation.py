@@ -129,12 +129,14 @@ class Division:
         each = tasks_per_node or self.allocation.tasks_per_node
         cpus = self.allocation.cpus_per_task
         return (
-            *("srun", "--kill-on-bad-exit=0", "--no-kill", "--unbuffered"),
+            # Not --unbuffered: that gives each task a terminal, on which programs draw their progress bars.
+            *("srun", "--kill-on-bad-exit=0", "--no-kill"),
             *(f"--nodes={self.used_nodes}", f"--ntasks={self.used_nodes * each}"),
             f"--ntasks-per-node={each}",
             *((f"--exclude={','.join(self.left_out)}",) if self.left_out else ()),
             # Said again: since Slurm 22.05 srun does not take them from the batch script.
             *((f"--cpus-per-task={cpus}",) if cpus and not tasks_per_node else ()),
+            *(() if tasks_per_node else ("--label",)),  # which of the workers says it
             *command,
         )
 

@@ -120,6 +120,7 @@ def become_worker(command: Sequence[str], env: dict[str, str]) -> int:
         SettingsError: the command cannot be found.
     """
     env["MS_ROLE"] = "MS_WORKER"
+    env.setdefault("PYTHONUNBUFFERED", "1")  # its output is a pipe of Slurm's
     spare_from = env.pop(SPARE_FROM, "")
     if spare_from and int(env.get("SLURM_NODEID", "0")) >= int(spare_from):
         env["MS_WORKER_SPARE"] = "1"
