@@ -146,6 +146,14 @@ class Communicator(abc.ABC):
         """Notes for hang reports that something with collectives in it starts, "captured_step", say."""
         return
 
+    def measure_waits(self, take: Callable[[], float | None]) -> None:
+        """Says who knows for how long the device has waited for other ranks.
+
+        Args:
+            take: a bound method, held weakly; returns what was last measured, in seconds; None: nothing new.
+        """
+        return
+
     @abc.abstractmethod
     def split(self, group: str, ranks: Sequence[int]) -> Communicator | None:
         """Makes a communicator of a subset; called by every rank of this one, in the same order.

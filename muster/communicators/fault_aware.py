@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -99,6 +100,7 @@ class FlightRecorder:
         self._waiting_since: float | None = None
         self.awaited = 0  # async collectives that the training thread waits for
         self.waited_s = 0.0  # in all, for others or for a device
+        self._measures: list[weakref.WeakMethod[Callable[[], float | None]]] = []
         self._entries: deque[Entry] = deque(maxlen=KEPT_COLLECTIVES)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
@@ -128,6 +130,17 @@ class FlightRecorder:
     def waited_since(self, begun: float) -> None:
         """Notes that this worker's thread has waited for others since then."""
         self.waited_s += self._clock() - begun
+
+    def measure_waits(self, take: Callable[[], float | None]) -> None:
+        """See :meth:`Communicator.measure_waits`."""
+        self._measures.append(weakref.WeakMethod(take))
+
+    def take_device_wait(self) -> float | None:
+        """For how long the device has waited for others in the last step, in seconds; None: not measured."""
+        self._measures = [each for each in self._measures if each() is not None]
+        taken = [take() for each in self._measures if (take := each()) is not None]
+        measured = [seconds for seconds in taken if seconds is not None]
+        return sum(measured) if measured else None
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -313,6 +326,10 @@ class FaultAwareCommunicator(Communicator):
             self.recorder.settle(issued)
 
         return wait_explained
+
+    def measure_waits(self, take: Callable[[], float | None]) -> None:
+        """See :meth:`Communicator.measure_waits`."""
+        self.recorder.measure_waits(take)
 
     def note(self, name: str) -> None:
         """See :meth:`Communicator.note`."""

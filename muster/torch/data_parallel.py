@@ -313,6 +313,7 @@ class DataParallel(ModuleWrapper):
 
     def before_replay(self) -> None:
         """See :class:`CapturedModel`."""
+        self._comm_stream.waits.replayed()
 
     def held_by_graphs(self) -> list[Any]:
         """See :class:`CapturedModel`."""

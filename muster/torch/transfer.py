@@ -15,6 +15,7 @@ from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import Work
 from muster.errors import ArrayError
+from muster.torch.device_waits import DeviceWaits
 from muster.training.carrier import Carrier
 
 FROZEN = " (frozen)"
@@ -223,6 +224,9 @@ class CommStream:
         self.in_order = device.type == "cuda"
         """Whether what is called after :meth:`reduce` sees its result."""
         self._stream = torch.cuda.Stream(device, priority=-1) if self.in_order else None
+        self.waits = DeviceWaits(device)
+        if self.in_order:
+            communicator.measure_waits(self.waits.take)
 
     @contextlib.contextmanager
     def on_side_stream(self, *, awaited: bool = False) -> Iterator[None]:
@@ -272,7 +276,8 @@ class CommStream:
     def join(self) -> None:
         """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            with self.waits.measuring(capturing=self.capturing()):
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
         works, self._works = self._works, []
         for work in works:
             work.wait()

@@ -70,12 +70,21 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream(self, "side"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, self.current))
         monkeypatch.setattr(torch.cuda, "stream", self.within)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(self))
 
     @contextlib.contextmanager
     def within(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream.name
         yield
         self.current = before
+
+
+class FakeEvent:
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def record(self, stream: FakeStream) -> None:
+        self.streams.waits.append((stream.name, "event"))
 
 
 class FakeStream:
@@ -117,8 +126,9 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     recorded = [] if capturing else [("record", "side")]
     expected = [[("fill", "side"), *recorded, ("reduce", "side", capturing and held)] for held in (1, 2)]
     assert seen == [*expected[0], *expected[1]]
-    # What is packed must be there before, and the result afterwards.
-    assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
+    # What is packed must be there before, and the result afterwards; how long that takes is measured.
+    measured = [("main", "event"), ("main", "side"), ("main", "event")]
+    assert waits == [("side", "main"), ("side", "main"), *measured]
 
 
 class OnStreams(CommStream):

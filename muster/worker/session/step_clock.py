@@ -16,7 +16,10 @@ class WaitedFor(Protocol):
     """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
 
     waited_s: float
-    """For how long the training thread has waited for others in all, in seconds."""
+    """For how long the training thread has waited for others in all, or for a device, in seconds."""
+
+    def take_device_wait(self) -> float | None:
+        """For how long a device has waited for others in the last step; None: that was not measured."""
 
 
 def _no_links() -> Mapping[int, float]:
@@ -26,7 +29,8 @@ def _no_links() -> Mapping[int, float]:
 class StepClock:
     """Sums up what the steps since the last report were spent on; reports go with heartbeats.
 
-    What a step took beside waiting for others and for data counts as computed. The time of a change of
+    What a step took beside waiting for others and for data counts as computed. On a GPU waiting is what its
+    stream waited, where that is measured, and what the host waited elsewhere. The time of a change of
     members counts as nothing, and so does what this worker said it was busy with alone.
 
     Args:
@@ -68,6 +72,7 @@ class StepClock:
             self._due = now + self._apart_s * rank / members
             self._sent = dict(self._links())
             self._steps, self._sums = 0, [0.0] * 6
+        self._waits.take_device_wait()  # of a step of the group before
         self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
@@ -86,8 +91,11 @@ class StepClock:
         """Notes that a step has ended, and the next one begins."""
         now, since = self._clock(), self._since
         if since is not None:
-            waited_s = max(0.0, self._waits.waited_s - self._waited_before)
             data_s = self._data_s
+            waited_s = max(0.0, self._waits.waited_s - self._waited_before)
+            device_s = self._waits.take_device_wait()
+            if device_s is not None:  # else the host's waiting for its device's computing would count
+                waited_s = min(device_s, max(0.0, now - since - data_s - self._excused_s))
             computed_s = max(0.0, now - since - waited_s - data_s - self._excused_s)
             with self._lock:
                 self._steps += 1

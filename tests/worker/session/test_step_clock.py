@@ -76,3 +76,42 @@ def test_members_of_a_large_group_report_seldom_by_turns_and_lose_no_step() -> N
         if times is not None:
             reports.append((second, times.steps))
     assert reports == [(2, 2), (7, 5), (12, 5)]
+
+
+class Gpu:
+    """Tells what its stream waited, once after each step that it measured."""
+
+    def __init__(self) -> None:
+        self.measured: float | None = None
+
+    def take(self) -> float | None:
+        measured, self.measured = self.measured, None
+        return measured
+
+
+def test_of_what_the_host_waits_for_its_gpu_only_what_the_gpu_waits_for_others_is_waiting() -> None:
+    machine, gpu = Machine(), Gpu()
+    machine.waits.measure_waits(gpu.take)
+    gpu.measured = 0.25  # of a step before this group stood
+    machine.clock.begin()
+    machine.step(0.5, 2.0)  # what ran on the CPU alone: nothing is measured
+    gpu.measured = 0.125
+    machine.step(0.5, 2.0, 0.25)
+    gpu.measured = 9.0  # more than the step took: it is the measure of a longer one
+    machine.step(0.5, 1.0)
+    times = machine.clock.take()
+    assert times is not None
+    assert times.seconds[:6] == (0.5 + 2.375 + 0.0, 2.375, 2.0 + 0.125 + 1.5, 2.0, 0.25, 0.25)
+
+
+def test_a_model_that_is_gone_measures_nothing() -> None:
+    machine, gpu = Machine(), Gpu()
+    machine.waits.measure_waits(gpu.take)
+    gpu.measured = 0.125
+    machine.clock.begin()
+    gpu.measured = 0.125
+    del gpu
+    machine.step(0.5, 2.0)
+    times = machine.clock.take()
+    assert times is not None
+    assert times.seconds[:4] == (0.5, 0.5, 2.0, 2.0)

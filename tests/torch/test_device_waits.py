@@ -1,0 +1,94 @@
+"""For how long a GPU waited for other ranks: what its events tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from muster.torch.device_waits import DeviceWaits
+
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    """An event of a GPU that is as far as the test says."""
+
+    over = True
+    at_ms = 0.0
+
+    def __init__(self, **options: Any) -> None:
+        self.recorded_at = -1.0
+
+    def record(self, stream: Any) -> None:
+        self.recorded_at = FakeEvent.at_ms
+
+    def query(self) -> bool:
+        return FakeEvent.over
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.recorded_at - self.recorded_at
+
+
+class OldEvent(FakeEvent):
+    """As torch had it before 2.8: no graph can record it."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        super().__init__()
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(FakeEvent, "over", True)
+    monkeypatch.setattr(FakeEvent, "at_ms", 0.0)
+
+
+def wait(waits: DeviceWaits, milliseconds: float, *, capturing: bool = False) -> None:
+    with waits.measuring(capturing=capturing):
+        FakeEvent.at_ms += milliseconds
+
+
+def test_a_wait_is_told_once_and_not_before_it_is_over() -> None:
+    waits = DeviceWaits(CPU)
+    assert waits.take() is None
+    wait(waits, 250.0)
+    FakeEvent.over = False
+    assert waits.take() is None
+    FakeEvent.over = True
+    assert waits.take() == 0.25
+    assert waits.take() is None
+
+
+def test_in_a_graph_each_replay_measures_and_the_capture_does_not() -> None:
+    waits = DeviceWaits(CPU)
+    wait(waits, 500.0)
+    wait(waits, 125.0, capturing=True)
+    assert waits.take() is None
+    waits.replayed()
+    assert waits.take() == 0.125
+
+
+def test_between_the_events_of_two_steps_nothing_is_measured() -> None:
+    waits = DeviceWaits(CPU)
+    wait(waits, 250.0)
+    FakeEvent.at_ms += 50.0
+    with waits.measuring(capturing=False):
+        FakeEvent.at_ms += 1.0
+        assert waits.take() is None  # begun again, and the end is still the last step's
+    assert waits.take() == 0.001
+
+
+def test_with_a_torch_whose_graphs_record_no_events_eager_steps_alone_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", OldEvent)
+    waits = DeviceWaits(CPU)
+    wait(waits, 250.0)
+    assert waits.take() == 0.25
+    wait(waits, 250.0, capturing=True)
+    waits.replayed()
+    assert waits.take() is None
