@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceWaits:
-    """Measures how long a training stream stood still at the end of its backward passes; the host never waits.
+    """Measures how long a training stream stood still at the end of backward passes; the host never waits.
 
     A rank whose GPU computes longer finds the others' gradients there already, and waits less than they do.
     What the last bucket needs to travel counts as well, on all ranks alike.
