@@ -75,20 +75,27 @@ def knock():
         with contextlib.suppress(ConnectionError):  # it hangs up with bytes of ours unread
             door.recv(1)
 
+def knock_until(told):
+    # Once a second: of what gRPC says, what finds the socket full is lost.
+    for _ in range(60):
+        knock()
+        for _ in range(50):
+            if told():
+                return
+            time.sleep(0.02)
+    raise SystemExit("the scheduler has told of no handshake: " + log.read_text())
+
 with muster.init() as session:
     log = pathlib.Path("muster-runs/latest/scheduler.log")
     name, pid = scheduler()
     print("forked", name.startswith(b"muster: scheduler"), os.environ["GRPC_VERBOSITY"])
     if session.rank == 0:
-        knock()
-        while log.read_text().count("does not speak TLS") < 1:
-            time.sleep(0.02)
+        knock_until(lambda: log.read_text().count("does not speak TLS") >= 1)
         os.kill(pid, signal.SIGKILL)
         while log.read_text().count("ready on") < 2:
             time.sleep(0.02)
-        knock()
-        while log.read_text().count("does not speak TLS") < 2:
-            time.sleep(0.02)
+        told = log.read_text().count("does not speak TLS")
+        knock_until(lambda: log.read_text().count("does not speak TLS") > told)
         print("forked again", scheduler()[0].startswith(b"muster: scheduler"))
     muster.barrier()
 """

@@ -173,7 +173,8 @@ class Judge:
         if process in self.since:
             self.retired.add(process)
             arriving = self.formed is None or self.since[process] == self.formed.generation
-            self.went = self.went or (process in self.world.went_between_steps and not arriving)
+            stood = not arriving or self.established  # else it goes before anybody steps with it
+            self.went = self.went or (process in self.world.went_between_steps and stood)
         if record.finished:
             left = self.world.steps_left(process)
             self.expect(not left, f"{process} is said to have finished, with {left} steps to do")
