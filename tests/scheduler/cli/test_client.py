@@ -13,6 +13,7 @@ from muster.certs.errors import CertificateError, NameMismatchError
 from muster.certs.pki.identity import Identity
 from muster.scheduler.cli.client import Following, RefusedByScheduler, SchedulerClient, UnreachableError
 from muster.scheduler.config import Address
+from tests.ports import free_port
 from tests.scheduler.processes import Pki, Scheduler, environment, run_scheduler, scheduler
 
 
@@ -75,9 +76,7 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOSTS[1], 0))
-        return int(probe.getsockname()[1])
+    return free_port(HOSTS[1])
 
 
 def test_of_several_schedulers_the_next_to_lead_is_waited_for(port: int) -> None:
