@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+_KEPT: list[Any] = []
+"""Events that graphs record. None is destroyed: one that a graph still holds would end the process."""
+
 
 class DeviceWaits:
     """Measures how long a training stream stood still at the end of backward passes; the host never waits.
@@ -23,6 +26,7 @@ class DeviceWaits:
         self._device = device
         self._begin: Any = None
         self._end: Any = None
+        self._graphs_record = self._captured = False
         self._recorded = False
 
     @contextlib.contextmanager
@@ -40,10 +44,11 @@ class DeviceWaits:
         yield
         self._end.record(stream)
         self._recorded = not capturing
+        self._captured = self._captured or capturing
 
     def replayed(self) -> None:
         """Notes that a graph which measures has been launched."""
-        self._recorded = self._begin is not None
+        self._recorded = self._recorded or self._captured
 
     def take(self) -> float | None:
         """The last measured wait, in seconds; None: none has ended since the last call."""
@@ -61,14 +66,13 @@ class DeviceWaits:
         return waited_s
 
     def _made(self, capturing: bool) -> bool:
-        """Makes the events; False: this torch has none that a graph can record."""
-        if self._begin is None or capturing:
+        """Makes the events, once; False: this torch has none that a graph can record."""
+        if self._begin is None:
             try:
                 events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+                self._graphs_record = True
+                _KEPT.extend(events)
             except TypeError:  # torch before 2.8
-                if capturing:
-                    self._begin = self._end = None
-                    return False
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             self._begin, self._end = events
-        return True
+        return self._graphs_record or not capturing

@@ -29,7 +29,7 @@ import muster
 session = muster.init()
 torch.manual_seed(0)
 model = muster.DataParallel(torch.nn.Linear(64, 64).cuda())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
 def loss(batch):
     torch.cuda._sleep(int(1.5e9 * (0.1 if session.rank == 1 else 0.02)))

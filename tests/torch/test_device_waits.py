@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,9 +19,11 @@ class FakeEvent:
 
     over = True
     at_ms = 0.0
+    made: ClassVar[list[FakeEvent]] = []
 
     def __init__(self, **options: Any) -> None:
         self.recorded_at = -1.0
+        FakeEvent.made.append(self)
 
     def record(self, stream: Any) -> None:
         self.recorded_at = FakeEvent.at_ms
@@ -45,6 +48,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(FakeEvent, "over", True)
     monkeypatch.setattr(FakeEvent, "at_ms", 0.0)
+    monkeypatch.setattr(FakeEvent, "made", [])
 
 
 def wait(waits: DeviceWaits, milliseconds: float, *, capturing: bool = False) -> None:
@@ -70,6 +74,18 @@ def test_in_a_graph_each_replay_measures_and_the_capture_does_not() -> None:
     assert waits.take() is None
     waits.replayed()
     assert waits.take() == 0.125
+
+
+def test_events_that_a_graph_records_outlive_the_next_capture_and_their_model() -> None:
+    """A graph that is replayed with an event that was destroyed ends the process."""
+    waits = DeviceWaits(CPU)
+    wait(waits, 125.0, capturing=True)
+    events = [weakref.ref(event) for event in FakeEvent.made]
+    wait(waits, 125.0, capturing=True)
+    del waits
+    FakeEvent.made.clear()
+    assert len(events) == 2
+    assert all(event() is not None for event in events)
 
 
 def test_between_the_events_of_two_steps_nothing_is_measured() -> None:
