@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import importlib.metadata
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with what is slow."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """What one test has Muster log is not in the next one's log."""
+    before = {logger: logger.level for logger in _own_loggers()}
+    yield
+    for logger in _own_loggers():
+        logger.setLevel(before.get(logger, logging.NOTSET))
+
+
+def _own_loggers() -> list[logging.Logger]:
+    known = dict(logging.root.manager.loggerDict)
+    return [
+        each for name, each in known.items() if name.startswith("muster") and isinstance(each, logging.Logger)
+    ]
 
 
 # ---------------------------------------------------------------- skips that are allowed
