@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -25,6 +26,12 @@ MUSTER = ROOT / "muster"
 def modules() -> list[Path]:
     """Every module of Muster's packages that is not generated."""
     return [path for path in MUSTER.rglob("*.py") if path.parent not in (MUSTER, MUSTER / "wire" / "v1")]
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A module's tree, which several tests look through."""
+    return ast.parse(path.read_text())
 
 
 # ---------------------------------------------------------------- one name
@@ -117,8 +124,8 @@ def test_what_both_sides_need_is_defined_once(name: str) -> None:
     where = [
         path
         for path in modules()
-        if name in (text := path.read_text())
-        for node in ast.walk(ast.parse(text))
+        if name in path.read_text()
+        for node in ast.walk(parsed(path))
         if isinstance(node, kinds) and node.name == name
     ]
     assert [path.parent.name for path in where] == ["wire"]
@@ -225,7 +232,7 @@ def test_a_backend_is_not_asked_for_its_name() -> None:
 
     asking = set()
     for path in (*modules(), ROOT / "train.py", *(ROOT / "examples").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             compared = isinstance(node, ast.Compare) and any(map(asked, [node.left, *node.comparators]))
             matched = isinstance(node, ast.MatchValue) and asked(node.value)
             if compared or matched:
@@ -265,7 +272,7 @@ def test_nothing_hides_an_import() -> None:
     by_name["muster/scheduler/__init__.py"] = by_name["muster/certs/__init__.py"] = "the link at the top"
     hiding = set()
     for path in modules():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 argument = ast.unparse(node.args[0])
@@ -320,10 +327,10 @@ NOT_OURS = {"_sleep", "_foreach_copy_", "_pytree", "_dynamo", "_exit", "_state"}
 
 
 def test_no_test_reaches_for_a_private_name_of_the_product() -> None:
-    private = set().union(*(defined(ast.parse(path.read_text())) for path in modules())) - NOT_OURS
+    private = set().union(*(defined(parsed(path)) for path in modules())) - NOT_OURS
     reached = {}
     for path in (ROOT / "tests").rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         names = (reached_for(tree) & private) - defined(tree)
         if names:
             reached[str(path.relative_to(ROOT))] = sorted(names)

@@ -15,7 +15,7 @@ import pytest
 from tests.scheduler.processes import environment
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_rotations_cost_no_step_and_who_loses_its_identity_ends_in_words(tmp_path: Path) -> None:
     """Three rotations: a new authority, the old one forgotten, and new certificates alone."""
     options = ["--minutes", "0.1", "--every", "2", "--ends", "1", "--json", "found.json"]

@@ -19,7 +19,7 @@ BURST_S = 0.3
 MOST_STEPS = 100
 """Named within 50 steps on a machine that does nothing else; this one may be busy."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")

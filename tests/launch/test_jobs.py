@@ -338,10 +338,12 @@ def test_an_interrupt_ends_workers_and_scheduler(here: Place) -> None:
 
 FAILING = """
 import sys
+import time
 import numpy as np
 import muster
 session = muster.init()
 for step in range(10**6):
+    time.sleep(0.01)
     if step == 5 and session.rank == 2:
         sys.exit(3)
     muster.all_reduce(np.ones(4))
@@ -418,6 +420,7 @@ def test_a_worker_that_leaves_is_no_failure_and_does_not_complete_the_job(
 
 STAYING = """
 import os
+import time
 import numpy as np
 import muster
 from muster import ElasticLoop, ShardedSampler, TrainingState
@@ -429,6 +432,7 @@ for step in ElasticLoop(session, state, epochs=1):
         muster.all_reduce(np.ones(4))
     if step.done:
         session.report(loss=0.25)
+    time.sleep(0.02)
     if os.path.exists("over"):
         break
 """
