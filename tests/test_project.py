@@ -140,16 +140,27 @@ def test_the_options_of_documented_launches_exist(
     assert options.command[0] in ("python", "train.py", "muster")
 
 
-def test_the_page_of_settings_is_that_of_the_tables() -> None:
+@pytest.mark.parametrize("name", ["settings", "troubleshooting"])
+def test_a_page_that_is_made_from_the_code_is_that_of_todays(name: str) -> None:
     made = subprocess.run(
-        [sys.executable, "-c", "import settings_page; print(settings_page.page(), end='')"],
+        [sys.executable, "-c", f"import {name}_page as it; print(it.page(), end='')"],
         cwd=ROOT / "docs",
         capture_output=True,
         text=True,
         check=True,
     )
-    page = (ROOT / "docs" / "settings.md").read_text()
-    assert made.stdout == page, "docs/settings.md is stale: python docs/settings_page.py"
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    assert made.stdout == page, f"docs/{name}.md is stale: python docs/{name}_page.py"
+
+
+def test_each_remedy_of_an_error_stands_in_troubleshooting() -> None:
+    """By its first words that are not computed, so that the page's own reading of the code is not trusted."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().replace("\\", "")
+    said = re.compile(r"remedy=\(?\s*(?:\w+ if .*)?f?\"([^\"{\\\\]{12,}?)[\"{]")
+    rooms = [path for path in (ROOT / "muster").rglob("*.py") if not {"bench", "example"} & set(path.parts)]
+    remedies = {found for path in rooms for found in said.findall(path.read_text())}
+    assert len(remedies) > 150
+    assert [each for each in sorted(remedies) if " ".join(each.split()) not in page] == []
 
 
 def test_every_variable_that_the_code_names_is_in_the_table() -> None:
