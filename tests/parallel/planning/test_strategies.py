@@ -21,8 +21,8 @@ from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
 from tests.parallel.oracle import part_of
+from tests.parallel.planning.test_plan import wide
 from tests.parallel.ranks import RankCommunicator, run_ranks
-from tests.parallel.test_plan import wide
 
 
 def quick(strategies: Any, world: int = 8, **settings: Any) -> Plan:
