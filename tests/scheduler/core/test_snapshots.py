@@ -10,8 +10,6 @@ from muster.scheduler.core.snapshots import LAST_STEP, SnapshotAgreement
 from muster.wire import messages
 from tests.scheduler.core.scenes import SETTINGS, finish, formed_by, history, join, running, three
 
-NOTHING = messages.SnapshotReport(1)
-
 
 def keeps(
     agreed: int = -1, taken: int = -1, *, complete: bool = True, passed: int = -1
