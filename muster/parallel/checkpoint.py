@@ -163,7 +163,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
         extra = json.loads(target.values[_EXTRA])
         if optimizer is not None:
             _restore_settings(model, optimizer, target.values, directory)
-            _begin_anew(optimizer, list(without.values()))
+            _reset_state(optimizer, list(without.values()))
     return extra
 
 
@@ -362,7 +362,7 @@ def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path)
         )
 
 
-def _begin_anew(optimizer: Any, parameters: Sequence[Any]) -> None:
+def _reset_state(optimizer: Any, parameters: Sequence[Any]) -> None:
     """Gives parameters the state of before their first step, in the tensors that are there."""
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
     make_optimizer_state(optimizer)

@@ -242,7 +242,7 @@ def test_dropout_within_operators_is_alike_on_replicas(kind: str) -> None:
         close(name, second[1][name], grad, 1e-12)
 
 
-def test_each_pass_draws_anew_without_gradients_too() -> None:
+def test_each_pass_draws_again_without_gradients_too() -> None:
     """As samples are drawn to see how sure a model is."""
 
     def train(communicator: RankCommunicator) -> Any:
