@@ -39,7 +39,7 @@ WITH_TORCH = (
     "tests/bench/parallel",
     "tests/bench/test_torch_groups.py",
     "tests/bench/training",
-    "tests/communicators/nccl/test_nccl_on_cpu.py",
+    "tests/communicators/nccl/test_communicator.py",
     "tests/communicators/test_arithmetic.py",
     "tests/communicators/test_arrays.py",
     "tests/communicators/test_host_communicator.py",

@@ -37,7 +37,7 @@ RUN_BY = {
     ),
     "`context.set_context": _NOTHING,
     "`context.set_auto_parallel_context": (
-        "tests/parallel/test_context.py::test_the_context_sets_defaults_and_is_forgotten"
+        "tests/parallel/planning/test_context.py::test_the_context_sets_defaults_and_is_forgotten"
     ),
     "`Model.train`": _NOTHING,
     "`Cifar10Dataset": (

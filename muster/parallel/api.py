@@ -226,9 +226,9 @@ class _Given:
         if self.survive not in (0, 1):
             raise SettingsError(f"survive is 0 or 1, not {self.survive!r}")
 
-    def plan(self, graph: Graph, group: Communicator, *, anew: bool = False) -> Plan:
-        """The plan that was saved, if there is one; otherwise, or ``anew``, the one that a search finds."""
-        load = self.chosen.load and not anew
+    def plan(self, graph: Graph, group: Communicator, *, search_again: bool = False) -> Plan:
+        """The plan that was saved, if there is one and not ``search_again``; else what a search finds."""
+        load = self.chosen.load and not search_again
         found = self._loaded(graph, group) if load else self._searched(graph, group)
         found.gradients = "averaged" if self.chosen.gradients_mean else "summed"
         return found
@@ -345,7 +345,7 @@ def _planned(
         summed=not chosen.gradients_mean,
         seed=seed,
         autocast=autocast,
-        planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
+        planner=lambda ranks: given.plan(traced.graph, ranks, search_again=True),
         connect=not elastic,
     )
 

@@ -57,6 +57,8 @@ _GROUPS, _STATE, _EXTRA = (
     "optimizer.state",
     "extra",
 )  # torch flattens lists and dictionaries to such names
+ViewKey = tuple[str, tuple[int, ...]]
+"""A tensor's name, and where in it a box begins."""
 
 
 def save_divided(
@@ -161,7 +163,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
         extra = json.loads(target.values[_EXTRA])
         if optimizer is not None:
             _restore_settings(model, optimizer, target.values, directory)
-            _begin_anew(optimizer, list(without.values()))
+            _reset_state(optimizer, list(without.values()))
     return extra
 
 
@@ -217,15 +219,18 @@ def _shard(tensor: DividedTensor, box: Box) -> WriteItem:
     )
 
 
+def views_of(tensors: Sequence[DividedTensor], rank: int) -> dict[ViewKey, Any]:
+    """This rank's elements by tensor's name and box's offsets; they share memory with the tensors."""
+    views = {(each.name, box.offsets): each.view(box) for each in tensors for box in each.parts[rank].boxes()}
+    return views | {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
+
+
 class _Source(DefaultSavePlanner):  # type: ignore[misc]
     """Gives torch's writer this rank's boxes."""
 
     def __init__(self, tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: int) -> None:
         super().__init__()
-        self._views = {
-            (each.name, box.offsets): each.view(box) for each in tensors for box in each.parts[rank].boxes()
-        }
-        self._views |= {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
+        self._views = views_of(tensors, rank)
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -357,7 +362,7 @@ def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path)
         )
 
 
-def _begin_anew(optimizer: Any, parameters: Sequence[Any]) -> None:
+def _reset_state(optimizer: Any, parameters: Sequence[Any]) -> None:
     """Gives parameters the state of before their first step, in the tensors that are there."""
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
     make_optimizer_state(optimizer)

@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from muster.errors import WorkerError
 from muster.parallel.checkpoint import (
+    ViewKey,
     name_aliases,
     put_in_place,
     result_of,
     row_of,
     saved_values,
     together,
+    views_of,
     write_items,
 )
 from muster.parallel.module import ParallelModule
@@ -40,7 +42,7 @@ from muster.parallel.tensors import divided_tensors
 from muster.torch.checkpoint_copier import CheckpointCopier
 from muster.torch.transfer import broadcast_text
 from muster.training.checkpoint import CheckpointError
-from muster.training.checkpoint_copy import arrays_in
+from muster.training.checkpoint_copy import CheckpointCopy, arrays_in
 from muster.training.paced_file import WritePace
 from muster.training.writer_process import WriteOrder, WriterProcess
 from muster.wire.files import beside
@@ -95,15 +97,7 @@ class DividedWriter:
         rank, world_size = model.communicator.rank, model.communicator.world_size
         with together(model, "awaited"):
             self.wait()
-        # A name that was never used: a host that is cut off may still write what was given up.
-        device = next(model.parameters()).device
-        token = broadcast_text(model.communicator, device, os.urandom(4).hex(), 0)
-        unfinished = self._final.with_name(f".{self._final.name}.{token}.unfinished")
-        with together(model, "made ready"):
-            if rank == 0:
-                for old in unfinished.parent.glob(f".{self._final.name}.*.unfinished"):
-                    shutil.rmtree(old, ignore_errors=True)
-                unfinished.mkdir(parents=True)
+        unfinished = self._make_unfinished(model)
         with together(model, "copied"):
             tensors = divided_tensors(model, optimizer)
             values = saved_values(model, optimizer, extra)
@@ -111,23 +105,9 @@ class DividedWriter:
                 [_row_of_item(item) for item in write_items(tensors, values, each)]
                 for each in range(world_size)
             ]
-            views = {
-                (each.name, box.offsets): each.view(box)
-                for each in tensors
-                for box in each.parts[rank].boxes()
-            }
-            views |= {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
-            mine = {
-                str(number): _as_bytes(views[row[0], tuple(row[1])])
-                for number, row in enumerate(rows[rank])
-                if len(row) > 1
-            }
-            if self._copier is None:
-                self._copier = CheckpointCopier(device)
-            plain = {
-                str(number): _saved(values[row[0]]) for number, row in enumerate(rows[rank]) if len(row) == 1
-            }
-            copy = self._copier.copy("", mine, plain, self._writer.room)
+            copy = self._begin_copy(
+                rows[rank], views_of(tensors, rank), values, next(model.parameters()).device
+            )
         what = {
             "unfinished": str(unfinished),
             "final": str(self._final),
@@ -147,6 +127,35 @@ class DividedWriter:
         partly = unfinished if rank == 0 else unfinished / _RANK_FILE.format(rank)
         self._writer.write(WriteOrder(call, what, copy.size, partly, copy.ready, written))
         return copy.size
+
+    def _make_unfinished(self, model: ParallelModule) -> Path:
+        """The directory that this write goes to until it is whole; rank 0 makes it, all ranks call it.
+
+        Its name was never used: a host that is cut off may still write what was given up.
+        """
+        device = next(model.parameters()).device
+        token = broadcast_text(model.communicator, device, os.urandom(4).hex(), 0)
+        unfinished = self._final.with_name(f".{self._final.name}.{token}.unfinished")
+        with together(model, "made ready"):
+            if model.communicator.rank == 0:
+                for old in unfinished.parent.glob(f".{self._final.name}.*.unfinished"):
+                    shutil.rmtree(old, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+        return unfinished
+
+    def _begin_copy(
+        self, rows: list[list[Any]], views: Mapping[ViewKey, Any], values: Mapping[str, Any], device: Any
+    ) -> CheckpointCopy:
+        """Begins to copy what this rank's rows name, each under its row's number."""
+        tensors = {
+            str(number): _as_bytes(views[row[0], tuple(row[1])])
+            for number, row in enumerate(rows)
+            if len(row) > 1
+        }
+        if self._copier is None:
+            self._copier = CheckpointCopier(device)
+        plain = {str(number): _saved(values[row[0]]) for number, row in enumerate(rows) if len(row) == 1}
+        return self._copier.copy("", tensors, plain, self._writer.room)
 
     def wait(self) -> None:
         """Waits until this rank has written; rank 0, until all have."""

@@ -266,8 +266,8 @@ class ParallelTrainingState(TrainingState):
         if self._writer is not None:
             self._writer.give_up()  # it may wait for a rank that is lost
         communicator: Communicator = session.communicator
-        rank, anew = communicator.rank, session.state_source_rank < 0
-        holds = self.shared and (anew or rank not in session.newcomer_ranks)
+        rank, starts_over = communicator.rank, session.state_source_rank < 0
+        holds = self.shared and (starts_over or rank not in session.newcomer_ranks)
         mine = (self.step, self._place, self._layout()) if holds else (-1, -1, -1)
         can_start = int(self._model.can_start)
         before = self._before.get("step", -1) if self._kept is not None else -1

@@ -338,20 +338,8 @@ class _ProgramReader:
                 line=_line(fx),
                 remedy="Leave it out.",
             )
-        inputs: list[int] = []
-        contiguous: list[bool] = []
-
-        def ref(each: Any) -> Ref:
-            inputs.append(self._values[self._current(each), 0])
-            contiguous.append(each.meta["val"].is_contiguous())
-            return Ref(len(inputs) - 1)
-
-        args = torch.fx.node.map_arg(fx.args, ref)
-        kwargs = torch.fx.node.map_arg(fx.kwargs, ref)
-        node = Node(fx.name, "call", op, module=self._module(fx), line=_line(fx))
-        node.args, node.kwargs, node.inputs = _plain(args), _plain(kwargs), tuple(inputs)
-        tags = getattr(function, "tags", ())
-        node.random = torch.Tag.nondeterministic_seeded in tags
+        node, contiguous = self._node_of(fx, op, function)
+        inputs = node.inputs
         if in_place:
             target = fx.args[0]
             self._check_unseen(fx, target)
@@ -372,6 +360,23 @@ class _ProgramReader:
         if op not in BY_STRIDES and not in_place and axes_of(self._graph, node) is None:
             function = as_recorded(function, contiguous)
         self._functions[fx.name] = function
+
+    def _node_of(self, fx: Any, op: str, function: Any) -> tuple[Node, list[bool]]:
+        """The node of a call, and for each tensor that goes in whether it is contiguous."""
+        inputs: list[int] = []
+        contiguous: list[bool] = []
+
+        def ref(each: Any) -> Ref:
+            inputs.append(self._values[self._current(each), 0])
+            contiguous.append(each.meta["val"].is_contiguous())
+            return Ref(len(inputs) - 1)
+
+        node = Node(fx.name, "call", op, module=self._module(fx), line=_line(fx))
+        node.args = _plain(torch.fx.node.map_arg(fx.args, ref))
+        node.kwargs = _plain(torch.fx.node.map_arg(fx.kwargs, ref))
+        node.inputs = tuple(inputs)
+        node.random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+        return node, contiguous
 
     def _check_may_write(self, fx: Any, maker: Node) -> None:
         """Refuses changes in place of what others than the recorded pass have, by what it is."""

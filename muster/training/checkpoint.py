@@ -298,7 +298,7 @@ def load(path: str | Path, state: TrainingState) -> None:
     """
     path = Path(path)
     try:
-        _load_anew(path, state)
+        _load_as_new_attempt(path, state)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(error.message, remedy=_offer_before(path)) from error
 
@@ -327,7 +327,7 @@ def load_latest(
     model = _model_of(state.describe(), state.derived())
     for one in [each for each in found if each.model == model] or found:
         try:
-            _load_anew(one.path, state)
+            _load_as_new_attempt(one.path, state)
             return one.path
         except DamagedCheckpointError as error:
             say(error.message)
@@ -694,7 +694,7 @@ def _load(path: Path, state: TrainingState) -> None:
     state.from_checkpoint(description, arrays)
 
 
-def _load_anew(path: Path, state: TrainingState) -> None:
+def _load_as_new_attempt(path: Path, state: TrainingState) -> None:
     """Reads one checkpoint; what is saved from then on is of a new attempt."""
     returns = state.returns
     _load(path, state)

@@ -61,7 +61,7 @@ class Loading:
                 del self._made[: max(index - 1, 0)]
                 break
         else:
-            made = _Made(sampler.place, self._make(sampler, anew=sampler.place != self._next))
+            made = _Made(sampler.place, self._make(sampler, fresh=sampler.place != self._next))
             self._made = [*self._made[-1:], made]
         if made.error is not None:
             raise made.error
@@ -77,7 +77,7 @@ class Loading:
         if not callable(self._source) and following.place != self._next:
             return
         try:
-            made = _Made(following.place, self._make(following, anew=False))
+            made = _Made(following.place, self._make(following, fresh=False))
         except Exception as error:
             made = _Made(following.place, error=error)
         self._made.append(made)
@@ -92,21 +92,21 @@ class Loading:
         self._iterator = self._next = None
         self._made = []
 
-    def _make(self, sampler: ShardedSampler, *, anew: bool) -> Any:
+    def _make(self, sampler: ShardedSampler, *, fresh: bool) -> Any:
         begun = time.monotonic()
         try:
-            return self._make_now(sampler, anew=anew)
+            return self._make_now(sampler, fresh=fresh)
         finally:
             self._waited_s += time.monotonic() - begun
 
-    def _make_now(self, sampler: ShardedSampler, *, anew: bool) -> Any:
+    def _make_now(self, sampler: ShardedSampler, *, fresh: bool) -> Any:
         batch = sampler.batch()
         if callable(self._source):
             return self._source(batch)
         following = sampler.following()
         if not len(batch.indices):
             return None
-        if anew or self._iterator is None:
+        if fresh or self._iterator is None:
             self._iterator = None  # ends the processes of the one before, which would be in the way
             self._iterator = self._state.iterate(self._source)
         self._next = None

@@ -303,21 +303,21 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     state.roll_back()
     if session.newcomer_ranks:
         state.before_newcomers()
-    rank, anew = communicator.rank, session.state_source_rank < 0
+    rank, starts_over = communicator.rank, session.state_source_rank < 0
     carrier = state.carrier(communicator)
     description = state.describe().encode()
-    holds = anew or (state.shared and rank not in session.newcomer_ranks)
+    holds = starts_over or (state.shared and rank not in session.newcomer_ranks)
     digest = [zlib.crc32(description), len(description)]
     tickets = carrier.gather([state.step if holds else -1, *digest])
     if all(steps < 0 for steps, *_ in tickets):
-        anew, tickets = True, carrier.gather([state.step, *digest])
+        starts_over, tickets = True, carrier.gather([state.step, *digest])
     source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
-    if anew or any(ticket != tickets[source] for ticket in tickets):
+    if starts_over or any(ticket != tickets[source] for ticket in tickets):
         text = carrier.broadcast_text(description, tickets[source][2], source)
         if rank != source:
             state.check(text, f"rank {source}")
         received = carrier.receive(state.arrays, source)
-        if rank != source and (anew or tickets[rank] != tickets[source]):
+        if rank != source and (starts_over or tickets[rank] != tickets[source]):
             for name, array in received.items():
                 state.arrays[name][...] = array
             state.restore(text)

@@ -36,9 +36,9 @@ class Live:
         if old is None or old[1] != html:
             self._parts[part] = (self.number, html)
 
-    def put_cells(self, cells: list[Cell], *, anew: bool) -> None:
-        """Sets what the grid's cells show; ``anew``: they stand in a part that is sent whole."""
-        if anew:
+    def put_cells(self, cells: list[Cell], *, whole: bool) -> None:
+        """Sets what the grid's cells show; ``whole``: they stand in a part that is sent whole."""
+        if whole:
             self._cells = {cell.id: (0, cell) for cell in cells}
             return
         for cell in cells:

@@ -148,7 +148,7 @@ class JobPage:
         cells = [_cell(worker, template, self.job_id, dense=dense) for worker in workers]
         places = tuple((w.seat.node_id, w.seat.rank, w.seat.host_id) for w in workers)
         grid = (*places, *job.roster.missing)
-        self.live.put_cells(cells, anew=grid != self._grid)
+        self.live.put_cells(cells, whole=grid != self._grid)
         if grid != self._grid or self.live.number == 1:
             self._grid = grid
             hosts = _by_host(job, workers, cells)

@@ -25,7 +25,7 @@ from muster.errors import (
 )
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.variables import misspelt
-from muster.worker.config import SecurityContext, load_settings
+from muster.worker.config import SecurityContext, Settings, load_settings
 from muster.worker.ending import (
     NOTES_VARIABLE,
     is_good_end,
@@ -44,6 +44,7 @@ from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 from muster.worker.uplink.door import OUTER
 
 if TYPE_CHECKING:
+    from muster.wire.messages import Device, Host, Profile
     from muster.worker.session.session import Session
 
 log = logging.getLogger("muster.worker")
@@ -256,7 +257,7 @@ def open_session(
     """
     settings = load_settings(env, context)
     _set_up_log(settings.log_level)
-    from muster.worker.host import UnresolvedHostError, choose_device, describe_host, node_identity
+    from muster.worker.host import UnresolvedHostError, choose_device, describe_host
 
     device = choose_device(settings)
     name = backend or settings.backend or _default_backend(device.visible_count)
@@ -265,44 +266,24 @@ def open_session(
     warmed = warm_up(name, -1 if settings.spare else device.ordinal)  # beside what follows: it takes as long
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from muster.communicators.tcp.probe import Prober, answer_probes
-    from muster.wire.messages import Profile
     from muster.worker.host import bind_libraries, join_facts
     from muster.worker.nccl_protection import encryption_facts, protect_nccl
-    from muster.worker.session.session import Session, new_incarnation
+    from muster.worker.session.session import Session
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
     bind_libraries(settings.interface)
     policies = None if keyring is None else tls_policies(keyring, settings.job_id)
-    plane = create_backend(
-        name,
-        tls=keyring,
-        job_id=settings.job_id,
-        allow_insecure=settings.allow_insecure,
-        warm_up=warmed,
-    )
+    insecure = settings.allow_insecure
+    plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=insecure, warm_up=warmed)
     protection = protect_nccl(settings, plane, env, os.environ, tls=keyring is not None)
     data_address = plane.open_endpoint(host.address)
     answering, probe_address = (
         (None, data_address)
         if plane.answers_probes
-        else answer_probes(policies, host.address, allow_insecure=settings.allow_insecure)
+        else answer_probes(policies, host.address, allow_insecure=insecure)
     )
-    profile = Profile(
-        job_id=settings.job_id,
-        node_id=node_identity(settings, host, os.urandom(4).hex()),
-        incarnation=new_incarnation(),
-        worker_num=settings.worker_num,
-        worker_min=settings.worker_min,
-        host=host,
-        device=device.device,
-        backend=name,
-        local_index=settings.local_index,
-        data_address=data_address,
-        probe_address=probe_address,
-        last_call_s=settings.last_call_s,
-        spare=settings.spare,
-        facts=tuple(sorted({**join_facts(plane, env), **encryption_facts(protection, plane)}.items())),
-    )
+    facts = {**join_facts(plane, env), **encryption_facts(protection, plane)}
+    profile = _profile_of(settings, name, host, device.device, data_address, probe_address, facts)
     dial = grpc_dial(settings, keyring)
     return Session(
         settings,
@@ -315,6 +296,38 @@ def open_session(
         answering=answering,
         prepare=None if warmed is None else warmed.load,
         nccl=protection,
+    )
+
+
+def _profile_of(
+    settings: Settings,
+    backend: str,
+    host: Host,
+    device: Device,
+    data_address: str,
+    probe_address: str,
+    facts: Mapping[str, str],
+) -> Profile:
+    """What this worker says of itself in its Join."""
+    from muster.wire.messages import Profile
+    from muster.worker.host import node_identity
+    from muster.worker.session.session import new_incarnation
+
+    return Profile(
+        job_id=settings.job_id,
+        node_id=node_identity(settings, host, os.urandom(4).hex()),
+        incarnation=new_incarnation(),
+        worker_num=settings.worker_num,
+        worker_min=settings.worker_min,
+        host=host,
+        device=device,
+        backend=backend,
+        local_index=settings.local_index,
+        data_address=data_address,
+        probe_address=probe_address,
+        last_call_s=settings.last_call_s,
+        spare=settings.spare,
+        facts=tuple(sorted(facts.items())),
     )
 
 

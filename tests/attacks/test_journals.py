@@ -27,11 +27,6 @@ DEEP = "[" * 100_000
 ESCAPE = "\x1b[2J"
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 def says_it_well(error: Exception) -> bool:
     """Whether it is one line that a terminal shows as it is, and not a long one."""
     return str(error).isprintable() and len(str(error)) < 1000

@@ -233,11 +233,6 @@ class Splice:
 # ---------------------------------------------------------------- the victims
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> list[Credentials]:
     office = Office(tmp_path_factory.mktemp("office"))

@@ -13,7 +13,7 @@ from tests.scheduler.processes import Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 
 ENV = {"MS_NODE_TIMEOUT": "1"}
-ASKS_ANEW = "this worker has lost its place and asks for one as a newcomer"
+ASKS_AS_NEWCOMER = "this worker has lost its place and asks for one as a newcomer"
 
 pytestmark = pytest.mark.timeout(240, method="signal")
 
@@ -51,7 +51,7 @@ def test_a_spare_that_was_stopped_asks_for_its_place_again_and_takes_over(tmp_pa
         running.await_log("as a spare")
         stop_until_lost(spare, running, "s0")
         wait_for(lambda: spare.log.count("waits as a spare") >= 2, lambda: spare.log)
-        assert spare.log.count(ASKS_ANEW) == 1
+        assert spare.log.count(ASKS_AS_NEWCOMER) == 1
         first.tell("worker.all_reduce(1.0)")
         second.kill()
         assert first.answer().startswith("error MembershipChanged")
@@ -70,6 +70,6 @@ def test_a_worker_that_was_stopped_while_others_were_missing_is_in_when_they_com
         stop_until_lost(early, running, "0")
         late = hired.start(MS_NODE_ID="1", **ENV)
         assert [worker.answer() for worker in (early, late)] == ["ok 0", "ok 1"]
-        assert early.log.count(ASKS_ANEW) == 1
+        assert early.log.count(ASKS_AS_NEWCOMER) == 1
         assert [worker.finish() for worker in (early, late)] == [0, 0]
         assert running.wait() == 0

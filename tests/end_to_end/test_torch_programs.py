@@ -361,7 +361,7 @@ print(muster.torch.on_new_generation(train), flush=True)
 @pytest.mark.system
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_groups_are_built_anew_in_the_same_process_and_a_spare_takes_the_place(
+def test_groups_are_built_again_in_the_same_process_and_a_spare_takes_the_place(
     pki: Pki, tmp_path: Path, kind: str
 ) -> None:
     pytest.importorskip("torch")

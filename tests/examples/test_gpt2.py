@@ -72,7 +72,7 @@ def test_it_learns_in_captured_steps_and_writes(text: Path) -> None:
     assert decays["norm.weight"] == 0 and "head.weight" not in decays
 
 
-def test_it_is_captured_anew_after_a_change_of_members(text: Path) -> None:
+def test_it_is_captured_again_after_a_change_of_members(text: Path) -> None:
     losses, done, _ = run(text, 12, loses_members_after=6)
     assert losses == run(text, 12)[0]
     assert (done.steps, done.captured) == (12, 12 - 2 * WARM_UP)

@@ -51,7 +51,7 @@ def test_the_default_is_this_host_and_a_telling_name(tmp_path: Path, monkeypatch
     assert [server["server_id"] for server in table["server_list"]] == [name]
 
 
-def test_merging_numbers_ranks_anew_in_the_order_given() -> None:
+def test_merging_numbers_ranks_again_in_the_order_given() -> None:
     first, second = (make_table([(name, name)], (0, 1)) for name in ("b", "a"))
     merged = merge_tables([("b.json", first), ("a.json", second)])
     entries = parse_rank_table(merged).entries

@@ -160,6 +160,17 @@ def ids(seed: int) -> tuple[Any, Any]:
     return tuple(torch.randint(WORDS, (BATCH, TOKENS), generator=g) for _ in range(2))
 
 
+class Stack(nn.Module):
+    """Layers of 4 MiB each."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(layers)])
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.layers(x), y)
+
+
 def _floats(*shapes: tuple[int, ...]) -> Callable[[int], tuple[Any, ...]]:
     def make(seed: int) -> tuple[Any, ...]:
         g = torch.Generator().manual_seed(seed)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from muster.parallel.module import ParallelModule
+from muster.parallel.planning.buckets import parameter_shards
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.layouts import Mesh, group_ranks
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import options_for
-from muster.parallel.planning.problem import Options, Pin, Problem, build
+from muster.parallel.planning.problem import Options, Pin, Problem, State, build
 from muster.parallel.planning.search import solve
 from muster.parallel.trace import Traced, trace
 from tests.parallel.models import MODELS, make
@@ -107,9 +108,19 @@ class Case:
             if name.startswith("exp_avg")
         )
         held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        assert held == plan.parameter_bytes, f"{held} bytes of parameters, planned {plan.parameter_bytes}"
-        assert state == plan.optimizer_bytes, f"{state} bytes of state, planned {plan.optimizer_bytes}"
+        owned = [
+            each.own_bytes(plan.options.optimizer_states)
+            for each in parameter_shards(plan.graph, plan.states, plan.mesh).values()
+        ]
+        parameters, states = (sum(nbytes) for nbytes in zip(*owned, strict=True))
+        assert held == parameters, f"{held} bytes of parameters, planned {parameters}"
+        assert state == states, f"{state} bytes of state, planned {states}"
         return losses, grads, model.full_state_dict(), held, state
+
+
+def state_of(plan: Plan, name: str) -> State:
+    """How a plan divides the node of this name."""
+    return plan.states[plan.graph.by_name()[name]]
 
 
 def planned(plan: Plan, rank: int) -> Counter[Any]:

@@ -52,7 +52,7 @@ def losses(capture: bool, accumulate: int, rate: float) -> tuple[list[float], bo
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_a_captured_step_draws_anew_and_what_an_eager_one_draws(
+def test_a_captured_step_draws_again_and_what_an_eager_one_draws(
     monkeypatch: pytest.MonkeyPatch, accumulate: int, rate: float
 ) -> None:
     graphs.install(monkeypatch)

@@ -79,7 +79,7 @@ class Judge:
         self.steps_done = 0
         self.step_seen: set[tuple[int, int]] = set()
         self.redone = 0
-        self.anew = False
+        self.starts_over = False
         self.went = False
         self.heard_at: dict[Process, float] = {}
         self.ended_at: dict[int, float] = {}
@@ -131,7 +131,7 @@ class Judge:
                 self._settled("a new generation was formed")
                 self._formed(record)
             elif isinstance(record, records.GenerationEnded):
-                self.anew = self.suspended = True  # the step under way is given up
+                self.starts_over = self.suspended = True  # the step under way is given up
                 self._settled("the generation was ended")
                 self.established = False
             elif isinstance(record, records.GroupEstablished):
@@ -346,7 +346,7 @@ class Judge:
         if "took over" in record.reason:  # a change that waits behind it begins only then
             self.change_gave_up_at = self.world.loop.now
         self.went = False
-        self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
+        self.starts_over = self.starts_over or (record.state_source_rank < 0 and self.formed is not None)
         self.formed, self.finished = record, set()
         self.history[record.generation] = record
         self.formed_at = self.world.loop.now
@@ -379,8 +379,8 @@ class Judge:
     def _check_source(self, record: records.GenerationFormed) -> None:
         source = record.state_source_rank
         if source < 0:
-            anew = self.finishing and self.formed is not None
-            self.expect(not anew, "some have completed the training, and others begin anew")
+            starts_over = self.finishing and self.formed is not None
+            self.expect(not starts_over, "some have completed the training, and others start over")
         if source < 0 or self.formed is None:
             self.expect(
                 source < 0 and not record.newcomer_ranks, "the first generation has no state to hand on"
@@ -414,7 +414,7 @@ class Judge:
         before = {(x.candidate.node_id, x.candidate.incarnation) for x in self.formed.members}
         for process in before - self.newcomers:
             gone = self.claims.get(process[0]) != process[1]
-            self.expect(gone, f"{process} holds the state and leaves, and the others begin anew")
+            self.expect(gone, f"{process} holds the state and leaves, and the others start over")
 
     def _survivors(self, record: records.GenerationFormed) -> list[Process]:
         processes = [(x.candidate.node_id, x.candidate.incarnation) for x in record.members]
@@ -644,7 +644,7 @@ class Judge:
             return
         self.step_seen.add((generation, step))
         self.expect(step <= self.steps_done, f"step {step} was done, {self.steps_done} is next")
-        self.redone += step < self.steps_done and not self.anew
+        self.redone += step < self.steps_done and not self.starts_over
         self.steps_done = max(self.steps_done, step + 1)
 
     def failed(self, worker: Worker, notice: worker_events.Failed) -> None:
@@ -659,8 +659,8 @@ class Judge:
         """A worker learns from a next generation that it leaves; whoever leaves otherwise saves anyway."""
         formed = self.formed
         known = formed is not None and notice.reason == formed.reason
-        anew = formed is not None and formed.state_source_rank < 0
-        self.expect(not known or notice.alone == anew, f"{worker} is not told who has the state")
+        starts_over = formed is not None and formed.state_source_rank < 0
+        self.expect(not known or notice.alone == starts_over, f"{worker} is not told who has the state")
 
     # ------------------------------------------------------------ the end
 

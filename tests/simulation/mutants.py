@@ -351,7 +351,7 @@ def earliest_step(right: Any) -> Any:
     return last_started_step
 
 
-def newcomers_may_begin_anew(right: Any) -> Any:
+def newcomers_may_start_over(right: Any) -> Any:
     return lambda known, settings, stateless=frozenset(): right(known, settings)
 
 
@@ -585,7 +585,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "state never handed on": Mutant(ledger.Ledger, "next_generation", state_from(lambda formed: -1)),
     "newcomers trusted at once": Mutant(members.Members, "stateless", instead(lambda *a: frozenset())),
-    "a newcomer starts over at the end": Mutant(ledger.Ledger, "choose", newcomers_may_begin_anew),
+    "a newcomer starts over at the end": Mutant(ledger.Ledger, "choose", newcomers_may_start_over),
     "leavers take the state with them": Mutant(ledger.Ledger, "leaving_holders", instead(lambda *a: []), 346),
     "a leave does not wait for the hand-over": Mutant(
         ledger.Ledger, "is_handing_over", instead(lambda *a: False), 346),

@@ -44,7 +44,6 @@ class Stream:
         self.server_open = True
         self.worker_open = True
         self.up_at = 0.0
-        self.came_at = network.world.loop.now
         self.down_at = 0.0
         self.held_up: list[bytes] = []
         self.held_down: list[messages.SchedulerMessage] = []

@@ -529,7 +529,7 @@ def frozen_while(side: Side) -> None:
 
 
 def frozen_later(side: Side) -> None:
-    """Each freezes and wraps anew: DistributedDataParallel would wait for the gradient for ever."""
+    """Each freezes and wraps again: DistributedDataParallel would wait for the gradient for ever."""
     module = net()
     for names in ((), ("0.weight",), ("0.weight", "0.bias"), ()):
         frozen(module, *names)
@@ -538,7 +538,7 @@ def frozen_later(side: Side) -> None:
 
 
 def unfrozen_later(side: Side) -> None:
-    """Ours goes on; DistributedDataParallel, which never reduces what was frozen, is made anew."""
+    """Ours goes on; DistributedDataParallel, which never reduces what was frozen, is made again."""
     module = frozen(net(), "0.weight", "2.bias", "4.weight")
     model = side.wrap(module)
     for names in (("0.weight", "4.weight"), ("0.weight",), ()):
@@ -953,7 +953,7 @@ WAYS: dict[str, Callable[[Side], Any]] = {
     "forward passes without gradient between": stepping(looks_between),
     "recurrent by hand": recurrent_by_hand,
     "frozen": frozen_while,
-    "frozen later and wrapped anew": frozen_later,
+    "frozen later and wrapped again": frozen_later,
     "frozen for a while": frozen_for_a_while,
     "unfrozen after wrapping": unfrozen_later,
     "unused parameters": ways("left", "left"),

@@ -103,11 +103,11 @@ def test_a_scheduler_counts_also_after_a_state_was_loaded() -> None:
 
 
 @pytest.mark.parametrize(("setting", "value"), [("weight_decay", 0.5), ("momentum", 0.1)])
-def test_another_setting_is_captured_anew(setting: str, value: float) -> None:
+def test_another_setting_is_captured_again(setting: str, value: float) -> None:
     assert assert_as_eager(before=set_in(setting, value, at=6)).captured
 
 
-def test_a_state_that_is_loaded_later_is_captured_anew() -> None:
+def test_a_state_that_is_loaded_later_is_captured_again() -> None:
     def forget(number: int, optimizer: Any) -> None:
         if number == 6:
             state = optimizer.state_dict()
@@ -130,7 +130,7 @@ def test_parameters_that_are_added_later_are_captured_too() -> None:
     assert assert_as_eager(before=add).captured
 
 
-def test_a_parameter_that_is_frozen_or_a_module_in_another_mode_is_captured_anew() -> None:
+def test_a_parameter_that_is_frozen_or_a_module_in_another_mode_is_captured_again() -> None:
     """A graph would go on training the one, and dropping out in the other."""
 
     def run(capture: bool) -> Any:
@@ -153,7 +153,7 @@ def test_a_parameter_that_is_frozen_or_a_module_in_another_mode_is_captured_anew
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-def test_buckets_that_the_wrapper_makes_anew_are_captured_anew() -> None:
+def test_buckets_that_the_wrapper_makes_again_are_captured_again() -> None:
     """A graph would write into those that are gone."""
 
     def one(communicator: graphs.GraphCommunicator, capture: bool) -> Any:

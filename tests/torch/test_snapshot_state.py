@@ -133,7 +133,7 @@ def _alone() -> Any:
     return run_ranks(1, lambda communicator: communicator)[0]
 
 
-def test_objects_are_divided_anew_and_go_back_to_the_snapshot(job: Job) -> None:
+def test_objects_are_divided_again_and_go_back_to_the_snapshot(job: Job) -> None:
     """A newcomer makes its optimizer while the others are still going back, without a word to them."""
     a, b = job.start("x"), job.start("y")
     before = job.form([a, b], begin(Objects))

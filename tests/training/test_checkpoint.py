@@ -97,7 +97,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(checkpoint.find(tmp_path / "all")) == 5
 
 
-def test_after_a_start_anew_nothing_of_a_higher_step_is_deleted(tmp_path: Path) -> None:
+def test_after_a_start_again_nothing_of_a_higher_step_is_deleted(tmp_path: Path) -> None:
     """All holders died, replacements began at 0: three saves removed steps up to 951."""
     save_steps(tmp_path, 649, 800, 951)
     save_steps(tmp_path, 10, 20, 30, 40, keep=3)

@@ -1,6 +1,6 @@
 """``python -m tests.web.screenshots``: pictures of the page, taken of a real job, for the documents.
 
-A job of six trains, loses a worker and has one drained; light and dark, wide, and as on a telephone.
+A job of six trains, loses a worker and has one drained; light and dark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINING_S = 15.0
 PAINTED = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
 """Calls back when the page has been painted as it is now."""
 
-VIEWS = (("light", 1280, 1480, False), ("dark", 1280, 1480, True), ("telephone", 360, 1480, True))
+VIEWS = (("light", 1280, 1480, False), ("dark", 1280, 1480, True))
 
 
 def main() -> int:

@@ -199,9 +199,9 @@ def test_who_looks_from_now_on_gets_everything() -> None:
     live = Live()
     live.begin()
     live.put("a", "1")
-    live.put_cells([Cell("c", "k", "", "1")], anew=True)
+    live.put_cells([Cell("c", "k", "", "1")], whole=True)
     live.begin()
-    live.put_cells([Cell("c", "k", "", "2")], anew=False)
+    live.put_cells([Cell("c", "k", "", "2")], whole=False)
     assert json.loads(live.since(0)) == {"parts": {"a": "1"}, "cells": [["c", "k", "", "2"]]}
     assert json.loads(live.since(1)) == {"parts": {}, "cells": [["c", "k", "", "2"]]}
     assert live.since(2) == ""

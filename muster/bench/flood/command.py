@@ -119,18 +119,7 @@ def _measure(options: argparse.Namespace, job: MeasuredJob) -> dict[str, Any]:
     )
     began = time.monotonic()
     joiners = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "muster.bench.flood.join",
-                str(options.seconds * (0.2 + 0.6 * number / options.joins)),
-            ],
-            cwd=ROOT,
-            env={**job.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": f"late-{number}", "MS_WORKER_SPARE": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        _start_joiner(job, number, options.seconds * (0.2 + 0.6 * number / options.joins))
         for number in range(options.joins)
     ]
     try:
@@ -169,6 +158,17 @@ def _measure(options: argparse.Namespace, job: MeasuredJob) -> dict[str, Any]:
         "scheduler_share_of_a_core": cpu_s / taken_s,
         "load_after": os.getloadavg()[0],
     }
+
+
+def _start_joiner(job: MeasuredJob, number: int, after_s: float) -> subprocess.Popen[str]:
+    """Starts a spare worker that joins the flooded job in ``after_s`` seconds."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "muster.bench.flood.join", str(after_s)],
+        cwd=ROOT,
+        env={**job.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": f"late-{number}", "MS_WORKER_SPARE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _joined(joiner: subprocess.Popen[str]) -> float | None:

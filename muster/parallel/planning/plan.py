@@ -92,18 +92,6 @@ class Plan:
         return collectives(self.graph, self.states, self.mesh, local_norm=self.options.local_norm)
 
     @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the trained parameters that one rank's optimizer gets."""
-        held = parameter_shards(self.graph, self.states, self.mesh).values()
-        return sum(each.own_bytes(0)[0] for each in held)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the tensors that one rank's optimizer keeps for them."""
-        held = parameter_shards(self.graph, self.states, self.mesh).values()
-        return sum(each.own_bytes(self.options.optimizer_states)[1] for each in held)
-
-    @property
     def is_data_parallel(self) -> bool:
         """Whether every rank holds all parameters whole."""
         return all(
@@ -126,17 +114,6 @@ class Plan:
     def gap(self) -> float:
         """By what share a better plan on this mesh might be faster, at most."""
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
-
-    def state_of(self, name: str) -> State:
-        """The state of a node.
-
-        Raises:
-            SettingsError: there is no such node.
-        """
-        index = self.graph.by_name().get(name)
-        if index is None:
-            raise SettingsError(f"the plan has no operator {name!r}")
-        return self.states[index]
 
     # ------------------------------------------------------------ words
 

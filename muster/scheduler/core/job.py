@@ -182,7 +182,7 @@ class Job:
         evidence: whose stacks are asked for.
         snapshots: which snapshot in the members' memory counts.
         stragglers: who holds the others up.
-        told_stragglers: of whom that has been said, and of what kind it was.
+        told_stragglers: those that have been named, and of what kind each was.
         records: how many records it has taken in.
         trained: ranks in the generation that stood last, by node id.
         now: when the event that is dealt with happened.

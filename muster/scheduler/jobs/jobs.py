@@ -107,17 +107,17 @@ class Jobs:
             LimitError: it holds as many jobs as it can.
         """
         driver = self._drivers.get(job_id)
-        if driver is not None and not self._is_to_begin_anew(driver, fresh):
+        if driver is not None and not self._is_to_begin_again(driver, fresh):
             return driver
         async with self._opening:  # what is forgotten has to be gone from the journal before it begins again
             return await self._for_join(job_id, fresh)
 
-    def _is_to_begin_anew(self, driver: JobDriver, fresh: bool) -> bool:
+    def _is_to_begin_again(self, driver: JobDriver, fresh: bool) -> bool:
         return bool(driver.ended and fresh and self._settings.serve and not driver.sessions)
 
     async def _for_join(self, job_id: str, fresh: bool) -> JobDriver:
         driver = self._drivers.get(job_id)
-        if driver is not None and not self._is_to_begin_anew(driver, fresh):
+        if driver is not None and not self._is_to_begin_again(driver, fresh):
             return driver  # another stream has opened it by now
         if driver is not None:
             await self._forget(job_id)

@@ -496,7 +496,7 @@ class Session:
         place = self._place
         failure = self._client.failure
         if isinstance(failure, RefusedError) and failure.declared_dead:
-            self._ask_anew(failure)
+            self._ask_as_newcomer(failure)
         elif failure is not None:
             raise failure.with_traceback(None)
         elif not self._client.is_outdated(place.generation):
@@ -505,7 +505,7 @@ class Session:
             self._leave_generation()
         self._enter()
 
-    def _ask_anew(self, refusal: RefusedError) -> None:
+    def _ask_as_newcomer(self, refusal: RefusedError) -> None:
         log.warning("this worker has lost its place and asks for one as a newcomer: %s", refusal)
         self._leave_generation()
         self._profile = self._profile.replaced(incarnation=new_incarnation())
@@ -541,7 +541,7 @@ class Session:
                 # A new incarnation is not refused so before it was silent again for as long.
                 if not refusal.declared_dead or self._assignment is not None:
                     raise
-                self._ask_anew(refusal)
+                self._ask_as_newcomer(refusal)
                 continue
             log.info(
                 "rank %d of %d in generation %d of job %s: %s",

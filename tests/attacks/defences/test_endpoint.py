@@ -28,11 +28,6 @@ BOUNDS: dict[str, float] = {"max_parked": 8, "handshake_timeout_s": 0.3}
 """Of the endpoint that is attacked, so that a test need not make many or wait long."""
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 @functools.cache
 def office() -> Office:
     """The job's authority."""

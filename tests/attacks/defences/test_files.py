@@ -24,12 +24,6 @@ from muster.wire.launches import RunRecord, read_records
 from muster.wire.rank_table import parse_rank_table
 from tests.attacks.defences.attack import Attack, check
 
-
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 # ---------------------------------------------------------------- the folder of a run
 
 

@@ -53,11 +53,6 @@ from tests.scheduler.processes import PASSWORD, WAIT_S, Pki, Stream, form
 Ask = Callable[[grpc.Channel], bool]
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 def answered(call: Callable[[], object]) -> bool:
     """Whether a call is answered, and not refused because of who calls."""
     try:

@@ -38,12 +38,6 @@ from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, candidate
 from tests.scheduler.jobs.test_adoption import journal as journal_of
 from tests.scheduler.processes import WAIT_S
 
-
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 # ---------------------------------------------------------------- what a Join may say
 
 

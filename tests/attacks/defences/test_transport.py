@@ -50,11 +50,6 @@ from tests.scheduler.processes import PASSWORD, Stream
 SHORT_MS, LONG_MS = 300, 60_000
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 def set_option(name: str, value: int) -> Without:
     return lambda patch: patch.setitem(SETUP.options, name, value)
 

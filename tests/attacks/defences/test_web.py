@@ -29,11 +29,6 @@ MANY = 200
 T = TypeVar("T")
 
 
-@pytest.fixture
-def _remember_attack() -> None:
-    """In the place of the folder's: these attacks are on no job of processes."""
-
-
 def run(attack: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(attack, LIMIT_S))
 

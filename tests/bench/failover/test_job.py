@@ -1,4 +1,4 @@
-"""Whom the benchmark takes for the next leader."""
+"""Which scheduler the benchmark takes for the next leader."""
 
 from __future__ import annotations
 

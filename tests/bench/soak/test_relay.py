@@ -77,3 +77,19 @@ def test_connections_stall_apart_from_each_other() -> None:
         far.settimeout(0.05)
         with pytest.raises(TimeoutError):
             far.recv(10)
+
+
+def test_a_relay_passes_on_until_it_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as near:
+            far, _ = listener.accept()
+            near.sendall(b"hello")
+            assert far.recv(10) == b"hello"
+            relay.cut(60.0)
+            assert near.recv(10) == b""
+            assert far.recv(10) == b""
+            far.close()
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as barred:
+            assert barred.recv(10) == b""
+        relay.close()

@@ -54,7 +54,7 @@ def test_what_was_opened_ahead_is_found_open_once(own_pki: Pki, monkeypatch: pyt
         load(own_pki)
 
 
-def test_closed_again_it_is_opened_anew(own_pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_again_it_is_opened_again(own_pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
     open_ahead(configured(own_pki), "worker", ENV)
     close_again()
     monkeypatch.setattr(pkcs12, "load_key_and_certificates", never)
@@ -78,7 +78,7 @@ def test_contexts_are_found_made_for_this_certificate_alone(
             make(mine)
 
 
-def test_closed_again_a_context_is_made_anew(own_pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_again_a_context_is_made_again(own_pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
     open_ahead(configured(own_pki), "worker", ENV)
     close_again()
     mine = load(own_pki)

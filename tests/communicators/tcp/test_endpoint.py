@@ -144,7 +144,7 @@ def endpoints() -> Iterator[list[Endpoint]]:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), SystemExit(1)])
-def test_a_thread_that_fails_is_reported_and_begins_anew_on_its_port(
+def test_a_thread_that_fails_is_reported_and_begins_again_on_its_port(
     endpoints: list[Endpoint], error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
 

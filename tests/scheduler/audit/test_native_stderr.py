@@ -13,7 +13,7 @@ BEGIN = """
 import ctypes, faulthandler, logging, os, subprocess, sys, threading
 from muster.scheduler.audit import logs, native_stderr
 from muster.scheduler.audit.logs import LOG, Recorder
-from tests.scheduler.audit.test_handshakes import HEALTHY, VERIFY, failed, records
+from tests.scheduler.audit.test_grpc_trace import HEALTHY, VERIFY, failed, records
 logs.set_up("INFO", {})
 C, HOLDING = ctypes.CDLL(None), ctypes.PyDLL(None)  # the second one keeps the interpreter's lock
 FAILED = failed(VERIFY + "certificate has expired")

@@ -10,8 +10,6 @@ from muster.scheduler.core.snapshots import LAST_STEP, SnapshotAgreement
 from muster.wire import messages
 from tests.scheduler.core.scenes import SETTINGS, finish, formed_by, history, join, running, three
 
-NOTHING = messages.SnapshotReport(1)
-
 
 def keeps(
     agreed: int = -1, taken: int = -1, *, complete: bool = True, passed: int = -1
@@ -178,7 +176,7 @@ def test_nobody_who_has_told_nothing_is_told_anything_on_a_new_stream() -> None:
     assert not any(isinstance(told, messages.SnapshotWord) for _, told in job.step(again, 2.0).messages)
 
 
-def test_a_new_generation_begins_anew_and_nothing_is_written_down() -> None:
+def test_a_new_generation_begins_again_and_nothing_is_written_down() -> None:
     job = three(2)
     for session in (1, 2, 3):
         heard(job, session, keeps(taken=0))

@@ -408,7 +408,7 @@ def test_who_is_deposed_while_it_reads_does_not_call_the_journal_damaged() -> No
     go(test())
 
 
-def test_a_forgotten_job_begins_anew_and_others_stay() -> None:
+def test_a_forgotten_job_begins_again_and_others_stay() -> None:
     async def test() -> None:
         rig = Rig()
         journal, _ = await leader(rig)

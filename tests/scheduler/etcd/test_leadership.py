@@ -331,7 +331,7 @@ def test_who_is_not_allowed_says_so_at_once_and_ends_after_a_while(caplog: pytes
     go(test())
 
 
-def test_who_is_allowed_again_leads_without_being_started_anew() -> None:
+def test_who_is_allowed_again_leads_without_being_started_again() -> None:
     async def test() -> None:
         rig = Rig()
         api = Forbidding(rig.store)

@@ -93,7 +93,7 @@ def test_a_generation_whose_members_agree_is_adopted() -> None:
     assert again.view(3.0).generation == 4
 
 
-def test_a_lost_journal_is_made_anew_from_members_that_agree() -> None:
+def test_a_lost_journal_is_made_again_from_members_that_agree() -> None:
     job = adopting(adopt=True, records=[])
     for rank, who in enumerate((A, B)):
         job.step(joined(who, rank), 1.0)

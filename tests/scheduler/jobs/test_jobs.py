@@ -150,7 +150,7 @@ def test_serving_opens_jobs_of_any_size() -> None:
     go(test())
 
 
-def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
+def test_an_ended_job_begins_again_for_a_fresh_worker_only() -> None:
     async def test() -> None:
         storage = MemoryStorage()
         rig = Rig(storage, serve=True, workers="")
@@ -347,7 +347,7 @@ def test_without_space_the_start_waits_and_can_be_given_up() -> None:
     go(test())
 
 
-def test_a_job_begins_anew_only_once_the_old_one_is_gone_from_the_journal() -> None:
+def test_a_job_begins_again_only_once_the_old_one_is_gone_from_the_journal() -> None:
     async def test() -> None:
         storage = MemoryStorage()
         rig = Rig(storage, serve=True)

@@ -92,7 +92,7 @@ def publish() -> pb.WorkerMessage:
     return pb.WorkerMessage(publish_unique_ids=ids)
 
 
-def test_after_the_end_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_after_the_end_a_new_run_begins_again(tmp_path: Path) -> None:
     for _ in range(2):
         with scheduler(**recovery(tmp_path)) as running, channel(running.target) as over:
             for stream in form(over):

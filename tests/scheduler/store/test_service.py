@@ -199,7 +199,7 @@ def test_values_and_keys_stand_in_no_log_no_status_and_no_refusal(caplog: pytest
     go(test())
 
 
-def test_a_broken_stream_is_opened_anew_and_changes_are_carried_out_once() -> None:
+def test_a_broken_stream_is_opened_again_and_changes_are_carried_out_once() -> None:
     async def test() -> None:
         async with served("a", "b") as rig:
             link, other = rig.link("a"), rig.link("b")

@@ -250,7 +250,7 @@ class TestReconnecting:
             "the scheduler at host:6667 could not be reached within 1800 s: refused"
         )
 
-    def test_each_absence_is_told_of_anew(self) -> None:
+    def test_each_absence_is_told_of_again(self) -> None:
         w = Machine(address="host:6667").running()
         for _ in range(2):
             w.feed(events.StreamLost(w.stream, "cut"))

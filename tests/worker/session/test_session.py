@@ -502,7 +502,7 @@ SUPERSEDED = pb.Refused(code="REFUSAL_CODE_SUPERSEDED", sentence="not heard for 
 
 
 @pytest.mark.parametrize("phase", ["waiting", "assigned", "connecting", "built"])
-def test_who_is_declared_dead_before_its_first_place_asks_anew_as_often_as_need_be(
+def test_who_is_declared_dead_before_its_first_place_asks_again_as_often_as_need_be(
     phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     connector, backend = ScriptedConnector(), StubBackend()
@@ -607,7 +607,7 @@ def test_a_release_whose_communicator_hangs_ends_when_the_generation_does() -> N
     releasing.result()
 
 
-def test_groups_are_made_anew_in_the_next_generation(stage: Stage) -> None:
+def test_groups_are_made_again_in_the_next_generation(stage: Stage) -> None:
     stage.session.groups.create("pair", [1, 0])
     stage.session.groups.create("first", [0])
     assert stage.session.group("pair").rank == 0

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 
 HELLO, ANSWER, FINISH = 152, 104, 32
 HEADER, TAG = 24 + 16, 16
-RECORDS_AT = HELLO + FINISH  # of what the dialer sends
-ALTERED = "NCCL's encrypted connection with 127.0.0.1:"
 
 Edit = Callable[[int, bytes], bytes | None]
 """What becomes of a piece that the dialer sends on the connection of this number; None cuts it."""

@@ -113,7 +113,7 @@ def test_operators_without_a_rule_are_named() -> None:
 
 
 def test_a_plan_says_what_the_loss_of_a_rank_would_mean() -> None:
-    from tests.parallel.test_search import graph  # ResNet-50 with a million classes
+    from tests.parallel.planning.test_search import graph  # ResNet-50 with a million classes
 
     split = str(find_plan(graph("resnet50_faces"), 4, machine=Hardware()))
     assert "if rank 0 is lost, parts of " in split

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 from muster.bench.recovery.job import WorkerProcess
 from muster.bench.soak.command import FloodsFirst, Results, WatchedProcess, is_flat
 from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
-from muster.bench.soak.relay import Relay
 from muster.training.sampler import ShardedSampler
 
 
@@ -111,19 +109,3 @@ def test_memory_is_judged_once_scheduler_and_page_have_been_flooded_one_flood_af
     assert warm_up.over(job)  # type: ignore[arg-type]
     assert job.ports == [6667, 8000] * 2
     assert FloodsFirst(0).over(FloodedJob())  # type: ignore[arg-type]
-
-
-def test_a_relay_passes_on_until_it_is_cut() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        relay = Relay(listener.getsockname()[1])
-        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as near:
-            far, _ = listener.accept()
-            near.sendall(b"hello")
-            assert far.recv(10) == b"hello"
-            relay.cut(60.0)
-            assert near.recv(10) == b""
-            assert far.recv(10) == b""
-            far.close()
-        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as barred:
-            assert barred.recv(10) == b""
-        relay.close()

@@ -12,8 +12,8 @@ from muster.parallel.api import graph_of
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
-from tests.parallel.test_plan import wide
-from tests.parallel.test_strategies import quick
+from tests.parallel.planning.test_plan import wide
+from tests.parallel.planning.test_strategies import quick
 
 
 def test_no_plan_is_faster_than_the_exact_searchs() -> None:

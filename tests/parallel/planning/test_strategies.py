@@ -20,9 +20,9 @@ from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
-from tests.parallel.oracle import part_of
+from tests.parallel.oracle import part_of, state_of
+from tests.parallel.planning.test_plan import wide
 from tests.parallel.ranks import RankCommunicator, run_ranks
-from tests.parallel.test_plan import wide
 
 
 def quick(strategies: Any, world: int = 8, **settings: Any) -> Plan:
@@ -81,19 +81,19 @@ def test_a_linear_layers_strategy_in_either_order() -> None:
     graph = graph_of(Mlp(), [x.float() for x in MODELS["mlp"][1](0)], 2)
     for strategy in (((1, 2), (1, 2)), ((1, 2), (2, 1)), {"k": 2}):
         plan = find_plan(graph, 2, machine=Hardware(), strategies={"down": strategy})
-        assert plan.state_of("linear_1").modes == ("k",)
+        assert state_of(plan, "linear_1").modes == ("k",)
 
 
 def test_operators_without_a_strategy_run_data_parallel_if_asked_to() -> None:
     settings: dict[str, Any] = {"mode": "semi_auto", "strategies": {"body": {"n": 4}}}
     plan = wide(4, rest="data_parallel", **settings)
-    assert plan.state_of(_linear_of(plan, "body")).modes == ("n",)
-    assert set(plan.state_of(_linear_of(plan, "fc")).modes) == {"b0"}
+    assert state_of(plan, _linear_of(plan, "body")).modes == ("n",)
+    assert set(state_of(plan, _linear_of(plan, "fc")).modes) == {"b0"}
     searched = wide(4, **settings)
-    assert set(searched.state_of(_linear_of(searched, "fc")).modes) != {"b0"}
+    assert set(state_of(searched, _linear_of(searched, "fc")).modes) != {"b0"}
     mixed = wide(4, rest="data_parallel", mode="semi_auto", strategies={"body": {"b0": 2, "n": 2}})
     assert len(mixed.mesh) == 2
-    assert mixed.state_of(_linear_of(mixed, "fc")).modes == ("b0", "b0")
+    assert state_of(mixed, _linear_of(mixed, "fc")).modes == ("b0", "b0")
     with pytest.raises(SettingsError, match='the second in mode "semi_auto" only'):
         wide(4, rest="data_parallel")
 

@@ -19,6 +19,7 @@ from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import feeding
 from muster.parallel.planning.layouts import coordinates, factorisations
 from muster.parallel.planning.planner import find_plan
+from tests.parallel.oracle import state_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
 
 
@@ -34,8 +35,8 @@ def test_slices_of_the_data_by_input() -> None:
     dataset = ((2, 2), (2, 1))
     graph = graph_of(Pair(), (torch.empty(2, 4), torch.empty(2, 4)), 4, dataset)
     plan = find_plan(graph, 4, machine=Hardware(), dataset=dataset, mesh=(2, 2))
-    assert plan.state_of("x").outs == ((0, 1),)
-    assert plan.state_of("y").outs == ((0, "R"),)
+    assert state_of(plan, "x").outs == ((0, 1),)
+    assert state_of(plan, "y").outs == ((0, "R"),)
     assert "fed as dataset_strategy says, there is no data parallelism" in plan.verdict
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 
-from tests.parallel.test_plan import wide
+from tests.parallel.planning.test_plan import wide
 
 
 class _Page(HTMLParser):

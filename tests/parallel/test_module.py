@@ -22,7 +22,7 @@ from muster.errors import ArrayError, CollectiveMismatchError, SettingsError
 from muster.parallel.module import ParallelModule
 from muster.parallel.operators import ForwardPass, keep_mask
 from tests.parallel.models import MODELS, Bert, Lstm, ids, make
-from tests.parallel.oracle import SLOW, close, part_of, whole_gradients
+from tests.parallel.oracle import SLOW, close, part_of, state_of, whole_gradients
 from tests.parallel.ranks import RankCommunicator, run_ranks
 
 TOLERANCE = 1e-10
@@ -192,7 +192,7 @@ def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
         )
         assert isinstance(model, ParallelModule)
         losses = [model(*(part_of(each, communicator, fed) for each in (x, y))).item() for _ in range(3)]
-        state = model.plan.state_of("dropout")
+        state = state_of(model.plan, "dropout")
         return (
             losses,
             state.modes,
@@ -242,7 +242,7 @@ def test_dropout_within_operators_is_alike_on_replicas(kind: str) -> None:
         close(name, second[1][name], grad, 1e-12)
 
 
-def test_each_pass_draws_anew_without_gradients_too() -> None:
+def test_each_pass_draws_again_without_gradients_too() -> None:
     """As samples are drawn to see how sure a model is."""
 
     def train(communicator: RankCommunicator) -> Any:

@@ -19,8 +19,8 @@ from muster.parallel.api import graph_of
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import find_plan
+from tests.parallel.planning.test_plan import wide
 from tests.parallel.suite import SUITE
-from tests.parallel.test_plan import wide
 
 
 class Scan(nn.Module):

@@ -157,20 +157,26 @@ def test_auto_parallel_carries_the_settings_of_one_network(tmp_path: Path) -> No
     batch = MODELS["mlp"][1](0)
     muster.set_auto_parallel_context(parallel_mode="stand_alone")  # of others
 
+    path = str(tmp_path / "plan.json")
+
     def train(communicator: RankCommunicator) -> Any:
         net = muster.AutoParallel(make("mlp"), parallel_mode="sharding_propagation")
         net.dataset_strategy("full_batch")
         net.enable_gradients_mean()
         net.hsdp()
-        net.save_operator_strategy_file(str(tmp_path / "plan.json"))
+        net.save_operator_strategy_file(path)
         model = muster.parallelize(net, batch, communicator=communicator)
-        return model(*batch).item(), str(model.plan)
+        again = muster.AutoParallel(make("mlp"), parallel_mode="sharding_propagation")
+        again.dataset_strategy("full_batch")
+        again.load_operator_strategy_file(path)
+        loaded = muster.parallelize(again, batch, communicator=communicator)
+        return model(*batch).item(), str(model.plan), loaded.plan.loaded
 
     wanted = make("mlp")(*batch).item()
-    (loss, text), _ = run_ranks(2, train)
+    (loss, text, loaded), _ = run_ranks(2, train)
     assert loss == pytest.approx(wanted)
     assert "gradients are averaged" in text
-    assert (tmp_path / "plan.json").exists()
+    assert loaded == path
     net = muster.AutoParallel(make("mlp"))
     assert net.settings["parallel_mode"] == "semi_auto"
     for call, words in (

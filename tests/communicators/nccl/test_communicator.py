@@ -1,4 +1,4 @@
-"""What of the NCCL backend needs no GPU: reading arrays, and how creation is given up."""
+"""The NCCL communicator without a GPU: arrays, streams, aborts and closing, with an NCCL that records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 
 from muster.communicators.arrays import SOME_GPU, describe
-from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl import bootstrap as nccl_handles
 from muster.communicators.nccl import communicator as nccl_communicator
-from muster.communicators.nccl.bootstrap import fewest_ctas
 from muster.communicators.nccl.communicator import NcclBackend, NcclCommunicator
-from muster.communicators.nccl.reduction import scalar_bytes
 from muster.communicators.nccl.streams import library_of
 from muster.communicators.nccl.warmup import WarmUp
 from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
@@ -29,18 +26,11 @@ from muster.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorError,
-    FormationTimeoutError,
     MembershipChanged,
 )
+from tests.communicators.nccl.fake_nccl import ENDED, EndedConnection, FakeNccl, RecordingNccl, membership
 from tests.gpu.stand_in import FakeEvent, OnGpu, fake_cupy
 from tests.waiting import threads_end, wait_for
-
-
-def membership(
-    endpoints: list[str], ids: tuple[bytes, ...] = (b"secret",), generation: int = 3
-) -> Membership:
-    peers = tuple(Peer(r, f"w{r}", r, "h", "host", endpoint) for r, endpoint in enumerate(endpoints))
-    return Membership("job", generation, "world", 0, peers, ids)
 
 
 class Interface:
@@ -144,137 +134,6 @@ def test_a_tensor_on_the_cpu_is_refused_with_what_the_other_backends_take(
         comm.broadcast(torch.ones(3, requires_grad=True), 0)
 
 
-def test_without_the_bindings_the_package_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nccl", None)
-    monkeypatch.setitem(sys.modules, "nccl.bindings", None)
-    with pytest.raises(
-        CommunicatorError, match=r"NCCL cannot be used: .*sys\.modules\. Run pip install .*\[cuda1"
-    ):
-        nccl_handles.load_bindings()
-
-
-def test_factors_are_written_in_the_dtype() -> None:
-    assert scalar_bytes(0.5, 7) == np.float32(0.5).tobytes()
-    assert scalar_bytes(0.5, 6) == np.float16(0.5).tobytes()
-    assert scalar_bytes(1.0, 9) == b"\x80\x3f"
-    with pytest.raises(ArrayError, match="int32"):
-        scalar_bytes(0.5, 2)
-
-
-@pytest.mark.parametrize(
-    ("factor", "dtype", "name"),
-    [(1e6, 6, "float16"), (1e39, 7, "float32"), (1e39, 9, "bfloat16"), (3.4e38, 9, "bfloat16"), ("2", 7, "")],
-)
-def test_a_factor_beyond_the_dtype_is_refused_in_words(factor: Any, dtype: int, name: str) -> None:
-    with pytest.raises(ArrayError, match=rf"the factor {factor!r} .* cannot be a {name}".replace("+", r"\+")):
-        scalar_bytes(factor, dtype)
-
-
-def test_infinity_is_a_factor() -> None:
-    assert scalar_bytes(float("inf"), 9) == b"\x80\x7f" and scalar_bytes(float("-inf"), 6) == b"\x00\xfc"
-
-
-class FakeNccl:
-    """NCCL whose communicator is in progress for ever, or for a while."""
-
-    class NCCLError(Exception):
-        pass
-
-    class UniqueId:
-        @staticmethod
-        def from_buffer(data: bytes) -> bytes:
-            return data
-
-    class Config:
-        blocking = -1
-        ptr = 1
-
-    def __init__(self, polls: int, outcome: int = 0) -> None:
-        self.polls, self.outcome = polls, outcome
-        self.aborted: list[Any] = []
-
-    def comm_init_rank_config(self, size: int, unique_id: bytes, rank: int, config: int) -> str:
-        return f"comm {rank} of {size}"
-
-    def comm_init_rank_scalable(self, size: int, rank: int, count: int, ids: Any, config: int) -> str:
-        if memoryview(ids).readonly:
-            raise ValueError("a 1D contiguous writable buffer")  # as nccl4py does
-        return f"comm {rank} of {size} with {count} ids, {len(ids)} bytes"
-
-    def comm_get_async_error(self, comm: Any) -> int:
-        self.polls -= 1
-        return self.outcome if self.polls < 0 else nccl_handles.IN_PROGRESS
-
-    def comm_abort(self, comm: Any) -> None:
-        self.aborted.append(comm)
-
-    def get_error_string(self, state: int) -> str:
-        return f"error {state}"
-
-
-def waiting(timeout_s: float, cancelled: Any = lambda: None) -> nccl_handles.FormationWait:
-    return nccl_handles.FormationWait(
-        membership(["", ""]), timeout_s=timeout_s, cancelled=cancelled, absent=lambda: "missing: rank 1"
-    )
-
-
-def test_creation_is_polled_until_it_is_done() -> None:
-    nccl = FakeNccl(polls=3)
-    assert nccl_handles.create_root(nccl, membership(["", ""]), waiting(60)) == "comm 0 of 2"
-    assert nccl.polls < 0 and not nccl.aborted
-
-
-def test_large_worlds_have_several_ids() -> None:
-    comm = nccl_handles.create_root(FakeNccl(0), membership(["", ""], ids=(b"a", b"b")), waiting(60))
-    assert comm == "comm 0 of 2 with 2 ids, 2 bytes"
-
-
-def test_a_deadline_aborts_and_names_who_is_missing() -> None:
-    nccl = FakeNccl(polls=10**9)
-    with pytest.raises(FormationTimeoutError, match=r"generation 3.*missing: rank 1") as caught:
-        nccl_handles.create_root(nccl, membership(["", ""]), waiting(0.01))
-    assert nccl.aborted == ["comm 0 of 2"]
-    assert "secret" not in str(caught.value)
-
-
-def test_a_newer_generation_ends_the_wait() -> None:
-    nccl = FakeNccl(polls=10**9)
-    change = MembershipChanged("rank 1 is gone", generation=3)
-    with pytest.raises(MembershipChanged):
-        nccl_handles.create_root(nccl, membership(["", ""]), waiting(60, cancelled=lambda: change))
-    assert nccl.aborted
-
-
-class EndedConnection:
-    """A plug-in with a connection that has ended."""
-
-    def use_secret(self, generation: int, secret: bytes) -> None:
-        return
-
-    def reason(self) -> str:
-        return "10.0.0.2:4711 proved another secret. See that all hosts are of this job."
-
-    def forget_reason(self) -> None:
-        return
-
-
-ENDED = r"proved another secret\. See that .*That address is of rank 1 \(w1 on host\)"
-
-
-def test_what_ended_an_encrypted_connection_is_told_where_a_communicator_cannot_be_made() -> None:
-    group = membership(["10.0.0.1:1", "10.0.0.2:1"])
-    for nccl, timeout_s in ((FakeNccl(0, 6), 60.0), (FakeNccl(polls=10**9), 0.01)):
-        wait = nccl_handles.FormationWait(
-            group,
-            timeout_s=timeout_s,
-            cancelled=lambda: None,
-            absent=lambda: "missing: rank 1",
-            plugin=EndedConnection(),
-        )
-        with pytest.raises(CommunicatorError if timeout_s > 1 else FormationTimeoutError, match=ENDED):
-            nccl_handles.create_root(nccl, group, wait)
-
-
 def test_what_ended_an_encrypted_connection_is_told_where_a_communicator_breaks() -> None:
     class Broken(RecordingNccl):
         state = 6
@@ -297,78 +156,7 @@ def test_what_ended_an_encrypted_connection_is_told_where_a_communicator_breaks(
         pass
 
 
-class SplittingNccl(FakeNccl):
-    """Keeps the configuration of what is split off."""
-
-    def __init__(self) -> None:
-        super().__init__(polls=0)
-        self.configs: list[dict[str, Any]] = []
-        nccl = self
-
-        class Config:
-            def __init__(self) -> None:
-                nccl.configs.append(vars(self))
-
-            @property
-            def ptr(self) -> int:
-                return 1
-
-        self.Config = Config  # type: ignore[assignment]
-
-    def comm_split(self, parent: Any, color: int, key: int, config: int) -> str:
-        return f"child of {parent}"
-
-
-@pytest.mark.parametrize(
-    ("min_ctas", "config"),
-    [(None, {"blocking": 1}), (32, {"blocking": 1, "min_ctas": 32, "max_ctas": 64})],
-)
-def test_a_split_asks_for_as_many_ctas_as_it_is_told(min_ctas: int | None, config: dict[str, int]) -> None:
-    nccl = SplittingNccl()
-    child = nccl_handles.split_child(nccl, "it", color=0, key=0, waiting=waiting(60), min_ctas=min_ctas)
-    assert child == "child of it"
-    assert nccl.configs == [config]
-
-
-@pytest.mark.parametrize(
-    ("model", "hosts", "nvls", "ctas"),
-    [
-        ("NVIDIA H200", 1, "0", 32),
-        ("NVIDIA H200", 2, "0", None),  # the network decides there
-        ("NVIDIA H200", 1, "1", None),  # not measured
-        ("NVIDIA H200", 1, None, None),
-        ("NVIDIA L4", 1, "0", None),
-    ],
-)
-def test_ctas_are_asked_for_only_where_more_were_measured_to_help(
-    model: str, hosts: int, nvls: str | None, ctas: int | None
-) -> None:
-    env = {} if nvls is None else {"NCCL_NVLS_ENABLE": nvls}
-    assert fewest_ctas(model, hosts=hosts, env=env) == ctas
-
-
 # ---------------------------------------------------------------- the communicator, with a recording NCCL
-
-
-class RecordingNccl:
-    class NCCLError(Exception):
-        pass
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def Config(self) -> SimpleNamespace:
-        return SimpleNamespace(ptr=1)
-
-    def comm_split(self, parent: str, color: int, key: int, config: int) -> str:
-        return f"child of {parent}"
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            self.calls.append((name, *arguments))
-            return 0
-
-        return call
 
 
 class FakeArray:
