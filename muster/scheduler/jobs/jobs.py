@@ -281,7 +281,7 @@ class Jobs:
                 driver.evidence = f"{what}: {path}"
             except OSError as error:
                 driver.evidence = f"{what} cannot be written: {error.strerror or error} (MS_INCIDENT_DIR)."
-        self._note(Note("evidence", driver.job_id, driver.evidence))
+        driver.write("evidence", driver.evidence, incident=bundle.generation)
 
     def _ended(self, driver: JobDriver) -> None:
         if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():
