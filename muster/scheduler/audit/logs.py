@@ -164,9 +164,10 @@ class Recorder:
             LOG.error("fault in %s", call, exc_info=error)
         await end_call(context, error)
 
-    def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
-        """Records an operator's drain."""
-        self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
+    def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str, hosts: str = "") -> None:
+        """Records an operator's drain, planned or called off drains included."""
+        whose = {name: value for name, value in (("node_id", node_id), ("hosts", hosts)) if value}
+        self._record("drained", sentence, "", {"job_id": job_id, **whose, **_who(caller)})
 
     def stacks_asked(self, job_id: str, node_id: str, caller: Caller) -> None:
         """Records that an operator asks where workers stand; no node id: all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -41,7 +42,28 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "copies": _copies_json(reply.copies),
         "stragglers": [_straggler_json(straggler) for straggler in reply.stragglers],
         "evidence": reply.evidence or None,
+        "drains": [_drain_json(drain) for drain in reply.drains],
     }
+
+
+def _drain_json(drain: pb.PlannedDrain) -> dict[str, Any]:
+    return {
+        "at": drain.at_s,
+        "node_ids": list(drain.node_ids),
+        "hosts": list(drain.hosts),
+        "reason": drain.reason,
+    }
+
+
+def drain_in_words(drain: pb.PlannedDrain) -> str:
+    """A planned drain in a sentence."""
+    names = [
+        f"{noun} {', '.join(some)}"
+        for noun, some in (("host", drain.hosts), ("node", drain.node_ids))
+        if some
+    ]
+    when = dt.datetime.fromtimestamp(drain.at_s).astimezone()
+    return f"drain planned at {when:%Y-%m-%d %H:%M:%S %z}: {' and '.join(names)} ({drain.reason})"
 
 
 def _copies_json(copies: pb.JobCopies) -> dict[str, Any]:
@@ -255,6 +277,7 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
         Text(straggler.sentence, style="" if straggler.kind == "one-off" else "bold red")
         for straggler in reply.stragglers
     ]
+    parts += [Text(drain_in_words(drain), style="bold") for drain in reply.drains]
     parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
     if words := NCCL_WORDS.get(reply.nccl_traffic):
         parts.append(Text(f"NCCL between hosts: {words}"))

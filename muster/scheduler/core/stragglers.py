@@ -219,6 +219,11 @@ class StragglerWatch:
         steps = tally.steps
         return messages.StepShares(tally.computed / steps, tally.waited / steps, tally.data / steps)
 
+    def step_s(self) -> float | None:
+        """How long a step took in the last interval, in seconds, at the usual member; None: not known yet."""
+        tallies = self._past[-1].tallies.values() if self._past else ()
+        return median((t.computed + t.waited + t.data) / t.steps for t in tallies) if tallies else None
+
     def hear(self, node_id: str, times: messages.StepTimes, now: float) -> bool:
         """Takes in what a member says; returns whether an interval has ended by that."""
         if node_id not in self.seats:

@@ -59,6 +59,9 @@ class JobMachine(Protocol):
     def view(self, now: float) -> JobView:
         """The job as status shows it."""
 
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        """What draining these workers would cost, in sentences."""
+
 
 class Timer(Protocol):
     """A callback that is due at a time."""
