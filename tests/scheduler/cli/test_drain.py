@@ -28,9 +28,7 @@ def test_a_time_is_the_next_such_one(text: str, moment: dt.datetime) -> None:
     assert moment_of(text, NOW) == moment.timestamp()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "24:00", "noon", "2026-01-31T22:29", "9" * 99, "0001-01-01T00:00"]
-)
+@pytest.mark.parametrize("text", ["", "24:00", "noon", "2026-01-31T22:29", "9" * 99, "0001-01-01T00:00"])
 def test_what_is_no_time_or_is_over_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         moment_of(text, NOW)
