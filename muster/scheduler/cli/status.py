@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from muster.scheduler.cli.client import UnreachableError
@@ -42,6 +42,7 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "copies": _copies_json(reply.copies),
         "stragglers": [_straggler_json(straggler) for straggler in reply.stragglers],
         "evidence": reply.evidence or None,
+        "seconds_by_cause": {cause: round(s, 3) for cause, s in sorted(reply.seconds_by_cause.items())},
         "drains": [_drain_json(drain) for drain in reply.drains],
     }
 
@@ -53,6 +54,14 @@ def _drain_json(drain: pb.PlannedDrain) -> dict[str, Any]:
         "hosts": list(drain.hosts),
         "reason": drain.reason,
     }
+
+
+def goodput_in_words(seconds_by_cause: Mapping[str, float]) -> str:
+    """``time: 93 % training, 5 % forming, 2 % redoing, of 1:02:03``; the largest part first."""
+    whole_s = sum(seconds_by_cause.values())
+    parts = sorted(seconds_by_cause.items(), key=lambda each: -each[1])
+    shares = ", ".join(f"{100 * seconds / whole_s:.0f} % {cause}" for cause, seconds in parts)
+    return f"time: {shares}, of {_duration(whole_s)}"
 
 
 def drain_in_words(drain: pb.PlannedDrain) -> str:
@@ -277,6 +286,8 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
         Text(straggler.sentence, style="" if straggler.kind == "one-off" else "bold red")
         for straggler in reply.stragglers
     ]
+    if sum(reply.seconds_by_cause.values()) > 0.0:
+        parts.append(Text(goodput_in_words(reply.seconds_by_cause)))
     parts += [Text(drain_in_words(drain), style="bold") for drain in reply.drains]
     parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
     if words := NCCL_WORDS.get(reply.nccl_traffic):

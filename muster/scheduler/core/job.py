@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from muster.scheduler.core import events, records
 from muster.scheduler.core.evidence_state import Evidence
+from muster.scheduler.core.goodput import Goodput
 from muster.scheduler.core.ledger import (
     Claim,
     Ledger,
@@ -191,6 +192,7 @@ class Job:
         reason: what the job's state is put down to.
         first_loss: the first member to go since a group last stood.
         unix_offset_s: the time of day is that of events and this much more; None: it is not known.
+        goodput: its time by cause.
         last_change_s: from the forming of the last generation until it stood, the first left out; None: not
             known.
     """
@@ -217,6 +219,7 @@ class Job:
     first_loss: messages.FirstLoss | None = None
     unix_offset_s: float | None = None
     last_change_s: float | None = None
+    goodput: Goodput = field(default_factory=Goodput)
 
     # ------------------------------------------------------------ questions
 

@@ -58,6 +58,7 @@ class JobView:
     stragglers: tuple[messages.Straggler, ...] = ()
     evidence: str = ""
     drains: tuple[messages.PlannedDrain, ...] = ()
+    time_by_cause: tuple[tuple[str, float], ...] = ()
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
@@ -141,6 +142,7 @@ def job_view(job: Job, now: float) -> JobView:
         copies=_copies(job, workers, now),
         stragglers=stragglers_of(job, now),
         drains=planned_of(job),
+        time_by_cause=job.goodput.seconds(now),
     )
 
 

@@ -29,6 +29,7 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         stragglers=to_proto(view.stragglers),
         evidence=view.evidence,
         drains=to_proto(view.drains),
+        seconds_by_cause=dict(view.time_by_cause),
     ).SerializeToString()
 
 
