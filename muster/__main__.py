@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from muster.version import __version__
+from muster.wire.json_lines import say
 from muster.wire.output import to_its_end
 from muster.wire.variables import misspelt
 
@@ -55,7 +56,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"muster: {_unknown(name)}", file=sys.stderr)
         return 2
     for sentence in misspelt(os.environ):
-        print(f"muster: {sentence}", file=sys.stderr)
+        say(sentence, level="WARNING", as_text=f"muster: {sentence}")
     return _runner(name)(rest)
 
 

@@ -36,6 +36,7 @@ from muster.launch.plan import (
 )
 from muster.launch.programs import script_of, with_agent
 from muster.launch.screen import Screen, say
+from muster.wire.json_lines import process_lines
 from muster.wire.rank_table import RankTable, devices_of, ranks_of
 from muster.wire.settings import Environment
 from muster.worker.config import load_settings, table_file, visible_devices
@@ -52,9 +53,11 @@ HIDDEN_BY_SCRIPTS = ("google", "grpc", "numpy", "queue")
 
 def main(argv: Sequence[str]) -> int:
     """Launches and returns the exit code. In a forked worker it runs the worker's script instead."""
+    process_lines.begin("launcher")
     try:
         with contextlib.ExitStack() as held:
             plan = plan_of(argv, os.environ, held)
+            process_lines.job = plan.job_id
             outcome = Launcher(plan, Screen(os.environ, whole=plan.policy.whole)).run()
     except SettingsError as error:
         say(str(error))

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from muster.errors import WorkerError
 from muster.launch.plan import ENDED_VARIABLE
+from muster.wire.json_lines import log_own_process_as_json, process_lines, wanted
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import load_settings
@@ -62,11 +63,15 @@ def _taken(dial: Dial, word: pb.ProcessEndedRequest) -> bool:
 
 def main(env: Mapping[str, str] = os.environ) -> int:
     """Says what the launcher has written into the environment; returns the exit code."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(BoundedFormatter())
-    logging.getLogger("muster").addHandler(handler)
+    if wanted(env):
+        log_own_process_as_json("launcher", "muster")
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(BoundedFormatter())
+        logging.getLogger("muster").addHandler(handler)
     try:
         settings = load_settings(env)
+        process_lines.job = settings.job_id
         logging.getLogger("muster").setLevel(settings.log_level)
         words = [
             pb.ProcessEndedRequest(

@@ -41,6 +41,7 @@ from muster.launch.report import (
     first_failure,
 )
 from muster.launch.screen import Screen, shortened
+from muster.wire.json_lines import process_lines
 from muster.wire.launches import RUNS, LaunchDirectory, RunRecord
 from muster.worker.uplink.door import INNER, OUTER, make_door, named
 
@@ -370,7 +371,7 @@ class Launcher:
                 self._generation = number
                 self._history.note("group", **words.group)
                 text, encrypted = describe_group(words.group, encrypts_gloo=words.encrypts_gloo)
-                self._screen.say(text, "" if encrypted else "warning")
+                self._screen.say_group(number, text, "" if encrypted else "warning")
             after_s = WAITING_S if self._generation else FORMING_S
             over = self._waits.hear(words.waits, words.phase, time.monotonic(), after_s=after_s)
             if over and words.goes_on:
@@ -395,6 +396,7 @@ class Launcher:
         if not self._generation:
             self._screen.say(shortened(sentence, FORMING_LENGTH))
             return
+        process_lines.over()
         advice = advice_on_wait(
             phase,
             min_workers=self._policy.min_workers,
@@ -778,10 +780,8 @@ class Launcher:
 
     def _show(self, child: Child, lines: Sequence[bytes]) -> None:
         self._follow()  # what was noted before goes first
-        head = b"[%s] " % child.label.encode()
-        if self._policy.timestamps:
-            head = timestamp() + b" " + head
-        self._screen.show(head, lines)
+        stamp = timestamp() + b" " if self._policy.timestamps else b""
+        self._screen.show(stamp + b"[%s] " % child.label.encode(), lines)
 
 
 def _lacked_ranks(child: Child) -> bool:

@@ -17,6 +17,7 @@ from muster.errors import SettingsError
 from muster.launch.hardware import prefer_memory_of
 from muster.launch.plan import Recipe
 from muster.wire.files import open_own
+from muster.wire.json_lines import LineContext, json_line, process_lines, wanted, wrapped
 from muster.wire.redaction import SECRET_WORDS
 from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
 
@@ -193,6 +194,9 @@ class Child:
     returncode: int | None = None
     restarts: int = 0
     words_file: int = -1
+    lines_of: LineContext | None = None
+    """Where logs are JSON: what is said of the lines that the process itself does not write so."""
+
     order: int = 0
     stopped: bool = False
     last_lines: collections.deque[bytes] = field(
@@ -221,17 +225,21 @@ class Child:
             chunk = os.read(self.output, _CHUNK)
         except BlockingIOError:
             return False
+        ended = not chunk
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if self._rest and (not chunk or len(self._rest) > _CHUNK):
             lines.append(self._rest)
             self._rest = b""
-        self._write(chunk, lines, stamp=stamp)
         self.last_lines.extend(line for line in lines if line.strip())
+        if self.lines_of is not None:
+            lines = [wrapped(line, self.lines_of) for line in lines]
+            chunk = b"".join(line + b"\n" for line in lines)
+        self._write(chunk, lines, stamp=stamp and self.lines_of is None)
         if lines and not self.recipe.quiet:
             show(self, lines)
-        if not chunk:
+        if ended:
             self.close()
-        return bool(chunk)
+        return not ended
 
     def _write(self, chunk: bytes, lines: Sequence[bytes], *, stamp: bool) -> None:
         if stamp:
@@ -353,8 +361,9 @@ def spawn(
         SettingsError: its log cannot be written.
     """
     path = directory / recipe.log
+    lines_of = _lines_of(recipe) if wanted(os.environ) else None
     try:
-        log = _open_log(recipe, path)
+        log = _open_log(recipe, path, lines_of)
     except OSError as error:
         reason = f"{path} cannot be written ({error.strerror})"
         if log_needed:
@@ -380,10 +389,17 @@ def spawn(
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(write_end)
     os.set_blocking(read_end, False)
-    return Child(recipe, pid, read_end, path, say, words_file=words, _log=log)
+    return Child(recipe, pid, read_end, path, say, words_file=words, lines_of=lines_of, _log=log)
 
 
-def _open_log(recipe: Recipe, path: Path) -> int:
+def _lines_of(recipe: Recipe) -> LineContext:
+    """What is said of a process's lines that it does not write as JSON itself."""
+    known = {"scheduler.log": "scheduler", "uplink.log": "uplink"}
+    rank = int(recipe.label) if recipe.label.isdecimal() else None
+    return LineContext(known.get(recipe.log, "program"), process_lines.job, rank=rank)
+
+
+def _open_log(recipe: Recipe, path: Path, lines_of: LineContext | None) -> int:
     head = [
         f"# {' '.join(recipe.argv)}",
         f"# in {os.getcwd()} on {os.uname().nodename}, {timestamp().decode()}",  # noqa: PTH109
@@ -392,6 +408,9 @@ def _open_log(recipe: Recipe, path: Path) -> int:
     # For its owner only: what a program prints, or is called with, may be secret.
     log = open_own(path)
     data = ("\n".join(head) + "\n").encode()
+    if lines_of is not None:
+        said = [line.removeprefix("# ") for line in head]
+        data = (json_line("INFO", said[0], lines_of, event="started", environment=said[1:]) + "\n").encode()
     try:
         while data:
             data = data[os.write(log, data) :]

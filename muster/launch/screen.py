@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+
+from muster.wire import json_lines
 
 _LOGGED = re.compile(
     rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} muster[.\w]* (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\+ )?(.*)",
@@ -26,8 +27,7 @@ BAR_CELLS = 20
 
 def say(sentence: str) -> None:
     """Shows a sentence of a Muster command on standard error."""
-    with contextlib.suppress(OSError):
-        print(f"muster: {sentence}", file=sys.stderr, flush=True)
+    json_lines.say(sentence, as_text=f"muster: {sentence}")
 
 
 def write(descriptor: int, data: bytes) -> None:
@@ -42,6 +42,12 @@ def shortened(text: str, length: int = 300) -> str:
     return text if len(text) <= length else f"{text[: max(length - 3, 0)]}..."
 
 
+def is_for_the_screen(line: bytes) -> bool:
+    """Whether a JSON line of a worker is a program's own, or severe."""
+    found = json_lines.fields_of(line)
+    return found is None or found["component"] == "program" or found["level"] not in ("DEBUG", "INFO")
+
+
 class Screen:
     """The terminal of a launch: sentences on one descriptor, the workers' output on another.
 
@@ -50,11 +56,14 @@ class Screen:
         out: for the workers' output.
         err: for sentences and the living line.
         whole: what Muster logs in the workers is shown in full.
+
+    With MS_LOG_FORMAT=json in ``env``, each line on either descriptor is a JSON object.
     """
 
     def __init__(self, env: Mapping[str, str], *, out: int = 1, err: int = 2, whole: bool = False) -> None:
         self._out, self._err, self._whole = out, err, whole
-        self.live = os.isatty(err) and env.get("TERM") != "dumb"
+        self.json = json_lines.wanted(env)
+        self.live = os.isatty(err) and env.get("TERM") != "dumb" and not self.json
         plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
         self._coloured = {end: os.isatty(end) and not plain for end in (out, err)}
         self._env = env
@@ -74,21 +83,38 @@ class Screen:
     def say(self, sentence: str, kind: str = "") -> None:
         """Shows a sentence, wrapped to the terminal; ``kind`` may be warning, error or good."""
         self.heard(sentence, kind)
+        if self.json:
+            self._put_json(sentence, kind)
+            return
         text = f"muster: {sentence}"
         if self.width is not None:
             lines = textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False)
             text = "\n".join(lines)
         self._put(self._err, f"{self._in_colour(self._err, text, kind)}\n".encode())
 
+    def say_group(self, generation: int, sentence: str, kind: str) -> None:
+        """Shows that a generation stands; JSON lines bear its number from here on."""
+        json_lines.process_lines.stands(generation)
+        self.say(sentence, kind)
+        json_lines.process_lines.resolved()
+
     def show_end(self, lines: Sequence[bytes]) -> None:
         """Shows the last lines of a log, indented."""
+        if self.json:
+            shown = [line.decode(errors="replace") for line in lines]
+            self._put_json("the end of that log", "error", lines=shown)
+            return
         for line in lines:
             if self.width is not None:
                 line = shortened(line.decode(errors="replace"), self.width - 4).encode()
             self._put(self._err, b"    " + line + b"\n")
 
     def show(self, head: bytes, lines: Sequence[bytes]) -> None:
-        """Shows what a worker has written."""
+        """Shows what a worker has written; JSON lines say themselves whose they are."""
+        if self.json:
+            told = [line + b"\n" for line in lines if self._whole or is_for_the_screen(line)]
+            self._put(self._out, b"".join(told))
+            return
         shown = [head + line + b"\n" for line in map(self._thinned, lines) if line is not None]
         if shown:
             self._put(self._out, b"".join(shown))
@@ -126,6 +152,11 @@ class Screen:
         if self._status:
             self._status = ""
             write(self._err, b"\r\x1b[K")
+
+    def _put_json(self, sentence: str, kind: str, **facts: object) -> None:
+        level = {"warning": "WARNING", "error": "ERROR"}.get(kind, "INFO")
+        line = json_lines.json_line(level, sentence, json_lines.process_lines, **facts)
+        self._put(self._err, f"{line}\n".encode())
 
     def _put(self, end: int, data: bytes) -> None:
         if not self._status:

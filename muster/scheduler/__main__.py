@@ -12,6 +12,7 @@ from muster.certs.errors import CertificateError
 from muster.scheduler import __version__
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerError
+from muster.wire.json_lines import log_own_process_as_json, process_lines, say, wanted
 from muster.wire.output import to_its_end
 from muster.wire.variables import SCHEDULER, misspelt, option_help, variables_help
 
@@ -43,7 +44,7 @@ def main(
     environment = os.environ if env is None else env
     if not prog.startswith("muster"):  # else the command has said it
         for sentence in misspelt(environment):
-            print(f"scheduler: {sentence}", file=sys.stderr)
+            say(sentence, level="WARNING", as_text=f"scheduler: {sentence}")
     return to_its_end(lambda: _run(arguments, environment, prog))
 
 
@@ -57,10 +58,11 @@ def _run(arguments: list[str], environment: Mapping[str, str], prog: str) -> int
             parser(prog).error(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         return _serve(arguments, environment, prog)
     except (SchedulerError, CertificateError) as error:
-        print(f"{'muster' if prog.startswith('muster') else 'scheduler'}: {error}", file=sys.stderr)
+        name = "muster" if prog.startswith("muster") else "scheduler"
+        say(str(error), level="ERROR", as_text=f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", as_text="interrupted")
         return 130
 
 
@@ -96,6 +98,8 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
 
 def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     options = parser(prog).parse_args(arguments)
+    if wanted(env):
+        log_own_process_as_json("scheduler")
     if options.password_file is not None:
         env = {name: value for name, value in env.items() if name != "MS_SERVER_PASSWORD"}
         env["MS_SERVER_PASSWORD_FILE"] = str(options.password_file.absolute())
@@ -114,7 +118,8 @@ def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     from muster.wire.malloc import bound_arenas
 
     bound_arenas(env)
-    logs.set_up(settings.log_level, env)
+    process_lines.job = None if settings.serve else settings.job_id
+    logs.set_up(settings.log_level, env, settings.log_format)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
         security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
         from muster.scheduler.serve.server import main as serve

@@ -78,6 +78,7 @@ class SchedulerSettings:
     audit_log_path: Path | None = None
     incident_path: Path | None = None
     log_level: str = default_of("MS_LOG_LEVEL")
+    log_format: str = default_of("MS_LOG_FORMAT")
     drain_stragglers: DrainPolicy | None = None
 
     @property

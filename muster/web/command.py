@@ -22,6 +22,7 @@ from muster.scheduler.cli.client import SchedulerClient
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError, SchedulerSettingsError
 from muster.version import how_to_install
+from muster.wire.json_lines import log_own_process_as_json, say, wanted
 from muster.wire.settings import is_loopback, show_address
 from muster.wire.threads import Pool
 
@@ -67,17 +68,20 @@ def main(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Serves the page until Ctrl-C; returns the exit code."""
     options = parser().parse_args(list(argv))
     environment = dict(os.environ if env is None else env)
+    if wanted(environment):
+        log_own_process_as_json("web", "muster", "uvicorn")
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        print(f"muster: {EXTRA} ({error.name} is not installed)", file=sys.stderr)
+        obstacle = f"{EXTRA} ({error.name} is not installed)"
+        say(obstacle, level="ERROR", as_text=f"muster: {obstacle}")
         return 1
     try:
         return _serve(options, environment)
     except (SchedulerError, CertificateError) as error:
-        print(f"muster: {error}", file=sys.stderr)
+        say(str(error), level="ERROR", as_text=f"muster: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 0

@@ -14,6 +14,7 @@ from muster.web.model import ObservedGeneration
 from muster.web.plots import LARGEST
 from muster.web.series import Point, Series
 from muster.wire.files import read_regular
+from muster.wire.json_lines import fields_of
 from muster.wire.launches import LAST_S, read_records
 from muster.wire.log_lines import one_line
 
@@ -172,6 +173,9 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
     except OSError:
         return
     for line in text.splitlines():
+        if line.startswith("{"):
+            yield from _said_in_json(line)
+            continue
         found = _SAID.fullmatch(line)
         if found is None or found[2] not in NOTED:
             continue
@@ -185,6 +189,19 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
             continue
         facts = found[3] if found[2] != "decided" else ""
         yield Saying(time_s, _shown(words) or _shown(facts), kind=found[2])
+
+
+def _said_in_json(line: str) -> Iterable[Saying]:
+    """The saying of a line that a scheduler has written as JSON."""
+    found = fields_of(line.encode())
+    if found is None or found["event"] not in NOTED:
+        return
+    try:
+        time_s = dt.datetime.fromisoformat(str(found["time"])).timestamp()
+    except (ValueError, OverflowError):
+        return
+    if 0 <= time_s < LAST_S:
+        yield Saying(time_s, _shown(str(found["text"])), kind=str(found["event"]))
 
 
 def _take_group(run: Run, line: Mapping[str, Any], now: float) -> None:

@@ -718,6 +718,10 @@ def _read_member(body: pb.Member, hosts: list[messages.Host]) -> messages.Member
 
 # ---------------------------------------------------------------- unary calls
 
+MAX_DRAINED = 1024
+LATEST_S = 253_402_300_799.0
+"""The end of the year 9999."""
+
 
 def decode_status_request(data: bytes) -> str:
     """Returns the job that is asked for; "" for the scheduler's own.
@@ -728,15 +732,29 @@ def decode_status_request(data: bytes) -> str:
     return cast(str, _name(empty=True)("job_id", _parse(pb.StatusRequest, data).job_id))
 
 
-def decode_drain_request(data: bytes) -> tuple[str, str, str]:
-    """Returns the job ("" for the scheduler's own), the node that is to leave, and why.
+def decode_drain_request(data: bytes) -> messages.DrainOrder:
+    """Returns whose workers are to leave, when and why; ``job_id`` "" stands for the scheduler's own job.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
     """
     request = _parse(pb.DrainRequest, data)
-    job_id = _name(empty=True)("job_id", request.job_id)
-    return job_id, _name()("node_id", request.node_id), _text("reason", request.reason)
+    node_ids = [*([request.node_id] if request.node_id else []), *request.node_ids]
+    if len(node_ids) + len(request.hosts) > MAX_DRAINED:
+        raise WireError(f"Of node_ids and hosts there may be {MAX_DRAINED}.")
+    if not request.cancel and not node_ids and not request.hosts:
+        _name()("node_id", request.node_id)
+    if not 0.0 <= request.at_s <= LATEST_S:
+        raise WireError("at_s must be a time in seconds since 1970, or 0.")
+    return messages.DrainOrder(
+        job_id=_name(empty=True)("job_id", request.job_id),
+        node_ids=tuple(dict.fromkeys(_name()("node_id", each) for each in node_ids)),
+        hosts=tuple(dict.fromkeys(_name(253)("hosts", each) for each in request.hosts)),
+        reason=_text("reason", request.reason),
+        at_s=request.at_s,
+        cancel=request.cancel,
+        preview=request.preview,
+    )
 
 
 def decode_stacks_request(data: bytes) -> tuple[str, str]:

@@ -301,6 +301,44 @@ class Straggler(Value):
     sentence: str = ""
 
 
+class DrainOrder(Value):
+    """What an operator wants of a drain.
+
+    Attributes:
+        job_id: the job.
+        node_ids, hosts: whose workers.
+        reason: why.
+        at_s: when, in seconds since 1970; 0: now.
+        cancel: undo what is planned for them; with neither node ids nor hosts, all that is planned.
+        preview: only say what it would cost.
+    """
+
+    job_id: str
+    node_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    reason: str
+    at_s: float = 0.0
+    cancel: bool = False
+    preview: bool = False
+
+
+class PlannedDrain(Value):
+    """A drain that is to happen.
+
+    Attributes:
+        number: by which it is known.
+        at_s: when, in seconds since 1970.
+        node_ids, hosts: whose workers leave.
+        reason: why.
+    """
+
+    number: int
+    at_s: float
+    node_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    reason: str
+
+
 class JobCopies(Value):
     """The copies of a job's state by which it would go on: in its members' memory, and on disk.
 

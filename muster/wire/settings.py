@@ -223,7 +223,7 @@ def shared_settings(read: Environment, role: str) -> dict[str, Any]:
         role: MS_SCHED, which may be left out, or MS_WORKER.
 
     Returns:
-        job_id, topo_timeout_s, node_timeout_s, allow_insecure and log_level.
+        job_id, topo_timeout_s, node_timeout_s, allow_insecure, log_level and log_format.
 
     Raises:
         read.error: a value is out of its range, or the role is another.
@@ -235,6 +235,7 @@ def shared_settings(read: Environment, role: str) -> dict[str, Any]:
         "node_timeout_s": read.seconds("MS_NODE_TIMEOUT"),
         "allow_insecure": read.flag("MS_ALLOW_INSECURE"),
         "log_level": read.choice("MS_LOG_LEVEL"),
+        "log_format": read.choice("MS_LOG_FORMAT"),
     }
 
 

@@ -228,6 +228,13 @@ TABLE = {
         "INFO",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
     ),
+    "MS_LOG_FORMAT": Variable(
+        "choice",
+        ALL,
+        "How logs are written: lines of text, or a JSON object in each line.",
+        "text",
+        choices=("text", "json"),
+    ),
     "RANK_TABLE_FILE": Variable(
         "path",
         ALL,

@@ -208,6 +208,7 @@ class Settings(Value):
     client_password: bytes | None = None
     allow_insecure: bool = False
     log_level: str = default_of("MS_LOG_LEVEL")
+    log_format: str = default_of("MS_LOG_FORMAT")
 
     @property
     def scheduler_address(self) -> str:

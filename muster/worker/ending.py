@@ -30,6 +30,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from muster.errors import LeaveGranted, LeaveNow, WorkerError
+from muster.wire.json_lines import say, say_uncaught, wanted
 
 log = logging.getLogger("muster.worker")
 
@@ -225,7 +226,7 @@ def _on_exception(kind: type[BaseException], error: BaseException, trace: Traceb
     _script.explained = True
     plain = _script.hook is sys.__excepthook__
     if isinstance(error, KeyboardInterrupt) and plain and _script.was_interrupted():
-        print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
+        say("interrupted", as_text="interrupted")  # no traceback; Python goes on to end by SIGINT
     elif isinstance(error, WorkerError) and is_good_end(error) and _script.end is not None:
         if not getattr(error, "logged", False):
             log.info("%s", error)
@@ -255,13 +256,19 @@ def in_words(kind: type[BaseException], error: BaseException, trace: TracebackTy
         SystemExit: with the exit code of Muster's error.
     """
     if not isinstance(error, WorkerError):
-        sys.__excepthook__(kind, error, trace)
+        _show(kind, error, trace)
         return
     if os.environ.get("MS_LOG_LEVEL", "").strip().upper() == "DEBUG" or _has_foreign_cause(error):
-        sys.__excepthook__(kind, error, trace)
+        _show(kind, error, trace)
     else:
-        print(f"muster: {_place(trace)}{error}", file=sys.stderr)
+        said = f"{_place(trace)}{error}"
+        say(said, level="ERROR", as_text=f"muster: {said}")
     sys.exit(error.exit_code)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows a traceback."""
+    (say_uncaught if wanted(os.environ) else sys.__excepthook__)(kind, error, trace)
 
 
 def _has_foreign_cause(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from muster.errors import (
     SettingsError,
     WorkerError,
 )
+from muster.wire.json_lines import log_as_json, process_lines, wanted
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.variables import misspelt
 from muster.worker.config import SecurityContext, Settings, load_settings
@@ -153,6 +154,7 @@ def init(backend: str | None = None) -> Session:
     """
     if process.session is not None and not process.session.released:
         return process.session
+    begin_lines("program" if AGENT_VARIABLE in os.environ else "agent" if backend == "torch" else "worker")
     if AGENT_VARIABLE in os.environ:
         process.session = _adopted(backend)
         return process.session
@@ -257,6 +259,7 @@ def open_session(
     """
     settings = load_settings(env, context)
     _set_up_log(settings.log_level)
+    process_lines.job = settings.job_id
     from muster.worker.host import UnresolvedHostError, choose_device, describe_host
 
     device = choose_device(settings)
@@ -364,6 +367,16 @@ def _default_backend(gpu_count: int) -> str:
         return "nccl"
     log.warning("%d GPUs are visible, but nccl4py is not installed: computing on the CPU", gpu_count)
     return "tcp"
+
+
+def begin_lines(component: str) -> None:
+    """Has this process log JSON lines from here on, if the environment asks for them.
+
+    Also where the script has set up logging itself, but not for Muster's loggers: it was asked for.
+    """
+    if wanted(os.environ):
+        process_lines.begin(component, os.environ.get("MS_JOB_ID") or None)
+        log_as_json("muster")
 
 
 def _set_up_log(level: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from muster.scheduler.core import records
@@ -99,6 +99,9 @@ class FakeJob:
 
     def view(self, now: float) -> JobView:
         return JobView("job", "forming", 0, 2, 2, self.workers, ("2 workers",), "")
+
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        return "It costs nothing."
 
     def events(self) -> Sequence[Event]:
         return [event for _, event in self.seen]

@@ -246,6 +246,7 @@ VARIABLES = (
     "MS_METRICS_PORT",
     "MS_METRICS_HOST",
     "MS_LOG_LEVEL",
+    "MS_LOG_FORMAT",
 )
 
 

@@ -110,6 +110,9 @@ class Watched:
     def view(self, now: float) -> JobView:
         return self.job.view(now)
 
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        return self.job.weigh_drain(node_ids, hosts)
+
 
 class Disk:
     """The storage of the process of this moment, on the disk that survives it."""

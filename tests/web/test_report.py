@@ -14,6 +14,7 @@ import pytest
 
 from muster.web.past import load, scheduler_log
 from muster.web.report import main, page
+from muster.wire.json_lines import LineContext, json_line
 from muster.wire.launches import RunRecord
 from tests.scheduler.processes import environment
 
@@ -233,6 +234,18 @@ def test_a_scheduler_log_is_read_line_by_line(tmp_path: Path) -> None:
         ("lost", "silence"),
     ]
     assert said[0].time_s == pytest.approx(1769860800.123)
+
+
+def test_a_scheduler_log_in_json_is_read_likewise(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.log"
+    context = LineContext("scheduler", "j")
+    noted = json_line("INFO", "Generation 1 is formed.", context, event="decided")
+    other = json_line("INFO", "stopping", context)
+    late = noted.replace('"time": "2', '"time": "x')
+    path.write_text("\n".join((noted, other, late, "{", "rubbish")))
+    assert [(each.kind, each.text) for each in scheduler_log(path)] == [
+        ("decided", "Generation 1 is formed.")
+    ]
 
 
 def test_a_directory_without_a_record_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

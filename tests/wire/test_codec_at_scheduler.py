@@ -596,6 +596,25 @@ def test_status_comes_through_whole() -> None:
 
 def test_drain_request() -> None:
     raw = pb.DrainRequest(job_id="job", node_id="a", reason="maintenance\n").SerializeToString()
-    assert codec.decode_drain_request(raw) == ("job", "a", "maintenance\\n")
-    with pytest.raises(WireError, match="node_id"):
-        codec.decode_drain_request(pb.DrainRequest(job_id="job").SerializeToString())
+    assert codec.decode_drain_request(raw) == messages.DrainOrder("job", ("a",), (), "maintenance\\n")
+    many = pb.DrainRequest(node_ids=["a", "a", "b"], hosts=["h"], at_s=9.5, preview=True)
+    assert codec.decode_drain_request(many.SerializeToString()) == messages.DrainOrder(
+        "", ("a", "b"), ("h",), "", 9.5, preview=True
+    )
+    assert codec.decode_drain_request(pb.DrainRequest(cancel=True).SerializeToString()).cancel
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.DrainRequest(job_id="job"), "node_id"),
+        (pb.DrainRequest(node_ids=["a b"]), "node_id"),
+        (pb.DrainRequest(hosts=[""]), "hosts"),
+        (pb.DrainRequest(hosts=["h"] * 1025), "1024"),
+        (pb.DrainRequest(hosts=["h"], at_s=float("nan")), "at_s"),
+        (pb.DrainRequest(hosts=["h"], at_s=-1.0), "at_s"),
+    ],
+)
+def test_a_drain_request_out_of_bounds_is_refused(request_: pb.DrainRequest, field: str) -> None:
+    with pytest.raises(WireError, match=field):
+        codec.decode_drain_request(request_.SerializeToString())

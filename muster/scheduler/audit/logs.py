@@ -17,6 +17,7 @@ from muster.scheduler import systemd
 from muster.scheduler.access import address_of
 from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, Failure
 from muster.scheduler.errors import SchedulerError, end_call
+from muster.wire.json_lines import FACTS, JsonFormatter, incident_of, process_lines
 from muster.wire.log_lines import BoundedFormatter, one_line
 
 if TYPE_CHECKING:
@@ -60,10 +61,31 @@ class JournalFormatter(LineFormatter):
         return systemd.priority_prefix(record.levelno) + super().head(record)
 
 
-def set_up(level: str, env: Mapping[str, str]) -> None:
-    """Sends the scheduler's log to standard error."""
+class JournalJsonFormatter(JsonFormatter):
+    """The same as JSON. The journal takes the prefix off before it shows or passes on a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        return systemd.priority_prefix(record.levelno) + super().format(record)
+
+
+def _formatter(format_: str, env: Mapping[str, str]) -> logging.Formatter:
+    is_journal = systemd.is_journal(2, env)
+    if format_ == "json":
+        return (JournalJsonFormatter if is_journal else JsonFormatter)(process_lines)
+    return JournalFormatter() if is_journal else LineFormatter()
+
+
+def set_up(level: str, env: Mapping[str, str], format_: str = "text") -> None:
+    """Sends the scheduler's log to standard error.
+
+    Args:
+        level: the least severe lines.
+        env: the process's environment.
+        format_: "text" or "json".
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JournalFormatter() if systemd.is_journal(2, env) else LineFormatter())
+    handler.setFormatter(_formatter(format_, env))
     for log in (LOG, CERTS_LOG):
         log.handlers[:] = [handler]
         log.setLevel(level)
@@ -113,7 +135,7 @@ class Recorder:
                 facts |= {"node_id": session.candidate.node_id, "host": host.name, "host_id": host.id}
             if session.rank >= 0:
                 facts |= {"rank": session.rank, "generation": session.generation}
-        self._record(note.kind, note.text, note.code, facts)
+        self._record(note.kind, note.text, note.code, facts, state=note)
 
     def membership(self, kind: str, job_id: str, text: str, facts: Mapping[str, object]) -> None:
         """Writes into the audit log alone who is a member, or was; see ``audit/membership.py``."""
@@ -142,9 +164,10 @@ class Recorder:
             LOG.error("fault in %s", call, exc_info=error)
         await end_call(context, error)
 
-    def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
-        """Records an operator's drain."""
-        self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
+    def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str, hosts: str = "") -> None:
+        """Records an operator's drain, planned or called off drains included."""
+        whose = {name: value for name, value in (("node_id", node_id), ("hosts", hosts)) if value}
+        self._record("drained", sentence, "", {"job_id": job_id, **whose, **_who(caller)})
 
     def stacks_asked(self, job_id: str, node_id: str, caller: Caller) -> None:
         """Records that an operator asks where workers stand; no node id: all."""
@@ -184,20 +207,40 @@ class Recorder:
         if self._audit is not None:
             self._audit.close()
 
-    def _record(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+    def _record(
+        self, kind: str, text: str, code: str, facts: dict[str, object], state: Note | None = None
+    ) -> None:
         if kind in ("refused", "denied", "expelled"):
             self.refusals[code or kind] += 1
-        self._write(kind, text, code, facts)
+        self._write(kind, text, code, facts, state)
 
-    def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+    def _write(
+        self, kind: str, text: str, code: str, facts: dict[str, object], state: Note | None = None
+    ) -> None:
         level = logging.WARNING if kind in _LOUD else logging.INFO
         if LOG.isEnabledFor(level):
-            LOG.log(level, "%s %s", kind, fields(code=code, **_brief(facts), text=text))
+            brief = _brief(facts)
+            more = {FACTS: _as_json(kind, text, code, brief, state)}
+            LOG.log(level, "%s %s", kind, fields(code=code, **brief, text=text), extra=more)
         for follower in self._followers:
             follower(kind, text, code, facts)
         if self._audit is not None and kind in AUDITED:
             extra = {"code": code} if code else {}
             self._audit.write(kind, {**extra, **facts, "text": one_line(text)})
+
+
+def _as_json(
+    kind: str, text: str, code: str, facts: dict[str, object], state: Note | None
+) -> dict[str, object]:
+    """The facts of an event as fields of a JSON line."""
+    rest = {name: value for name, value in facts.items() if name != "job_id"}
+    told: dict[str, object] = {"job": facts.get("job_id"), **rest, "event": kind, "text": text or kind}
+    if code:
+        told["code"] = code
+    if state is not None:
+        told.setdefault("generation", state.generation or None)
+        told["incident"] = incident_of(state.job_id, state.incident) if state.incident else None
+    return told
 
 
 def _brief(facts: dict[str, object]) -> dict[str, object]:

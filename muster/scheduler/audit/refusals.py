@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from muster.scheduler.audit.logs import AuditFile, Recorder
-from muster.scheduler.jobs.driver import Clock, Timer
+from muster.scheduler.jobs.driver import Clock, Note, Timer
 from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
 WINDOW_S = 60.0
@@ -49,18 +49,20 @@ class ThinnedRecorder(Recorder):
         )
         self._timer: Timer | None = None
 
-    def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+    def _write(
+        self, kind: str, text: str, code: str, facts: dict[str, object], state: Note | None = None
+    ) -> None:
         if kind == "decided":
             budget, caller = self._decided, str(facts.get("job_id", ""))
         elif kind in ("refused", "denied") and facts.get("call") != "handshake":
             budget, caller = self._refused, caller_of(facts)
         else:
-            super()._write(kind, text, code, facts)
+            super()._write(kind, text, code, facts, state)
             return
         now_s = self._clock.time()
         self._tell(now_s)
         if budget.take(caller, code, {**facts, "text": text}, now_s):
-            super()._write(kind, text, code, facts)
+            super()._write(kind, text, code, facts, state)
         elif self._timer is None:
             self._wait()
 

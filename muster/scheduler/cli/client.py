@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,40 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
+        reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
+        return reply.sentence
+
+    def drain_many(
+        self,
+        node_ids: Sequence[str],
+        hosts: Sequence[str],
+        reason: str = "",
+        *,
+        at_s: float = 0.0,
+        cancel: bool = False,
+        preview: bool = False,
+    ) -> str:
+        """Drains workers of nodes and hosts, now or later, calls that off, or asks what it would cost.
+
+        Args:
+            node_ids: whose workers.
+            hosts: all workers of which hosts.
+            reason: why.
+            at_s: when, in seconds since 1970; 0: now.
+            cancel: undo what is planned.
+            preview: only say what it would cost.
+        """
+        from muster.wire.v1 import rendezvous_pb2 as pb
+
+        request = pb.DrainRequest(
+            job_id=self._job_id,
+            node_ids=node_ids,
+            hosts=hosts,
+            reason=reason,
+            at_s=at_s,
+            cancel=cancel,
+            preview=preview,
+        )
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
         return reply.sentence
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
+from muster.scheduler.cli import drain
 from muster.scheduler.cli.client import TAKEOVER_S, Following, SchedulerClient, UnreachableError
 from muster.scheduler.config import Address, load_address
 from muster.scheduler.errors import SchedulerError, SchedulerSettingsError
@@ -63,14 +64,9 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
         print(answer)
         return 0 if answer == "SERVING" else 1
     if options.command == "drain":
-        what = f"node {options.node} of {target.describe()}"
-        if not options.yes and not confirmed(f"Drain {what}?"):
-            print("nothing was changed", file=sys.stderr)
-            return 1
+        drain.checked_names(options)
         with connect() as client:
-            print(f"draining {what}", file=sys.stderr)
-            print(client.drain(options.node, options.reason))
-        return 0
+            return drain.run(options, client, target.describe(), confirmed=confirmed, out=sys.stdout)
     if options.command == "stacks":
         from muster.scheduler.cli import stacks
 
@@ -113,8 +109,12 @@ def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
-def common_options() -> argparse.ArgumentParser:
-    """Makes the parser of what all commands take: which scheduler, which job, and by which certificate."""
+def common_options(*, address: str = "--host") -> argparse.ArgumentParser:
+    """Makes the parser of what all commands take: which scheduler, which job, and by which certificate.
+
+    Args:
+        address: what the option with the scheduler's address is called.
+    """
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
     common.add_argument("--job", default="", metavar="ID", help=option_help("MS_JOB_ID"))
@@ -122,7 +122,8 @@ def common_options() -> argparse.ArgumentParser:
         "--cert", type=Path, metavar="FILE", help="the .p12 file to use instead of client_cert_path"
     )
     common.add_argument(
-        "--host",
+        address,
+        dest="host",
         default="",
         metavar="ADDRESS",
         help="ask here (or there, of several with commas between) instead of at MS_SCHED_HOST",
@@ -167,14 +168,7 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         description="For probes: exits with 0 if the scheduler serves, with 1 if not. If MS_ROLE=MS_SCHED, it"
         " uses the scheduler's own certificate and password.",
     )
-    drain = commands.add_parser(
-        "drain",
-        parents=[common],
-        description=f"Lets a worker finish its step and leave; the others go on. {own}",
-    )
-    drain.add_argument("node", metavar="NODE", help="the worker's node id")
-    drain.add_argument("--yes", action="store_true", help="do not ask on a terminal whether it is meant")
-    drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
+    drain.add_parser(commands, common_options(address="--scheduler"), own)
     stacks = commands.add_parser(
         "stacks",
         parents=[common],

@@ -130,6 +130,36 @@ class DrainRequested(Value):
     reason: str
 
 
+class DrainAsked(Value):
+    """An operator wants workers out at a step boundary, all by one change, now or at a time of day.
+
+    Attributes:
+        node_ids, hosts: whose; hosts by name, id or address.
+        reason: why.
+        unix_s: the time of day now, in seconds since 1970.
+        at_s: when; in the past: now.
+    """
+
+    node_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    reason: str
+    unix_s: float
+    at_s: float = 0.0
+
+
+class DrainCalledOff(Value):
+    """An operator undoes planned drains of these node ids and hosts; with neither, all."""
+
+    node_ids: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+class TimeOfDay(Value):
+    """What the clock on the wall shows, in seconds since 1970."""
+
+    unix_s: float
+
+
 class StacksRequested(Value):
     """An operator asks where workers stand: one, or with no node id all.
 
@@ -207,6 +237,9 @@ Event = (
     | LeftCleanly
     | SessionLost
     | DrainRequested
+    | DrainAsked
+    | DrainCalledOff
+    | TimeOfDay
     | EndRequested
     | Expel
     | ProcessEnded

@@ -5,6 +5,7 @@ from __future__ import annotations
 from muster.scheduler.core import events, evidence, holdups, phases, probing
 from muster.scheduler.core.job import Job, Suspicion
 from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
+from muster.scheduler.core.members import Contact
 from muster.wire import messages
 
 
@@ -16,6 +17,8 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
     settled = job.ledger.established and event.generation == job.ledger.generation
     node_id = claim.candidate.node_id
     contact = job.members.by_node[node_id]
+    if settled:
+        job.goodput.step_heard(event.step, now, fell=_fell(job, contact, event))
     lacked_state = claim.newcomer and not contact.has_moved
     if contact.entered < event.entered_generation == job.ledger.generation:
         _came_to_build(job, now)
@@ -32,9 +35,17 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
     if event.snapshot is not None:
         _take_snapshots(job, node_id, event, event.snapshot)
     if event.times is not None and settled and job.stragglers.hear(node_id, event.times, now):
+        job.goodput.data_waited(job.stragglers.data_s(now), now)
         holdups.interval_ended(job, now)
     moved = lacked_state and contact.has_moved  # who leaves may wait for that
     job.needs_advance = job.needs_advance or moved
+
+
+def _fell(job: Job, contact: Contact, event: events.Heard) -> bool:
+    """Whether a member makes steps again: it went back itself, or began where nobody held the state."""
+    formed = job.ledger.formed
+    afresh = formed is not None and formed.generation > 1 and formed.state_source_rank < 0
+    return event.step < contact.step or (afresh and not contact.has_moved)
 
 
 def _take_snapshots(job: Job, node_id: str, event: events.Heard, report: messages.SnapshotReport) -> None:

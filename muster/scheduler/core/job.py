@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from muster.scheduler.core import events, records
 from muster.scheduler.core.evidence_state import Evidence
+from muster.scheduler.core.goodput import Goodput
 from muster.scheduler.core.ledger import (
     Claim,
     Ledger,
@@ -190,6 +191,10 @@ class Job:
         phase_seen: the phase whose beginning was noted.
         reason: what the job's state is put down to.
         first_loss: the first member to go since a group last stood.
+        unix_offset_s: the time of day is that of events and this much more; None: it is not known.
+        goodput: its time by cause.
+        last_change_s: from the forming of the last generation until it stood, the first left out; None: not
+            known.
     """
 
     job_id: str
@@ -212,6 +217,9 @@ class Job:
     phase_seen: Phase = Phase.FORMING
     reason: str = ""
     first_loss: messages.FirstLoss | None = None
+    unix_offset_s: float | None = None
+    last_change_s: float | None = None
+    goodput: Goodput = field(default_factory=Goodput)
 
     # ------------------------------------------------------------ questions
 
@@ -355,6 +363,8 @@ class Job:
             self.deadlines.begin_generation(self.now)
             self.probing.awaited = {}
         elif isinstance(record, records.GroupEstablished):
+            if record.generation > 1 and self.now:
+                self.last_change_s = self.now - self.deadlines.formed_at
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
             self.first_loss = None  # the others have gone on

@@ -85,8 +85,10 @@ class Ledger:
         unplaced: node ids of claims without a rank in the newest generation.
         spares: node ids of claims whose worker came as a spare.
         at: node ids of claims by name of the host, its address or id, and index of the device; in order.
+        drains: those planned for later, by number.
 
-    The last four say what claims and ranks say already, so that nobody has to walk all claims for each event.
+    The four before ``drains`` say what claims and ranks say already, so that nobody has to walk all claims
+    for each event.
     """
 
     opened: records.JobOpened | None = None
@@ -110,6 +112,7 @@ class Ledger:
     unplaced: set[str] = field(default_factory=set)
     spares: set[str] = field(default_factory=set)
     at: dict[tuple[str, int], dict[str, None]] = field(default_factory=dict)
+    drains: dict[int, records.DrainPlanned] = field(default_factory=dict)
 
     # ------------------------------------------------------------ questions
 
@@ -204,6 +207,7 @@ class Ledger:
             established=self.established,
             stood=self.stood,
             suspended=_maybe(self.suspended),
+            drains=tuple(self.drains.values()),
         )
 
     # ------------------------------------------------------------ the next generation
@@ -327,6 +331,10 @@ class Ledger:
         elif isinstance(record, records.LeavePlanned):
             self.claims[record.node_id].leaving = record.reason
             self.leaving.add(record.node_id)
+        elif isinstance(record, records.DrainPlanned):
+            self.drains[record.number] = record
+        elif isinstance(record, records.DrainOver):
+            del self.drains[record.number]
         elif isinstance(record, records.Removed):
             self._remove(record)
         elif isinstance(record, records.GenerationFormed):
@@ -426,6 +434,7 @@ class Ledger:
         self.launch, self.finishing = kept.launch, kept.finishing
         self.established, self.stood = kept.established, kept.stood
         self.suspended = next(iter(kept.suspended), None)
+        self.drains = {plan.number: plan for plan in kept.drains}
         for one in kept.claims:
             self._take(Claim(one.candidate, one.since, one.newcomer, next(iter(one.leaving), None)))
 

@@ -21,11 +21,12 @@ makes the machine again from all durable records.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from muster.scheduler.core import (
+    drains,
     events,
     evidence,
     hearing,
@@ -84,6 +85,9 @@ class Machine:
             events.LeftCleanly: leaving.left,
             events.SessionLost: leaving.session_lost,
             events.DrainRequested: leaving.drain_requested,
+            events.DrainAsked: drains.asked,
+            events.DrainCalledOff: drains.called_off,
+            events.TimeOfDay: drains.time_of_day,
             events.EndRequested: phases.end_requested,
             events.Expel: leaving.expel,
             events.ProcessEnded: leaving.process_ended,
@@ -140,6 +144,7 @@ class Machine:
         _revise(job)
         self._handlers[type(event)](job, event, now)
         if type(event) is events.Tick:
+            drains.tend(job, now)
             evidence.tend(job, now)
             _conclude(job, job.probing.take_in(), now)
             sentences.report(job, now)
@@ -171,6 +176,7 @@ class Machine:
             deadlines.hand_over,
             job.probing.due(job.settings.hang_timeout_s),
             job.evidence.due(),
+            drains.due(job),
             sentences.stall_due(job),
         ]
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
@@ -193,6 +199,10 @@ class Machine:
     def view(self, now: float) -> JobView:
         """The job as ``status`` shows it: members by rank, then waiting workers."""
         return job_view(self.job, now)
+
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        """What draining these workers now would cost, in sentences."""
+        return drains.weigh(self.job, node_ids, hosts)
 
     def _start(self, now: float) -> None:
         self._started = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from muster.scheduler.core import events, records
+from muster.scheduler.core.goodput import FORMING, REDOING, SUSPENDED, TRAINING
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     STATELESS,
@@ -44,8 +45,19 @@ def advance(job: Job, now: float) -> None:
     note_phase(job, now)
 
 
+def cause(job: Job) -> str:
+    """What a job's time goes into just now; of the causes of :mod:`muster.scheduler.core.goodput`."""
+    phase = job.phase
+    if phase is Phase.SUSPENDED:
+        return SUSPENDED
+    if phase in (Phase.RUNNING, Phase.QUIESCING) or job.switches_by_steps:
+        return REDOING if job.goodput.redo_until else TRAINING
+    return FORMING if phase is not Phase.ENDED and job.ledger.claims else ""
+
+
 def note_phase(job: Job, now: float) -> None:
     """Notes when the phase began."""
+    job.goodput.follow(cause(job), now)
     if job.phase is not job.phase_seen:
         job.phase_seen = job.phase
         job.deadlines.phase_since = job.deadlines.progress_since = now

@@ -48,6 +48,24 @@ class LeavePlanned:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainPlanned:
+    """Workers are to leave at a time of day, ``at_s`` in seconds since 1970: those of hosts, and node ids."""
+
+    number: int
+    at_s: float
+    node_ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """A planned drain has been carried out, or called off."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """A worker process has lost its claim: finished, left, dead, superseded, expelled.
 
@@ -138,12 +156,15 @@ class Snapshot:
     established: bool
     stood: int
     suspended: tuple[str, ...]
+    drains: tuple[DrainPlanned, ...] = ()
 
 
 Record = (
     JobOpened
     | Admitted
     | LeavePlanned
+    | DrainPlanned
+    | DrainOver
     | Removed
     | GenerationFormed
     | GroupEstablished
@@ -152,6 +173,9 @@ Record = (
     | Snapshot
 )
 
+
+LEFT_OUT = {Snapshot: {"drains": ()}}
+"""Fields that are not written where they have these values: versions without them read the journal then."""
 
 RECORD_TYPES: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Record)}
 
@@ -184,7 +208,9 @@ def _encode(value: object) -> object:
         return [_encode(item) for item in value]
     if isinstance(value, Value) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         kind: Any = type(value)
-        return {name: _encode(getattr(value, name)) for name in _hints(kind)}
+        unsaid = LEFT_OUT.get(kind, {})
+        told = {name: getattr(value, name) for name in _hints(kind)}
+        return {name: _encode(each) for name, each in told.items() if unsaid.get(name, told) != each}
     return value
 
 
@@ -206,6 +232,8 @@ def _decode(kind: object, value: object, where: str) -> object:
 
 def _decode_fields(kind: Any, value: object, where: str) -> object:
     hints = _hints(kind)
+    if isinstance(value, dict):
+        value = {**{name: list(each) for name, each in LEFT_OUT.get(kind, {}).items()}, **value}
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise RecordError(f"{where} must have exactly the fields {', '.join(hints)}")
     return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})

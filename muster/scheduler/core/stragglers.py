@@ -219,6 +219,20 @@ class StragglerWatch:
         steps = tally.steps
         return messages.StepShares(tally.computed / steps, tally.waited / steps, tally.data / steps)
 
+    def step_s(self) -> float | None:
+        """How long a step took in the last interval, in seconds, at the usual member; None: not known yet."""
+        tallies = self._past[-1].tallies.values() if self._past else ()
+        return median((t.computed + t.waited + t.data) / t.steps for t in tallies) if tallies else None
+
+    def data_s(self, now: float) -> float:
+        """How much of the last interval, which has just ended, the members waited for data, in seconds."""
+        if not self._past:
+            return 0.0
+        newest = self._past[-1]
+        data = sum(tally.data for tally in newest.tallies.values())
+        whole = data + sum(tally.computed + tally.waited for tally in newest.tallies.values())
+        return (now - newest.begun) * data / whole if whole > 0.0 else 0.0
+
     def hear(self, node_id: str, times: messages.StepTimes, now: float) -> bool:
         """Takes in what a member says; returns whether an interval has ended by that."""
         if node_id not in self.seats:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from muster.scheduler.core.drains import planned_of
 from muster.scheduler.core.holdups import stragglers_of
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
@@ -56,6 +57,8 @@ class JobView:
     copies: messages.JobCopies = field(default_factory=messages.JobCopies)
     stragglers: tuple[messages.Straggler, ...] = ()
     evidence: str = ""
+    drains: tuple[messages.PlannedDrain, ...] = ()
+    time_by_cause: tuple[tuple[str, float], ...] = ()
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
@@ -138,6 +141,8 @@ def job_view(job: Job, now: float) -> JobView:
         nccl_traffic=nccl_traffic(workers),
         copies=_copies(job, workers, now),
         stragglers=stragglers_of(job, now),
+        drains=planned_of(job),
+        time_by_cause=job.goodput.seconds(now),
     )
 
 

@@ -8,7 +8,7 @@ of it, each with a rank of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from muster.scheduler.core import events, records
 from muster.scheduler.core.events import Decision
@@ -100,6 +100,10 @@ class AdoptingJob:
         """As :meth:`Job.view`."""
         return self.machine.view(now)
 
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        """As :meth:`Job.weigh_drain`."""
+        return self.machine.weigh_drain(node_ids, hosts)
+
     # ------------------------------------------------------------ inside
 
     def _keep(self, records: Iterable[records.Record]) -> None:
@@ -148,7 +152,9 @@ class AdoptingJob:
                 return None
             takeover = tuple(self._takeover(members))
             assert self._records is not None
+            known = self.machine.job.unix_offset_s
             self.machine = Job.recover(self._job_id, self._settings, [*self._records, *takeover], now)
+            self.machine.job.unix_offset_s = known
         elif sum(map(self._is_current, held)) <= sum(map(self._is_ahead, held)):
             return None
         self._records, self._held = None, {}

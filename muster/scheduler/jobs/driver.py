@@ -59,6 +59,9 @@ class JobMachine(Protocol):
     def view(self, now: float) -> JobView:
         """The job as status shows it."""
 
+    def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
+        """What draining these workers would cost, in sentences."""
+
 
 class Timer(Protocol):
     """A callback that is due at a time."""
@@ -79,13 +82,19 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Note:
-    """An event for the log: ``kind`` is one word, ``text`` the sentence."""
+    """An event for the log: ``kind`` is one word, ``text`` the sentence.
+
+    ``generation`` is the job's newest. ``incident`` is the generation that this event, or one before it, has
+    ended; 0: the job goes on.
+    """
 
     kind: str
     job_id: str
     text: str
     session: OutgoingStream | None = None
     code: str = ""
+    generation: int = 0
+    incident: int = 0
 
 
 class RefusedByRulesError(RequestError):
@@ -132,6 +141,7 @@ class JobDriver:
         formed_here: this process has formed it, and not one before a restart.
         generation_over: why the newest generation is over, before another has formed; empty: it is not.
         encoder: of what leaves.
+        incident: the generation whose end the job has not overcome yet; 0: the job goes on.
         keep: is handed the evidence of a hang; returns at once, and sets ``evidence``.
         evidence: of the last hang, and where it lies, in words; empty: there is none.
     """
@@ -151,6 +161,7 @@ class JobDriver:
     unwritable: Callable[[], str] = lambda: ""
     unread: Callable[[Collection[str]], Collection[str]] = unread_peers
     encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
+    incident: int = 0
     keep: Callable[[JobDriver, events.Bundle], None] = lambda driver, bundle: None
     evidence: str = ""
     _stacks_for: dict[int, asyncio.Future[events.Bundle]] = field(default_factory=dict)
@@ -393,7 +404,22 @@ class JobDriver:
         self._doubt_until = looked_at + max(DOUBT_S, 2 * (looked_at - now))
         return None, True
 
+    def write(
+        self, kind: str, text: str, session: OutgoingStream | None = None, code: str = "", incident: int = 0
+    ) -> None:
+        """Notes an event for the log, with the generation, and the incident that it belongs to."""
+        generation = 0 if self.formed is None else self.formed.generation
+        self.note(Note(kind, self.job_id, text, session, code, generation, incident or self.incident))
+
+    def _begin_incident(self, decision: Decision) -> None:
+        """Lines about what a decision comes from belong to the incident already."""
+        if self.formed is not None and not self.incident:
+            ends = (records.GenerationEnded, records.GenerationFormed)
+            if any(isinstance(record, ends) for record in decision.records):
+                self.incident = self.formed.generation
+
     def _carry_out(self, event: events.Event, decision: Decision, now: float) -> None:
+        self._begin_incident(decision)
         if isinstance(event, events.SessionLost):
             self._lost(event, decision)
         held = event.held_generation if isinstance(event, events.Joined) else 0
@@ -405,7 +431,7 @@ class JobDriver:
                 self._deliver(session, message, event)
         # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
         if decision.reason and (decision.reason != self._reason or isinstance(event, events.Tick)):
-            self.note(Note("decided", self.job_id, decision.reason))
+            self.write("decided", decision.reason)
         self._reason = decision.reason or self._reason
         for bundle in decision.bundles:
             self._hand_over(bundle)
@@ -422,7 +448,7 @@ class JobDriver:
         self, session: OutgoingStream, message: messages.SchedulerMessage, cause: events.Event
     ) -> None:
         if isinstance(message, messages.Welcome):
-            self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
+            self.write("joined", "as a spare" if message.spare else "", session)
         elif isinstance(message, messages.Assignment):
             session.generation, session.rank = message.generation, message.rank
         session.send(
@@ -432,13 +458,13 @@ class JobDriver:
         )
         if isinstance(message, messages.Refused):
             kind = "expelled" if message.code is messages.RefusalCode.EXPELLED else "refused"
-            self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))
+            self.write(kind, message.sentence, session, message.code.name.lower())
             self._close(session, RefusedByRulesError(message.sentence))
         elif isinstance(message, messages.Ended):
             text = message.reason
             if isinstance(cause, events.LeftCleanly) and cause.session == session.id:
                 text = "finished" if cause.finished else cause.reason
-            self.note(Note("left", self.job_id, text, session))
+            self.write("left", text, session)
             self._close(session, None)
 
     def _close(self, session: OutgoingStream, error: SchedulerError | None) -> None:
@@ -450,7 +476,7 @@ class JobDriver:
         if session is not None:
             is_gone = any(isinstance(record, records.Removed) for record in decision.records)
             text = event.detail if is_gone else f"{event.detail}; its place is kept, if it has one"
-            self.note(Note("lost", self.job_id, text, session))
+            self.write("lost", text, session)
 
     def _count(self, event: events.Event, now: float) -> None:
         self.counters.events += 1
@@ -469,6 +495,7 @@ class JobDriver:
         elif isinstance(record, records.GenerationEnded):
             self.generation_over = record.reason
         elif isinstance(record, records.GroupEstablished):
+            self.incident = 0
             if counters.formed_s is not None:
                 counters.build_s = now - counters.formed_s
             if counters.formation_s is None and counters.first_join_s is not None:

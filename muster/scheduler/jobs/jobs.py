@@ -47,6 +47,7 @@ class Jobs:
         incidents: takes the evidence of hangs; None: nothing is kept of it.
         stood_by: whether this process waited for another to end: a job that ended with that one is over, and
             not begun again.
+        time_of_day: in seconds since 1970; planned drains of recovered jobs go by it. None: they wait.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Jobs:
         storage: Storage | None = None,
         incidents: IncidentFiles | None = None,
         stood_by: Callable[[], bool] = lambda: False,
+        time_of_day: Callable[[], float] | None = None,
     ) -> None:
+        self._time_of_day = time_of_day
         self._settings = settings
         self._stood_by = stood_by
         self._incidents = incidents
@@ -221,6 +224,8 @@ class Jobs:
         for record in journaled:
             ledger.apply(record)
         driver.formed, driver.generation_over = ledger.formed, ledger.suspended or ""
+        if self._time_of_day is not None:
+            driver.post(events.TimeOfDay(self._time_of_day()))
         generation = driver.view().generation
         self._note(Note("recovered", job_id, f"{len(journaled)} records, generation {generation}"))
 
@@ -281,7 +286,7 @@ class Jobs:
                 driver.evidence = f"{what}: {path}"
             except OSError as error:
                 driver.evidence = f"{what} cannot be written: {error.strerror or error} (MS_INCIDENT_DIR)."
-        self._note(Note("evidence", driver.job_id, driver.evidence))
+        driver.write("evidence", driver.evidence, incident=bundle.generation)
 
     def _ended(self, driver: JobDriver) -> None:
         if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():

@@ -531,6 +531,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             if isinstance(error, sqlite3.OperationalError):
                 raise self._unreadable(str(error), full=self._is_full(error)) from error
             raise self._damaged(str(error)) from error
+        except UnicodeDecodeError as error:  # of what SQLite says of a damaged schema
+            raise self._damaged("a part of it that is text is not UTF-8") from error
         except OSError as error:
             raise self._unreadable(error.strerror or str(error), full=error.errno in _NO_SPACE) from error
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,7 @@ def _jobs(
         recover_machine=functools.partial(AdoptingJob, adopt=settings.adopt),
         storage=storage,
         incidents=IncidentFiles(kept_at) if kept_at is not None else None,
+        time_of_day=time.time,
         stood_by=lambda: leadership is not None and leadership.stood_by,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -16,7 +16,9 @@ import grpc.aio
 from muster.scheduler import __version__
 from muster.scheduler.access import Caller
 from muster.scheduler.core import events
+from muster.scheduler.core.views import JobView
 from muster.scheduler.errors import (
+    MalformedError,
     NotFoundError,
     NotPermittedError,
     SchedulerError,
@@ -24,12 +26,16 @@ from muster.scheduler.errors import (
     begin_stream,
     end_call,
 )
+from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions, decoded
 from muster.scheduler.serve.status import encode_jobs, encode_stacks, encode_status
-from muster.wire import codec
+from muster.wire import codec, messages
 
 SERVICE = "rendezvous.v1.Rendezvous"
+CLOCKS_DIFFER_S = 60.0
+"""So much of a time that is over an operator's clock may be behind: what is planned then happens at once."""
+
 STATUS_ROLES = ("worker", "scheduler", "operator")
 
 
@@ -91,17 +97,36 @@ class Service:
         """Answers Drain."""
 
         async def answer(caller: Caller) -> bytes:
-            named, node_id, reason = decoded(codec.decode_drain_request, data)
-            job_id = named or self._own_job
+            order = decoded(codec.decode_drain_request, data)
+            job_id = order.job_id or self._own_job
             self._access.allow(caller, roles=("operator",), job=job_id)
-            driver = self._jobs.get(job_id)
-            if all(w.candidate.node_id != node_id for w in driver.view().workers):
-                raise NotFoundError(f"There is no node {node_id!r} in job {job_id!r}.")
-            done = await driver.submit(events.DrainRequested(node_id, reason))
-            self._recorder.drained(job_id, node_id, caller, reason)
-            return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
+            return codec.encode_drain_reply(await self._drain(self._jobs.get(job_id), order, caller))
 
         return await self._answer("Drain", context, answer)
+
+    async def _drain(self, driver: JobDriver, order: messages.DrainOrder, caller: Caller) -> str:
+        """Does what an operator wants of a drain; returns the answer in words."""
+        nodes, hosts, now_s = order.node_ids, order.hosts, time.time()
+        if order.cancel:
+            done = await driver.submit(events.DrainCalledOff(nodes, hosts))
+            self._recorder.drained(driver.job_id, ", ".join(nodes), caller, done, ", ".join(hosts))
+            return done
+        _check_drained(driver.view(), nodes, hosts)
+        if order.preview:
+            return driver.job.weigh_drain(nodes, hosts)
+        if len(nodes) == 1 and not hosts and not order.at_s:
+            done = await driver.submit(events.DrainRequested(nodes[0], order.reason))
+            done = done or f"Node {nodes[0]} of job {driver.job_id} is asked to leave."
+            self._recorder.drained(driver.job_id, nodes[0], caller, order.reason)
+            return done
+        if order.at_s and order.at_s < now_s - CLOCKS_DIFFER_S:
+            raise MalformedError(
+                f"The time is over: by the scheduler's clock {now_s - order.at_s:.0f} s ago."
+            )
+        done = await driver.submit(events.DrainAsked(nodes, hosts, order.reason, now_s, order.at_s))
+        text = done if order.at_s else order.reason
+        self._recorder.drained(driver.job_id, ", ".join(nodes), caller, text, ", ".join(hosts))
+        return done or "They are asked to leave."
 
     async def stacks(self, data: bytes, context: Context) -> bytes:
         """Answers Stacks, when all workers that were asked have answered, or their time is over."""
@@ -209,3 +234,23 @@ class Service:
         await driver.submit(event)
         while (data := await context.read()) is not grpc.aio.EOF:
             await driver.submit(self._sessions.event(session, data))
+
+
+def _check_drained(view: JobView, node_ids: Sequence[str], hosts: Sequence[str]) -> None:
+    """Checks that all of these are there: a name that nobody has is a slip of the pen.
+
+    Raises:
+        NotFoundError: one is not.
+    """
+    there = [worker.candidate for worker in view.workers]
+    known = {each.node_id for each in there}
+    places = {name for each in there for name in (each.host.name, each.host.id, each.host.address)}
+    for node_id in node_ids:
+        if node_id not in known:
+            raise NotFoundError(f"There is no node {node_id!r} in job {view.job_id!r}.")
+    for host in hosts:
+        if host not in places:
+            names = ", ".join(sorted({each.host.name for each in there})[:16]) or "none"
+            raise NotFoundError(
+                f"Job {view.job_id!r} has no worker on a host {host!r}; its hosts are {names}."
+            )

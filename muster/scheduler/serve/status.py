@@ -28,6 +28,8 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         copies=to_proto(view.copies),
         stragglers=to_proto(view.stragglers),
         evidence=view.evidence,
+        drains=to_proto(view.drains),
+        seconds_by_cause=dict(view.time_by_cause),
     ).SerializeToString()
 
 

@@ -616,7 +616,14 @@ class JobCopies(_message.Message):
     def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "evidence")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "drains", "seconds_by_cause", "evidence")
+    class SecondsByCauseEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -631,6 +638,8 @@ class StatusReply(_message.Message):
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_BY_CAUSE_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
@@ -646,8 +655,10 @@ class StatusReply(_message.Message):
     nccl_traffic: str
     copies: JobCopies
     stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
+    drains: _containers.RepeatedCompositeFieldContainer[PlannedDrain]
+    seconds_by_cause: _containers.ScalarMap[str, float]
     evidence: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., evidence: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., drains: _Optional[_Iterable[_Union[PlannedDrain, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., evidence: _Optional[str] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
     __slots__ = ()
@@ -678,14 +689,38 @@ class JobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobSummary, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("job_id", "node_id", "reason")
+    __slots__ = ("job_id", "node_id", "reason", "node_ids", "hosts", "at_s", "cancel", "preview")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     node_id: str
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    at_s: float
+    cancel: bool
+    preview: bool
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., reason: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[str]] = ..., at_s: _Optional[float] = ..., cancel: bool = ..., preview: bool = ...) -> None: ...
+
+class PlannedDrain(_message.Message):
+    __slots__ = ("number", "at_s", "node_ids", "hosts", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    at_s: float
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., at_s: _Optional[float] = ..., node_ids: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("sentence",)

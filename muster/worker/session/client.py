@@ -22,6 +22,7 @@ from muster.errors import (
 )
 from muster.wire import messages
 from muster.wire.codec import encode
+from muster.wire.json_lines import process_lines
 from muster.worker import ending
 from muster.worker.session import events
 from muster.worker.session.failures import failure_of
@@ -308,6 +309,7 @@ class Client:
 
     def _on_over(self, notice: events.Over) -> None:
         error = self._news.note_over(notice)
+        process_lines.over()
         if not notice.planned:
             self.communicators.abort(error)
 

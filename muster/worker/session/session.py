@@ -28,6 +28,7 @@ from muster.errors import (
 )
 from muster.wire import messages
 from muster.wire.codec import MAX_PARTNERS
+from muster.wire.json_lines import process_lines
 from muster.wire.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.ending import on_sigterm
@@ -157,6 +158,7 @@ class Session:
             raise
 
     def _note_place(self) -> None:
+        process_lines.node_id = self._profile.node_id
         ending.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
 
     # ------------------------------------------------------------ the present generation
@@ -543,6 +545,7 @@ class Session:
                     raise
                 self._ask_as_newcomer(refusal)
                 continue
+            process_lines.stands(place.generation, place.rank)
             log.info(
                 "rank %d of %d in generation %d of job %s: %s",
                 place.rank,
@@ -551,6 +554,7 @@ class Session:
                 self.job_id,
                 place.reason,
             )
+            process_lines.resolved()
             self._note_group(place)
             self._step_clock.begin(len(place.members), place.rank)
             return

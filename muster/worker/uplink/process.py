@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.errors import WorkerError
+from muster.wire.json_lines import log_own_process_as_json, process_lines, say, wanted
 from muster.wire.log_lines import BoundedFormatter
 from muster.wire.threads import Pool, start_thread
 from muster.wire.v1 import host_pb2 as pb
@@ -454,19 +455,24 @@ def _peer(end: socket.socket) -> tuple[int, int]:
 
 def main(env: Mapping[str, str] = os.environ) -> int:
     """Runs an uplink with a worker's settings; returns its exit code."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(BoundedFormatter())
-    logging.getLogger("muster").addHandler(handler)
+    if wanted(env):
+        log_own_process_as_json("uplink", "muster")
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(BoundedFormatter())
+        logging.getLogger("muster").addHandler(handler)
     door = inherited(env, INNER)
     if door is None:
-        print("uplink: no door was inherited; muster run starts uplinks.", file=sys.stderr)
+        obstacle = "no door was inherited; muster run starts uplinks."
+        say(obstacle, level="ERROR", as_text=f"uplink: {obstacle}")
         return 2
     try:
         settings = load_settings(env)
+        process_lines.job = settings.job_id
         logging.getLogger("muster").setLevel(settings.log_level)
         keyring = load_keyring(settings, env)
     except WorkerError as error:
-        print(f"uplink: {error}", file=sys.stderr)
+        say(str(error), level="ERROR", as_text=f"uplink: {error}")
         return error.exit_code
     # Loaded before the first stream is taken: from then on the loop has to give signs of life.
     import grpc  # noqa: F401

@@ -14,7 +14,7 @@ import pytest
 from muster.scheduler.cli.command import find_scheduler, parser, with_password
 from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.launches import LaunchDirectory, running
-from tests.scheduler.processes import Pki, scheduler
+from tests.scheduler.processes import Pki, Stream, channel, join, scheduler
 
 Publish = Callable[..., LaunchDirectory]
 
@@ -112,15 +112,21 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_drain_names_job_and_directory_and_asks_on_a_terminal(publish: Publish) -> None:
-    with scheduler(MS_JOB_ID="night") as asked:
+    with scheduler(MS_JOB_ID="night") as asked, channel(asked.target) as line:
         launch = publish("night", asked.port)
+        stream = Stream(line)
+        stream.put(join("7", job_id="night"))
+        stream.next("welcome")
         assert [each.job_id for each in running(os.environ)] == ["night"]
         what = f"node 7 of job night in {launch.path.absolute()}"
         code, shown = on_a_terminal("n\n", "drain", "7")
         assert code == 1 and f"Drain {what}? [y/N]" in shown and "nothing was changed" in shown
-        assert "no node" not in shown
-        assert "no node '7'" in on_a_terminal("y\n", "drain", "7")[1]
-        assert "[y/N]" not in on_a_terminal("", "drain", "7", "--yes")[1]
+        assert "1 worker without a rank would go: training does not notice." in shown
+        code, shown = on_a_terminal("y\n", "drain", "8")
+        assert code == 1 and "no node '8'" in shown and "[y/N]" not in shown
+        code, shown = on_a_terminal("", "drain", "7", "--at", "02:00", "--yes")
+        assert code == 0 and "[y/N]" not in shown and "The drain of node 7 is planned" in shown
+        assert "The drain of node 7 is called off." in muster("drain", "7", "--cancel").stdout
         piped = muster("drain", "7")
         assert "[y/N]" not in piped.stderr and f"draining {what}" in piped.stderr
 

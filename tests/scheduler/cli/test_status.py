@@ -218,3 +218,25 @@ def test_watching_ends_with_the_job_or_with_ctrl_c(last: str, says: str) -> None
     assert watch(ask, out, pause=pause) == 0
     assert (asked[0], paused[0]) == ((2, 2) if last == "interrupt" else (3, 2))
     assert says in out.getvalue()
+
+
+def test_where_the_time_of_a_job_went_and_what_is_planned_is_shown() -> None:
+    reply = pb.StatusReply(job_id="job", state="running")
+    reply.seconds_by_cause.update({"training": 90.0, "forming": 10.0})
+    reply.drains.add(number=1, at_s=1_800_000_000.0, hosts=["gpu-17"], node_ids=["3"], reason="new disks")
+    out = io.StringIO()
+    show(reply, out)
+    assert "time: 90 % training, 10 % forming, of " in out.getvalue()
+    assert "host gpu-17 and node 3 (new disks)" in out.getvalue()
+    told = as_json(reply)
+    assert told["seconds_by_cause"] == {"forming": 10.0, "training": 90.0}
+    assert told["drains"] == [
+        {"at": 1_800_000_000.0, "node_ids": ["3"], "hosts": ["gpu-17"], "reason": "new disks"}
+    ]
+    assert "time:" not in _shown(pb.StatusReply(job_id="job", state="forming"))
+
+
+def _shown(reply: pb.StatusReply) -> str:
+    out = io.StringIO()
+    show(reply, out)
+    return out.getvalue()

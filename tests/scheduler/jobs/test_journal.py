@@ -55,6 +55,8 @@ RECORDS: tuple[records.Record, ...] = (
     records.GenerationFormed(1, (records.Placed(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
     records.GroupEstablished(1),
     records.LeavePlanned("knoten-ü7", 5, "drained"),
+    records.DrainPlanned(1, 1_800_000_000.5, ("knoten-ü7",), ("gpu-17",), "new disks"),
+    records.DrainOver(1),
     records.Removed("knoten-ü7", 5, "left", finished=True),
     records.GenerationEnded(1, "too few"),
     records.JobEnded(False, "nobody came"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import signal
 import socket
@@ -336,9 +337,11 @@ def test_status_of_a_job_that_is_not_there(plain: Scheduler) -> None:
 def test_drain_a_node_that_is_not_there(over: grpc.Channel, plain: Scheduler) -> None:
     streams = form(over, 1, job_id="drain")
     done = plain.command("drain", "nobody", "--job", "drain")
-    begun, _, refusal = done.stderr.partition("\n")
-    assert begun == f"draining node nobody of job drain at {plain.target}"
-    assert (done.returncode, refusal) == (1, "scheduler: There is no node 'nobody' in job 'drain'.\n")
+    assert (done.returncode, done.stderr) == (1, "scheduler: There is no node 'nobody' in job 'drain'.\n")
+    elsewhere = plain.command("drain", "--host", "gpu-17", "--job", "drain")
+    assert "has no worker on a host 'gpu-17'; its hosts are host." in elsewhere.stderr
+    both = plain.command("drain", "node-0", "--host", "127.0.0.1", "--job", "drain")
+    assert both.returncode == 2 and "The scheduler's address is given by --scheduler." in both.stderr
     streams[0].call.cancel()
 
 
@@ -350,6 +353,31 @@ def test_a_worker_is_drained(over: grpc.Channel, plain: Scheduler) -> None:
     assert "new disk" in plain.await_log("drained job_id=drained")
     for stream in streams:
         stream.call.cancel()
+
+
+def test_a_planned_drain_outlives_a_scheduler_that_is_killed(tmp_path: Path) -> None:
+    """It is shown, undone, and carried out by the scheduler that comes after."""
+    journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path / "journal")}
+    with scheduler(**journal) as first, channel(first.target) as over:
+        streams = form(over, 2)
+        done = first.command("drain", "--host", "host", "--at", "23:59", "--yes")
+        assert "The drain of host host is planned" in done.stdout, done.stderr
+        assert done.stderr.startswith("2 ranks of 2 would go, 0 would be left, and MS_WORKER_MIN is 2")
+        at = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=2)
+        done = first.command("drain", "node-1", "--at", at.isoformat(), "--reason", "new disk")
+        assert done.returncode == 0, done.stderr
+        first.signal(signal.SIGKILL)
+        first.wait()
+        for stream in streams:
+            stream.call.cancel()
+    with scheduler(port=str(first.port), **journal) as second:
+        line = second.await_log("will leave at a step boundary")
+        assert "node-1" in line and "new disk" in line and "node-0" not in line
+        (plan,) = json.loads(second.command("status", "--json").stdout)["drains"]
+        assert plan["hosts"] == ["host"] and plan["reason"] == "drained by an operator"
+        assert "drain planned at" in second.command("status").stdout
+        assert "The drain of host host is called off." in second.command("drain", "--cancel").stdout
+        assert json.loads(second.command("status", "--json").stdout)["drains"] == []
 
 
 def test_nobody_listens() -> None:

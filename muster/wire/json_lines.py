@@ -1,0 +1,223 @@
+"""Log lines as JSON objects, one schema for all processes (``MS_LOG_FORMAT=json``).
+
+Each line has all of :data:`FIELDS`, in that order, and may have more facts after them. What is not known, or
+does not hold for a line, is null. docs/operating.md describes the fields to users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+FIELDS = (
+    "time",
+    "level",
+    "component",
+    "job",
+    "generation",
+    "rank",
+    "incident",
+    "node_id",
+    "host",
+    "pid",
+    "logger",
+    "event",
+    "text",
+)
+"""What each line has. ``time`` is UTC, RFC 3339, to the millisecond."""
+
+VARIABLE = "MS_LOG_FORMAT"
+MOST_LINE_BYTES = 15_000
+"""Container runtimes cut a line at 16 KiB."""
+
+FACTS = "muster_facts"
+"""The attribute of a log record that holds more facts of its line."""
+
+_SHORTEST = 16
+
+
+def wanted(env: Mapping[str, str]) -> bool:
+    """Whether the environment asks for JSON; a value that is not allowed is for the settings to refuse."""
+    return env.get(VARIABLE, "").strip().lower() == "json"
+
+
+def incident_of(job: str, generation: int) -> str:
+    """Names what ended a generation of a job; every process that hears of it gives it the same name."""
+    return f"{job}-g{generation}"
+
+
+@dataclass(slots=True)
+class LineContext:
+    """What is known in a process about all its lines: which process of which job this is, and in which state.
+
+    Attributes:
+        component: scheduler, worker, agent, program, launcher, uplink or web.
+        job: the job; None where a process has several, or none yet.
+        generation: the newest generation of which this process has been a member.
+        rank: its rank in that.
+        incident: what has ended that generation, until the next one stands.
+        node_id: the worker's stable name.
+        host: this host's name.
+    """
+
+    component: str
+    job: str | None = None
+    generation: int | None = None
+    rank: int | None = None
+    incident: str | None = None
+    node_id: str | None = None
+    host: str | None = None
+
+    def begin(self, component: str, job: str | None = None) -> None:
+        """Begins for this process; what it had of the one that forked it is forgotten."""
+        self.component, self.job = component, job
+        self.generation = self.rank = self.incident = self.node_id = None
+
+    def stands(self, generation: int, rank: int | None = None) -> None:
+        """A generation stands; the incident before it goes on until :meth:`resolved`."""
+        self.generation, self.rank = generation, rank
+
+    def resolved(self) -> None:
+        """The job goes on: lines belong to no incident from here on."""
+        self.incident = None
+
+    def over(self) -> None:
+        """The generation has ended, for whatever reason: lines belong to that until the next stands."""
+        if self.job and self.generation and self.incident is None:
+            self.incident = incident_of(self.job, self.generation)
+
+
+process_lines = LineContext("muster")
+"""That of this process."""
+
+
+def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
+    """Renders one line; ``facts`` overrule the context, and those that are no field stand after the fields.
+
+    A text or fact that makes the line longer than :data:`MOST_LINE_BYTES` is cut.
+    """
+    moment = facts.pop("moment", None) or dt.datetime.now(dt.UTC)
+    known: dict[str, Any] = {
+        "time": f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z",
+        "level": level,
+        "component": context.component,
+        "job": context.job,
+        "generation": context.generation,
+        "rank": context.rank,
+        "incident": context.incident,
+        "node_id": context.node_id,
+        "host": context.host or os.uname().nodename,
+        "pid": os.getpid(),
+        "logger": None,
+        "event": None,
+        "text": text,
+    }
+    line = json.dumps({**known, **facts}, default=str)
+    longest = MOST_LINE_BYTES
+    while len(line) > MOST_LINE_BYTES and longest > _SHORTEST:
+        longest //= 2
+        line = json.dumps({name: _cut(value, longest) for name, value in {**known, **facts}.items()})
+    return line
+
+
+def _cut(value: object, longest: int) -> object:
+    """A value as JSON has it; a text of its end and its beginning, where it is long."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object.
+
+    Args:
+        context: of the process.
+    """
+
+    def __init__(self, context: LineContext) -> None:
+        super().__init__()
+        self._context = context
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        facts: dict[str, Any] = dict(getattr(record, FACTS, {}))
+        if record.exc_info:
+            facts["traceback"] = self.formatException(record.exc_info)
+        return json_line(
+            record.levelname,
+            facts.pop("text", None) or record.getMessage(),
+            self._context,
+            moment=dt.datetime.fromtimestamp(record.created, dt.UTC),
+            **{"logger": record.name, **facts},
+        )
+
+
+def log_as_json(*loggers: str) -> None:
+    """Has these loggers write JSON lines to standard error, and nobody else write theirs.
+
+    A logger that has handlers of its own already keeps them: a script has set them up.
+    """
+    for name in loggers:
+        logger = logging.getLogger(name)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(JsonFormatter(process_lines))
+            logger.addHandler(handler)
+            logger.propagate = False
+
+
+def log_own_process_as_json(component: str, *loggers: str) -> None:
+    """The same for a process that runs nothing but Muster: its warnings and uncaught errors, too."""
+    process_lines.begin(component)
+    log_as_json(*loggers, "py.warnings")
+    logging.captureWarnings(True)
+    sys.excepthook = say_uncaught
+
+
+def say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes an error that nobody has caught as one JSON line, its traceback in it."""
+    told = "".join(traceback.format_exception(kind, error, trace))
+    say(f"{kind.__name__}: {error}", level="CRITICAL", as_text=told, traceback=told)
+
+
+def say(sentence: str, *, level: str = "INFO", as_text: str, **facts: Any) -> None:
+    """Writes a sentence of a process itself to standard error: as JSON if the environment asks for that.
+
+    Args:
+        sentence: what is said.
+        level: how severe it is.
+        as_text: the line where JSON is not asked for.
+        facts: more of the JSON line.
+    """
+    line = json_line(level, sentence, process_lines, **facts) if wanted(os.environ) else as_text
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def fields_of(line: bytes) -> dict[str, Any] | None:
+    """Reads a line of this schema; None: it is none."""
+    if not line.startswith(b'{"time": "'):
+        return None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= set(FIELDS) else None
+
+
+def wrapped(line: bytes, context: LineContext) -> bytes:
+    """A program's own line as one of this schema; one that is of it already stays as it is."""
+    if fields_of(line) is not None:
+        return line
+    return json_line("INFO", line.decode(errors="replace").rstrip("\r"), context).encode()
