@@ -40,11 +40,12 @@ def steps(
             with step:
                 loss = train(batch)
 
-    Every so many steps each rank copies its part of the state into its own memory and the next rank's. When
-    ranks are lost, what their loss makes the others raise within ``with step`` is dropped; all go back to the
-    newest copy that is whole, and so does the process that takes a lost rank's place. That one first does two
-    steps for itself, the results of which are overwritten (``step.rehearses``). So a step may be done
-    several times: what it leaves anywhere but in ``state`` stays there. All of it belongs within ``with``.
+    Every so many steps each rank copies its part of the state into its own memory and that of a partner, on
+    another host where there is one. When ranks are lost, what their loss makes the others raise within
+    ``with step`` is dropped; all go back to the newest copy that is whole, and so does the process that takes
+    a lost rank's place. That one first does two steps for itself, the results of which are overwritten
+    (``step.rehearses``). So a step may be done several times: what it leaves anywhere but in ``state`` stays
+    there. All of it belongs within ``with``.
 
     Without :func:`keep_alive`, or where that has said no, it is a loop like any other.
 

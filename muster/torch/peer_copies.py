@@ -1,12 +1,21 @@
-"""Copies of each rank's state in its own memory and in the next rank's, for who takes a lost rank's place."""
+"""Copies of each rank's state in its own memory and in a partner's, for who takes a lost rank's place."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from muster.training.part_copy import DamagedCopyError, HeldCopies, PartCopy
+from muster.training.snapshots.partners import partners
+from muster.training.snapshots.parts import PartKey, SnapshotId
+from muster.wire.messages import Device, Host, Member
+
+log = logging.getLogger("muster.worker")
 
 Key = tuple[int, int]
 """Generation and step of a copy; the greater is the later."""
@@ -33,7 +42,10 @@ def newest_whole(holds: Sequence[Sequence[Sequence[int]]]) -> tuple[Key, list[in
 
 
 class PeerCopies:
-    """What this rank holds: its own state at some steps, and that of the rank before it.
+    """What this rank holds: its own state at a step, and that of those whose partner it is.
+
+    Partners are on other hosts where there are some. Each copy has the checksums of what its owner took, so
+    that one that is flipped, torn or of another step is noticed, and not used.
 
     Args:
         rank: this one.
@@ -42,26 +54,39 @@ class PeerCopies:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._parts: dict[tuple[int, Key], Any] = {}
+        self._held = HeldCopies()
+        self._partners: Sequence[Sequence[int]] = ()
+        self._partners_in = -1
 
     @property
     def holds(self) -> list[list[int]]:
-        """Owner, generation and step of each part, for :func:`newest_whole`."""
-        return [[owner, *key] for owner, key in self._parts]
+        """Owner, generation and step of each part that is as it was taken, for :func:`newest_whole`."""
+        found = []
+        for copy in self._held.all():
+            try:
+                copy.check()
+            except DamagedCopyError as error:
+                log.error("%s It is not used.", error.message)
+                continue
+            found.append([copy.key.rank, *copy.key.snapshot])
+        return found
 
     def take(self, key: Key, part: Any) -> None:
-        """Keeps this rank's part, at the next rank too; all ranks call it, and all hold it when it returns.
+        """Keeps this rank's part, at its partner too; all ranks call it, and all hold it when it returns.
 
         Args:
             key: of the copy.
             part: uint8, in the host's memory.
         """
-        self._parts[self._rank, key] = part
+        mine = PartCopy(self._key(self._rank, key), b"", memoryview(part.numpy()), is_own=True).sealed()
+        self._held.keep(mine)
         if self._size > 1:
-            before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-            self._parts[before, key] = _exchange(part, to=after, source=before)
+            table = self._partners_of(key[0])
+            wards = [rank for rank in range(self._size) if self._rank in table[rank]]
+            for copy in self._exchange(key, dict.fromkeys(table[self._rank], mine), {w: w for w in wards}):
+                self._held.keep(copy)
             dist.barrier()  # who has passed it knows that all have come to it
-        self._parts = {each: part for each, part in self._parts.items() if each[1] == key}
+        self._held.drop([copy.key for copy in self._held.all() if copy.key.snapshot != mine.key.snapshot])
 
     def restore(self, key: Key, holders: Sequence[int]) -> Any:
         """This rank's part of a copy; those who have lost theirs get it; all ranks call it.
@@ -69,34 +94,86 @@ class PeerCopies:
         Args:
             key: of the copy.
             holders: who has each rank's part.
+
+        Raises:
+            DamagedCopyError: the part that was handed over is not what its owner took.
         """
         for owner, holder in enumerate(holders):
             if owner == holder:
                 continue
             if holder == self._rank:
-                _exchange(self._parts[owner, key], to=owner)
+                copy = self._held.get(self._key(owner, key))
+                assert copy is not None
+                self._exchange(key, {owner: copy}, {})
             elif owner == self._rank:
-                self._parts[owner, key] = _exchange(source=holder)
-        return self._parts[self._rank, key]
+                self._held.drop([self._key(owner, key)])  # what it has of it is damaged
+                for copy in self._exchange(key, {}, {holder: owner}):
+                    self._held.keep(copy)
+        mine = self._held.get(self._key(self._rank, key))
+        if mine is None:
+            raise DamagedCopyError(f"Rank {self._rank}'s part of step {key[1]} has come damaged.")
+        return torch.frombuffer(mine.data, dtype=torch.uint8)
+
+    def _key(self, owner: int, key: Key) -> PartKey:
+        return PartKey(SnapshotId(*key), self._size, owner)
+
+    def _partners_of(self, generation: int) -> Sequence[Sequence[int]]:
+        """Each rank's partners in a generation; all ranks call it, and tell each other where they are."""
+        if self._partners_in != generation:
+            host = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))], device=_device())
+            hosts = [torch.zeros_like(host) for _ in range(self._size)]
+            dist.all_gather(hosts, host)
+            self._partners, self._partners_in = partners_on([int(each) for each in hosts]), generation
+        return self._partners
+
+    def _exchange(self, key: Key, sent: Mapping[int, PartCopy], coming: Mapping[int, int]) -> list[PartCopy]:
+        """Sends copies to ranks while others come: ``coming`` says from which rank, and whose.
+
+        Returns:
+            Those that are what their owners took.
+        """
+        device = _device()
+        heads = {
+            to: torch.tensor([len(copy.data), *copy.checksums], device=device) for to, copy in sent.items()
+        }
+        lengths = {to: torch.tensor([len(head)], device=device) for to, head in heads.items()}
+        counts = {source: torch.zeros(1, dtype=torch.int64, device=device) for source in coming}
+        _send_and_receive(lengths, counts)
+        theirs = {s: torch.zeros(int(count), dtype=torch.int64, device=device) for s, count in counts.items()}
+        _send_and_receive(heads, theirs)
+        data = {s: torch.empty(int(head[0]), dtype=torch.uint8, device=device) for s, head in theirs.items()}
+        mine = {to: torch.frombuffer(copy.data, dtype=torch.uint8).to(device) for to, copy in sent.items()}
+        _send_and_receive(mine, data)
+        found = []
+        for source, part in data.items():
+            sums = tuple(map(int, theirs[source][1:]))
+            whole = memoryview(part.to(_CPU).numpy())
+            copy = PartCopy(self._key(coming[source], key), b"", whole, sums)
+            try:
+                copy.check()
+            except DamagedCopyError as error:
+                log.error("%s It is not kept.", error.message)
+            else:
+                found.append(copy)
+        return found
 
 
-def _exchange(part: Any = None, *, to: int | None = None, source: int | None = None) -> Any:
-    """Sends a part to one rank while another's comes from one."""
-    device = _device()
-    count = torch.tensor([0 if part is None else part.numel()], device=device)
-    theirs = torch.zeros_like(count)
-    _send_and_receive(count, to, theirs, source)
-    found = torch.empty(int(theirs), dtype=torch.uint8, device=device)
-    _send_and_receive(None if part is None else part.to(device), to, found, source)
-    return found.to(_CPU)
+def partners_on(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For each rank the one that keeps a copy of its part: on another host, where there is one.
+
+    Args:
+        hosts: each rank's, by number.
+    """
+    members = [
+        Member(rank, f"{rank:09d}", rank, Host(f"{host:09d}", "", ""), Device(), 0, 1)
+        for rank, host in enumerate(hosts)
+    ]
+    return partners(members)
 
 
-def _send_and_receive(sent: Any, to: int | None, found: Any, source: int | None) -> None:
-    works = []
-    if to is not None:
-        works.append(dist.isend(sent, to))
-    if source is not None:
-        works.append(dist.irecv(found, source))
+def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
+    works = [dist.isend(tensor, to) for to, tensor in sent.items()]
+    works += [dist.irecv(tensor, source) for source, tensor in found.items()]
     for work in works:
         work.wait()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from muster.torch.snapshot_tensors import SnapshotTensor
+from muster.training.shared_room import SharedRoom
 
 _ALIGNMENT = 64
 
@@ -22,11 +23,27 @@ class OwnRoom:
         size: in bytes.
         pinned: a GPU writes there.
         host: the memory, where it is there already.
+
+    Attributes:
+        shared: the memory for another process of this host; None: it is this process's alone.
     """
 
     def __init__(self, size: int, *, pinned: bool, host: Any = None) -> None:
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if host is None else host
         self.data = memoryview(self.host.numpy())
+        self.shared: SharedRoom | None = None
+
+    @classmethod
+    def in_shared_memory(cls, size: int) -> OwnRoom:
+        """A room of the host, 1 byte or more, that another process reads, too.
+
+        Raises:
+            OSError: there is not as much shared memory.
+        """
+        shared = SharedRoom()
+        room = cls(size, pinned=False, host=torch.frombuffer(shared.take(size), dtype=torch.uint8))
+        room.shared = shared
+        return room
 
 
 def room_bytes(size: int, *, pinned: bool) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from muster.communicators.base import Communicator
 from muster.errors import SettingsError
 from muster.torch.data_parallel import DataParallel
+from muster.torch.snapshot_folder import SnapshotFolder
 from muster.torch.snapshot_tensors import ObjectParts, SnapshotTensor
 from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import broadcast_tensors, gather_numbers
+from muster.training.checkpoint import CheckpointSession
 from muster.training.parts import whole_part
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateHolder, StateLostError, TrainingState
@@ -44,7 +47,10 @@ class SnapshotTrainingState(TrainingState):
         sampler: deals out the samples.
         snapshots: made without a state.
         take_up: reads the last durable checkpoint into the objects, and returns whether there was one; all
-            ranks call it, where parts are nowhere in memory.
+            ranks call it, where parts are nowhere in memory, nor in ``checkpoint``.
+        checkpoint: a directory that all hosts share, for :meth:`save_beside`; "": none. A run that begins
+            goes on from the latest one there.
+        mbytes_per_s: the most that a rank writes there, in 10**6 bytes a second; 0: no bound.
 
     Raises:
         SettingsError: an object cannot be part of a snapshot.
@@ -57,6 +63,8 @@ class SnapshotTrainingState(TrainingState):
         *,
         snapshots: Snapshots,
         take_up: Callable[[], bool] = lambda: False,
+        checkpoint: str | Path = "",
+        mbytes_per_s: float = 0.0,
     ) -> None:
         wrapped = [name for name, each in objects.items() if isinstance(each, DataParallel)]
         if wrapped:
@@ -71,6 +79,34 @@ class SnapshotTrainingState(TrainingState):
         self._read_checkpoint = take_up
         self._communicator: Communicator | None = None
         snapshots.follow(self)
+        self._session: CheckpointSession | None = None
+        self._folder: SnapshotFolder | None = None
+        if str(checkpoint):
+            self._folder = SnapshotFolder(checkpoint, snapshots, mbytes_per_s=mbytes_per_s)
+            self.writes.append(self._folder.wait)
+
+    # ------------------------------------------------------------ what users call
+
+    def save_beside(self) -> bool:
+        """Lets each rank's process write the newest complete snapshot; all ranks call it, in a step's block.
+
+        Nothing is copied for it, where the tensors are on a CPU. The write before is waited for first. A
+        write that fails is a sentence in the log. Changes of members by plan and the end of an ElasticLoop
+        wait for what is being written.
+
+        Returns:
+            Whether there is something to write: no snapshot of this generation may be complete yet.
+
+        Raises:
+            StateLostError: the state was given no directory.
+        """
+        if self._folder is None:
+            raise StateLostError(
+                "There is no place to save to.", remedy="Give SnapshotTrainingState checkpoint=."
+            )
+        assert self._communicator is not None
+        assert self._session is not None
+        return self._folder.save_beside(self._session, self._communicator) is not None
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -100,6 +136,7 @@ class SnapshotTrainingState(TrainingState):
         self.roll_back()
         communicator = self._communicator = session.communicator
         self._snapshots.use(session)  # type: ignore[arg-type]
+        self._session = session  # type: ignore[assignment]
         for each in self._joining:
             each.join(communicator)
         has_begun = any(gather_numbers(communicator, self.device, int(self.step > 0)))
@@ -113,7 +150,7 @@ class SnapshotTrainingState(TrainingState):
 
     def _start(self, communicator: Communicator, *, has_begun: bool) -> None:
         """Begins a run with rank 0's values, or goes on from a durable checkpoint."""
-        taken_up = self._read_checkpoint() if has_begun or not self.shared else False
+        taken_up = self._take_up(communicator) if has_begun or not self.shared else False
         if has_begun and not taken_up:
             raise StateLostError(
                 "Parts of the state were held only by workers that are lost, and there is no checkpoint.",
@@ -125,6 +162,11 @@ class SnapshotTrainingState(TrainingState):
             tensors = self._parts.snapshot_tensors(communicator.rank, communicator.world_size)
             everywhere = [each.tensor for each in tensors if each.wanted == whole_part(each.shape)]
             broadcast_tensors(communicator, everywhere, 0)
+
+    def _take_up(self, communicator: Communicator) -> bool:
+        if self._folder is not None and self._folder.load(communicator, self) is not None:
+            return True
+        return self._read_checkpoint()
 
     def end(self) -> None:
         """See :class:`TrainingState`."""

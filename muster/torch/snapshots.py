@@ -18,6 +18,7 @@ from muster.torch.snapshot_tensors import GivesParts, ObjectParts
 from muster.training.carrier import Carrier, NumpyLibrary
 from muster.training.copy_exchange import CopyExchange, OutgoingCopy
 from muster.training.part_copy import HeldCopies, PartCopy
+from muster.training.shared_room import SharedRoom
 from muster.training.snapshots.partners import partners
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.training.snapshots.restoration import Restoration
@@ -112,6 +113,8 @@ class Snapshots:
         self._exchange: CopyExchange | None = None
         self._copier: PartCopier | None = None
         self._rooms: list[tuple[PartKey | None, OwnRoom]] = []
+        self._lent: set[PartKey] = set()
+        self._shares_rooms = False
         self._begun: dict[PartKey, float] = {}
         self._seconds = 0.0
         self._partners: tuple[int, ...] = ()
@@ -322,7 +325,29 @@ class Snapshots:
     @property
     def complete(self) -> SnapshotId | None:
         """The newest snapshot of which this rank has heard that it is complete everywhere."""
-        return self._retention.agreed
+        agreed, word = self._retention.agreed, self._session.snapshot_word
+        if word is None or word.complete < 0:
+            return agreed
+        return max(agreed or SnapshotId(-1, 0), SnapshotId(word.generation, word.complete))
+
+    # ------------------------------------------------------------ what writes checkpoints calls
+
+    def share_rooms(self) -> None:
+        """From now on copies of a CPU's tensors lie where another process of this host can read them."""
+        self._shares_rooms = True
+
+    def lend(self, key: PartKey) -> SharedRoom | None:
+        """Keeps the memory of this rank's copy as it is until :meth:`take_back`.
+
+        Returns:
+            The memory, for another process; None: it is this process's alone.
+        """
+        self._lent.add(key)
+        return next((room.shared for old, room in self._rooms if old == key), None)
+
+    def take_back(self, key: PartKey) -> None:
+        """That copy is read no more."""
+        self._lent.discard(key)
 
     # ------------------------------------------------------------ taking
 
@@ -360,19 +385,35 @@ class Snapshots:
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:
-        """Memory of this rank that no copy needs any more; two rooms are all there is."""
-        busy = None if self._exchange is None else self._exchange.under_way
+        """Memory of this rank that no copy needs any more.
+
+        Two rooms are all there is, and a third where one of a dropped copy is still being written to disk.
+        """
+        busy = set(self._lent)
+        if self._exchange is not None and self._exchange.under_way is not None:
+            busy.add(self._exchange.under_way)
+        most = 3 if any(self.held.get(each) is None for each in self._lent) else 2
         free = [
-            room for old, room in self._rooms if old is None or (old != busy and self.held.get(old) is None)
+            room
+            for old, room in self._rooms
+            if old is None or (old not in busy and self.held.get(old) is None)
         ]
         kept = [(old, room) for old, room in self._rooms if all(room is not each for each in free)]
         fitting = [room for room in free if len(room.data) >= copier.size]
-        if len(kept) >= 2:
+        if len(kept) >= most:
             return None
-        room = fitting[0] if fitting else OwnRoom(copier.size, pinned=copier.device.type == "cuda")
-        spare = [(None, each) for each in fitting[1:]][: 1 - len(kept)]
+        room = fitting[0] if fitting else self._new_room(copier)
+        spare = [(None, each) for each in fitting[1:]][: max(0, 1 - len(kept))]
         self._rooms = [*kept, *spare, (key, room)]
         return room
+
+    def _new_room(self, copier: PartCopier) -> OwnRoom:
+        if self._shares_rooms and copier.size and copier.device.type == "cpu":
+            try:
+                return OwnRoom.in_shared_memory(copier.size)
+            except OSError as error:
+                _LOG.warning("A copy is no shared memory, and is copied to be written: %s", error)
+        return OwnRoom(copier.size, pinned=copier.device.type == "cuda")
 
     def _follow_change(self, change: RetentionChange) -> None:
         self.held.drop(change.drop)

@@ -83,13 +83,14 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     pace = WritePace(mbytes_per_s)
     with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text), pace)
+        write_all(file, memoryview(len(text).to_bytes(8, "little") + text), pace)
         for name in names:
             flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-            _write_all(file, flat.data, pace)
+            write_all(file, flat.data, pace)
 
 
-def _write_all(file: Any, data: memoryview, pace: WritePace) -> None:
+def write_all(file: Any, data: memoryview, pace: WritePace) -> None:
+    """Writes bytes piece by piece, no faster than ``pace`` lets them."""
     while len(data):
         written = file.write(data[:_PIECE_BYTES])
         pace.wrote(written)

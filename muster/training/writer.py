@@ -64,10 +64,10 @@ def take_away(unfinished: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def carry_out(order: Mapping[str, Any], room: int) -> dict[str, Any]:
+def carry_out(order: Mapping[str, Any]) -> dict[str, Any]:
     """Does what an order says; what it answers to it."""
     module, _, name = order["call"].partition(":")
-    size = int(order["size"])
+    size, room = int(order["size"]), int(order["room"])
     data = memoryview(mmap.mmap(room, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
     try:
         found = getattr(importlib.import_module(module), name)(data, order["what"])
@@ -83,10 +83,10 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the training, which waits for this process
     os.nice(NICENESS)
-    channel, room = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    channel = socket.socket(fileno=int(sys.argv[1]))
     orders = Orders(channel.makefile("rb"))
     while True:
-        answer = carry_out(orders.next(), room)
+        answer = carry_out(orders.next())
         channel.sendall(json.dumps(answer).encode() + b"\n")
 
 

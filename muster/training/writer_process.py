@@ -40,6 +40,8 @@ class WriteOrder:
         unfinished: what is being written has this path until it is whole.
         ready: waits until all bytes are there.
         done: gets what the function returned.
+        room: where the bytes are; None: in the writer's own room.
+        over: is called when the bytes are needed no more, however the write has ended.
     """
 
     call: str
@@ -48,6 +50,8 @@ class WriteOrder:
     unfinished: Path
     ready: Callable[[], None]
     done: Callable[[Any], None]
+    room: SharedRoom | None = None
+    over: Callable[[], None] = lambda: None
 
 
 class WriterProcess:
@@ -68,6 +72,8 @@ class WriterProcess:
         self._thread: threading.Thread | None = None
         self._end: Any = None
         self._given_up = ""
+        self._passed: weakref.WeakSet[SharedRoom] = weakref.WeakSet()
+        """The rooms that the process has: it gets them as it starts."""
         wait = weakref.WeakMethod(self.wait)  # who writes is there until it has written
         atexit.register(lambda: (call := wait()) and call())
 
@@ -117,12 +123,15 @@ class WriterProcess:
                 order.done(answer["found"])
         except Exception as error:
             log.error("The checkpoint could not be written: %r. Training goes on.", error)
+        finally:
+            order.over()
 
     def _ask(self, order: WriteOrder) -> dict[str, Any]:
         if self._given_up:
             return {"error": f"A checkpoint was not written: {self._given_up}.", "remedy": ""}
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        room = order.room or self.room
+        if self._process is None or self._process.poll() is not None or room not in self._passed:
+            self._start(room)
         assert self._process is not None
         assert self._channel is not None
         line = json.dumps(
@@ -130,6 +139,7 @@ class WriterProcess:
                 "call": order.call,
                 "what": order.what,
                 "size": order.size,
+                "room": room.descriptor,
                 "unfinished": str(order.unfinished),
             }
         )
@@ -151,15 +161,16 @@ class WriterProcess:
             "remedy": "The next one starts another process.",
         }
 
-    def _start(self) -> None:
+    def _start(self, room: SharedRoom) -> None:
         self._let_go()
+        rooms = {*self._passed, self.room, room}
         channel, theirs = socket.socketpair()
         not_for_children(channel)  # or a DataLoader's processes would keep the writer alive
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         with theirs:
-            descriptors = theirs.fileno(), self.room.descriptor
+            descriptors = theirs.fileno(), *(each.descriptor for each in rooms)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "muster.training.writer", *map(str, descriptors)],
+                [sys.executable, "-m", "muster.training.writer", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env={
@@ -169,6 +180,7 @@ class WriterProcess:
                     "OMP_NUM_THREADS": "1",
                 },
             )
+        self._passed = weakref.WeakSet(rooms)
         self._channel, self._answers = channel, channel.makefile("rb")
         self._end = weakref.finalize(self, _end, self._process, channel, self._answers)
 

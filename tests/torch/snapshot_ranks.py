@@ -3,6 +3,7 @@ scheduler's."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,8 @@ class RankSession:
     def __init__(self, communicator: Any, members: tuple[messages.Member, ...], words: Words) -> None:
         self.communicator, self.members, self.words = communicator, members, words
         self.state_source_rank, self.newcomer_ranks = -1, ()
+        self.launch = 7
+        self.checkpoints: list[tuple[int, int]] = []
 
     @property
     def rank(self) -> int:
@@ -64,6 +67,12 @@ class RankSession:
     @property
     def snapshot_word(self) -> messages.SnapshotWord | None:
         return self.words.word
+
+    def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def report_checkpoint(self, step: int, *, size_bytes: int, seconds: float) -> None:
+        self.checkpoints.append((step, size_bytes))
 
     def report_snapshot(self, report: messages.SnapshotReport) -> None:
         self.words.report(self.rank, report)

@@ -1,0 +1,151 @@
+"""Files of copies in memory: a durable checkpoint is a directory with one file for each rank's part.
+
+A file has the copy's name, checksums and head, and its bytes. It gets its name once it is whole, so the
+checkpoint is whole when all its files are there, and no rank waits for another one's disk. Which of two
+checkpoints is the later one, the attempt's number says, then the generation, then the step, and no clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from muster.training.attempts import number_of_attempt
+from muster.training.checkpoint import CheckpointError
+from muster.training.paced_file import WritePace, write_all
+from muster.training.part_copy import PartCopy
+from muster.training.snapshots.parts import PartKey, SnapshotId
+
+KEPT = 2
+"""Whole checkpoints that stay: the last one, and one in case that is damaged."""
+
+_DIRECTORY = re.compile(r"snapshot_(\d{6,})\.(\d{6,})\.(\d{9,})")
+_FILE = re.compile(r"part_(\d+)_of_(\d+)")
+_MAX_LINE_BYTES = 1 << 24
+
+
+def describe(copy: PartCopy) -> dict[str, Any]:
+    """What a copy's file says of it, as JSON values."""
+    snapshot, world_size, rank = copy.key
+    return {
+        "key": [*snapshot, world_size, rank],
+        "head": copy.head.decode(),
+        "checksums": list(copy.checksums),
+    }
+
+
+def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes one rank's part; in the process that writes.
+
+    Args:
+        data: the copy's bytes.
+        what: ``copy`` as :func:`describe` gives it, ``root``, ``attempt``, ``unfinished`` and
+            ``mbytes_per_s``.
+
+    Returns:
+        The bytes of the whole checkpoint, 0 where parts are still being written, and the seconds it took.
+
+    Raises:
+        CheckpointError: the copy is damaged, or the file cannot be written.
+        DamagedCopyError: the copy has changed since it was taken.
+    """
+    begun = time.monotonic()
+    root, unfinished = Path(what["root"]), Path(what["unfinished"])
+    copy = _copy(what["copy"], data)
+    copy.check()
+    rank, world_size = copy.key.rank, copy.key.world_size
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        number = number_of_attempt(root, what["attempt"], [order[0] for order in _orders(root)])
+        generation, step = copy.key.snapshot
+        folder = root / f"snapshot_{number:06d}.{generation:06d}.{step:09d}"
+        folder.mkdir(exist_ok=True)
+        line = json.dumps({**what["copy"], "size": len(data)}).encode() + b"\n"
+        with unfinished.open("wb", buffering=0) as file:
+            pace = WritePace(what["mbytes_per_s"])
+            write_all(file, memoryview(line), pace)
+            write_all(file, data, pace)
+            os.fsync(file.fileno())
+        unfinished.replace(folder / f"part_{rank}_of_{world_size}")
+        _sync(folder)
+        _sync(root)
+        size_bytes = sum(each.stat().st_size for each in folder.iterdir()) if _is_whole(folder) else 0
+        if rank == 0:
+            _make_room(root)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"Rank {rank} could not write its part of a checkpoint in {root}: {error}.",
+            remedy="Make room, or choose another directory.",
+        ) from error
+    return {"size_bytes": size_bytes, "seconds": time.monotonic() - begun}
+
+
+def whole_checkpoints(root: Path) -> list[str]:
+    """The names of those of which all files are there; the latest first."""
+    return [path.name for _, path in sorted(_orders(root).items(), reverse=True) if _is_whole(path)]
+
+
+def read_parts(folder: Path, rank: int, world_size: int) -> list[PartCopy]:
+    """What one of several readers reads: each takes other files; one that cannot be read is left out."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        match = _FILE.fullmatch(path.name)
+        if match is None or int(match[1]) % world_size != rank:
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+            line = file.readline(_MAX_LINE_BYTES)
+            said = json.loads(line)
+            whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[len(line) :]
+            copy = _copy(said, whole)
+            if len(whole) == said["size"] and copy.key[1:] == (int(match[2]), int(match[1])):
+                found.append(copy)
+    return found
+
+
+def _copy(said: Mapping[str, Any], data: memoryview) -> PartCopy:
+    generation, step, world_size, rank = said["key"]
+    key = PartKey(SnapshotId(generation, step), world_size, rank)
+    return PartCopy(key, said["head"].encode(), data, tuple(said["checksums"]))
+
+
+def _orders(root: Path) -> dict[tuple[int, ...], Path]:
+    """The directories of checkpoints by what orders them: number, generation, step."""
+    if not root.is_dir():
+        return {}
+    found = [(_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir()]
+    return {tuple(map(int, match.groups())): path for match, path in found if match is not None}
+
+
+def _is_whole(folder: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # another one has made room
+        found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
+        parts = {(int(match[2]), int(match[1])) for match in found if match is not None}
+        return any({(size, rank) for rank in range(size)} <= parts for size, _ in parts)
+    return False
+
+
+def _make_room(root: Path) -> None:
+    """Removes all that is older than the oldest checkpoint that stays, whole or not."""
+    latest_first = [path for _, path in sorted(_orders(root).items(), reverse=True)]
+    whole = [path for path in latest_first if _is_whole(path)]
+    if len(whole) >= KEPT:
+        for path in latest_first[latest_first.index(whole[KEPT - 1]) + 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
