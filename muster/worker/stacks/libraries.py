@@ -12,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from muster.worker.gpu_health.judgement import describe_gpu, judge_gpu
+from muster.worker.gpu_health.nvml import NvmlGpus
+
 RAS_PORT = 28028
 RAS_LIMIT_S = 2.0
 MOST_BYTES = 32 * 1024
@@ -74,7 +77,7 @@ def ras_answer(address: tuple[str, int]) -> str:
 
 
 def gpus(library: str = "pynvml") -> str:
-    """What the driver says of the GPUs of this host: load, memory, clocks, temperature, or why nothing."""
+    """What the driver says of the GPUs of this host, and what speaks against one, or why nothing is known."""
     if find_spec(library) is None:
         return "none: nvidia-ml-py is not installed here"
     try:
@@ -82,19 +85,20 @@ def gpus(library: str = "pynvml") -> str:
         nvml.nvmlInit()
     except Exception as error:
         return f"none: {error}"
+    found = NvmlGpus(nvml)
     try:
-        return "\n".join(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())) or "none"
+        return "\n".join(_gpu(found, index) for index in range(found.count())) or "none"
     except Exception as error:
         return f"none: {error}"
     finally:
+        found.close()
         with contextlib.suppress(Exception):
             nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int) -> str:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    load, memory = nvml.nvmlDeviceGetUtilizationRates(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
-    clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-    celsius = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-    used = f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB"
-    return f"GPU {index}: {load.gpu} % busy, {used}, {clock} MHz, {celsius} C"
+def _gpu(found: NvmlGpus, index: int) -> str:
+    try:
+        reading = found.read(index)
+    except Exception as error:  # one GPU that does not answer must not hide the others
+        return f"GPU {index}: none: {error}"
+    return describe_gpu(reading, judge_gpu(reading))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from muster.worker.stacks import libraries
+from tests.worker.gpu_health.fake_nvml import FakeNvml, FakeNvmlError
 
 
 def test_ras_is_asked_by_its_protocol_and_its_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +82,32 @@ def test_gpus_are_described_and_a_driver_that_fails_is_said(monkeypatch: pytest.
 
     nvml.nvmlInit = fails
     assert libraries.gpus() == "none: Driver Not Loaded"
+
+
+def test_a_gpu_that_is_not_well_is_named_and_one_that_does_not_answer_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class TwoGpus(FakeNvml):
+        __spec__ = SimpleNamespace()
+
+        def nvmlInit(self) -> None: ...
+
+        def nvmlShutdown(self) -> None: ...
+
+        def nvmlDeviceGetCount(self) -> int:
+            return 2
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            if index == 0:
+                raise FakeNvmlError(4, "Insufficient Permissions")
+            return index
+
+    nvml = TwoGpus()
+    nvml.uncorrected, nvml.celsius = 2, 93
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    first, second = libraries.gpus().splitlines()
+    assert first == "GPU 0: none: Insufficient Permissions"
+    assert second == (
+        "GPU 1: 100 % busy, 10.0 of 80.0 GB, 1980 MHz, 93 C, ill: 2 uncorrected ECC errors; 93 C, over 90 C"
+    )
+    assert nvml.open_events == 0

@@ -1,0 +1,1 @@
+"""Whether a GPU is well: readings of the driver, and what they mean."""
