@@ -184,7 +184,10 @@ NOT_RUN = {
 }
 """Commands that no test runs, by page, each with the reason."""
 
-WHOLE_PAGES = {"deploy/README.md": _DEPLOY}
+WHOLE_PAGES = {
+    "deploy/README.md": _DEPLOY,
+    "docs/tutorial.md": "tests/end_to_end/test_tutorial_page.py runs all of it, step by step",
+}
 """Pages none of whose commands is run here."""
 
 

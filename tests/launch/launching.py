@@ -17,8 +17,12 @@ DEADLINE_S = 100.0
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what would steer a launch, plus ``variables``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "OMP_"))}
+    """This process's environment without what would steer a launch, plus ``variables``.
+
+    Nor gRPC's log level, which a client of the scheduler has set if another test has made one in this process.
+    """
+    dropped = ("MS_", "OMP_", "GRPC_VERBOSITY", "GRPC_TRACE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return {**kept, "MS_SCHED_PORT": "6667", **variables}
 
 
