@@ -19,7 +19,7 @@ DEADLINE_S = 100.0
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without what would steer a launch, plus ``variables``.
 
-    Nor gRPC's log level, which a client of the scheduler has set if another test has made one in this process.
+    Nor gRPC's log level, which a client of the scheduler sets where another test has made one.
     """
     dropped = ("MS_", "OMP_", "GRPC_VERBOSITY", "GRPC_TRACE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
