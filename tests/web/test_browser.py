@@ -151,7 +151,7 @@ def test_a_job_of_six_from_its_first_look_to_its_end(window: Any, axe: str, tmp_
             window,
             lambda w: "node 3" in text(w, ".cell.s-missing"),
         )
-        assert "rank 3 (node 3" in text(window, "#timeline")
+        wait(window, lambda w: "rank 3 (node 3" in text(w, "#timeline"))  # read by a request of its own
 
         click(window, '.drain[aria-label="Drain rank 1, node 1"]')
         wait(window, lambda w: "Drain node 1?" in text(w, "h1"))
