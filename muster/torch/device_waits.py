@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 _KEPT: list[Any] = []
-"""Events that graphs record. None is destroyed: one that a graph still holds would end the process."""
+"""The events that graphs record, two for each capturing model of a generation.
+
+None is ever destroyed: a graph that is launched with one that is gone ends the process.
+"""
 
 
 class DeviceWaits:
@@ -44,7 +47,9 @@ class DeviceWaits:
         yield
         self._end.record(stream)
         self._recorded = not capturing
-        self._captured = self._captured or capturing
+        if capturing and not self._captured:
+            self._captured = True
+            _KEPT.extend((self._begin, self._end))
 
     def replayed(self) -> None:
         """Notes that a graph which measures has been launched."""
@@ -71,7 +76,6 @@ class DeviceWaits:
             try:
                 events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
                 self._graphs_record = True
-                _KEPT.extend(events)
             except TypeError:  # torch before 2.8
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             self._begin, self._end = events

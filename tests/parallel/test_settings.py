@@ -14,12 +14,7 @@ from muster.errors import SettingsError
 from muster.parallel.planning.context import inherited_by
 from muster.parallel.settings import ParallelSettings, settings_of
 
-
-@pytest.fixture(autouse=True)
-def _fresh_context() -> Any:
-    muster.reset_auto_parallel_context()
-    yield
-    muster.reset_auto_parallel_context()
+pytestmark = pytest.mark.usefixtures("fresh_context")
 
 
 def of(net: Any = None, plan: str | Path | None = None, **given: Any) -> ParallelSettings:

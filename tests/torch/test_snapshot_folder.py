@@ -22,30 +22,15 @@ from muster.torch.snapshot_folder import SnapshotFolder
 from muster.training.shared_room import SharedRoom
 from muster.training.state import StateLostError, share_state
 from tests.torch.snapshot_ranks import Job, Process
-from tests.torch.test_data_parallel import linear_net
-from tests.torch.test_snapshot_state import equal, settle_at, train, values
+from tests.torch.test_snapshot_state import Objects, equal, settle_at, train, values
 from tests.training.test_writer_process import writers
 
 
-class Saved:
+class Saved(Objects):
     """A SnapshotTrainingState of a ShardedOptimizer with a directory."""
 
     def __init__(self, session: Any, directory: Path, *, mbytes_per_s: float = 0.0) -> None:
-        self.snapshots = Snapshots(every=2)
-        self.net = self.model = linear_net()
-        self.optimizer: Any = muster.ShardedOptimizer(
-            self.net,
-            communicator=session.communicator,
-            make=lambda parts: torch.optim.AdamW(parts, lr=1e-2),
-            elastic=True,
-        )
-        self.state: Any = SnapshotTrainingState(
-            {"net": self.net, "optimizer": self.optimizer},
-            muster.ShardedSampler(96, 12, seed=3),
-            snapshots=self.snapshots,
-            checkpoint=directory,
-            mbytes_per_s=mbytes_per_s,
-        )
+        super().__init__(session, checkpoint=directory, mbytes_per_s=mbytes_per_s)
 
     def finish(self) -> None:
         for wait in self.state.writes:

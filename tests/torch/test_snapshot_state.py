@@ -33,9 +33,9 @@ class Replicated:
 
 
 class Objects:
-    """A SnapshotTrainingState of a ShardedOptimizer."""
+    """A SnapshotTrainingState of a ShardedOptimizer; ``more`` goes to the state."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, **more: Any) -> None:
         self.snapshots = Snapshots(every=2)
         self.net = self.model = linear_net()
         self.optimizer: Any = muster.ShardedOptimizer(
@@ -46,7 +46,7 @@ class Objects:
         )
         objects = {"net": self.net, "optimizer": self.optimizer}
         self.state: Any = SnapshotTrainingState(
-            objects, muster.ShardedSampler(96, 12, seed=3), snapshots=self.snapshots
+            objects, muster.ShardedSampler(96, 12, seed=3), snapshots=self.snapshots, **more
         )
 
 

@@ -19,12 +19,7 @@ from tests.parallel.models import MODELS, make
 from tests.parallel.oracle import part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
 
-
-@pytest.fixture(autouse=True)
-def _fresh_context() -> Any:
-    muster.reset_auto_parallel_context()
-    yield
-    muster.reset_auto_parallel_context()
+pytestmark = pytest.mark.usefixtures("fresh_context")
 
 
 def test_the_context_sets_defaults_and_is_forgotten() -> None:
