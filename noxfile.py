@@ -54,7 +54,9 @@ WITH_TORCH = (
     *(f"tests/programs/test_{each}.py" for each in ("against_gloo", "callbacks", "differential", "failures")),
     *(f"tests/programs/test_{each}.py" for each in ("fresh_reads", "plugin", "torchrun", "wire")),
     *(f"tests/programs/test_{each}.py" for each in ("lasting_group", "lasting_world", "rehearsal", "stacks")),
+    "tests/programs/test_fewer_ranks.py",
     "tests/torch",
+    "tests/worker/gpu_health/test_torch_gpu.py",
 )
 WITH_OLDEST_TORCH = tuple(
     each for each in WITH_TORCH if each.startswith(("tests/communicators", "tests/programs", "tests/torch"))

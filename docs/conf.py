@@ -36,7 +36,8 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"Muster {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
 html_theme_options = {
     "light_css_variables": {  # no fonts from elsewhere
         "font-stack": "system-ui, sans-serif",
@@ -54,6 +55,23 @@ _FROM_THE_TOP = {
     "security": "SECURITY.md",
     "deploying": "deploy/README.md",
 }
+
+
+# Made by others than the user: `muster.init` makes a session, `muster.capture_step` a step. What their
+# constructors take is no part of the API.
+_NOT_CALLED = {
+    "muster.Session",
+    "muster.TrainingStep",
+    "muster.torch.InPlaceStep",
+    "muster.torch.Generation",
+    "muster.parallel.module.ParallelModule",
+    "muster.ParallelMode",
+    "muster.worker.collectives.Pending",
+}
+
+
+def _hide_constructor(app: Any, what: str, name: str, *_: Any) -> tuple[str, str] | None:
+    return ("", "") if what == "exception" or name in _NOT_CALLED else None
 
 
 def _read_from_the_top(app: Any, name: str, source: list[str]) -> None:
@@ -85,5 +103,6 @@ def _find_by_last_name(app: Any, env: Any, node: Any, text: Any) -> Any:
 
 def setup(app: Any) -> None:
     """Connects what this site needs with Sphinx."""
+    app.connect("autodoc-process-signature", _hide_constructor)
     app.connect("source-read", _read_from_the_top)
     app.connect("missing-reference", _find_by_last_name)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from muster.errors import CommunicatorAbortedError as CommunicatorAbortedError
     from muster.errors import CommunicatorError as CommunicatorError
     from muster.errors import FormationTimeoutError as FormationTimeoutError
+    from muster.errors import GpuFailedError as GpuFailedError
     from muster.errors import GroupError as GroupError
     from muster.errors import JobEndedError as JobEndedError
     from muster.errors import LeaveGranted as LeaveGranted
@@ -97,8 +98,8 @@ _NAMES = {
     "muster.communicators.reduce_ops": "PreMultipliedSum",
     "muster.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
-        " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
-        " NotInitializedError PeerFinishedError PeerLostError RanksDifferError RefusedError"
+        " CommunicatorError FormationTimeoutError GpuFailedError GroupError JobEndedError LeaveGranted"
+        " MembershipChanged NotInitializedError PeerFinishedError PeerLostError RanksDifferError RefusedError"
         " SchedulerUnreachableError SecurityError SettingsError WorkerError"
     ),
     "muster.parallel.api": "layerwise parallelize",

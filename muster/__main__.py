@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "show a job, its workers and how far they are",
     "jobs": "list the jobs of a scheduler",
     "drain": "let a worker finish its step and leave",
+    "admit": "let a GPU in again that was refused",
     "stacks": "show where the processes of workers stand",
     "web": "show jobs, plots and faults as a page in the browser",
     "report": "write a page about a run, to keep or to send",
@@ -66,7 +67,7 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
         from muster.launch.command import main as run
 
         return run
-    if name in ("status", "jobs", "drain", "stacks", "health"):
+    if name in ("status", "jobs", "drain", "admit", "stacks", "health"):
         from muster.scheduler.__main__ import main as ask
 
         return lambda rest: ask([name, *rest], prog="muster")

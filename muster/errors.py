@@ -51,6 +51,13 @@ class RefusedError(WorkerError):
         return self.code == "SUPERSEDED"
 
 
+class GpuFailedError(RefusedError):
+    """This worker's GPU has failed a check, now or before; the job refuses it until an operator admits it."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message, code="GPU_FAILED", remedy=remedy)
+
+
 class FormationTimeoutError(WorkerError, RuntimeError):
     """The group or its communicator did not form in time; says who is missing."""
 

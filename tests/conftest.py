@@ -19,6 +19,9 @@ from xdist.scheduler import LoadFileScheduling
 settings.register_profile("muster", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("muster")
 
+# Tests start hundreds of processes: without bytecode on disk each would compile its modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ONE_JOB = "tests/attacks/on_one_job"
 
 

@@ -49,10 +49,14 @@ ELSEWHERE = {
     ),
     "muster plan models:make --gpus 8 --mode data_parallel": "tests/parallel/test_command.py",
     "muster plan models:make --gpus 4 --machine machine.json": "tests/parallel/test_command.py",
+    "muster plan models:make --hosts 8 --gpus 64 --machine h100": "tests/parallel/test_command.py",
     "muster run -n 4 --scheduler -- muster plan --measure machine.json": "tests/parallel/test_command.py",
     f"muster run -n 8 --scheduler {BOTH} -- python ddp.py": "tests/end_to_end/test_torch_programs.py",
     f"MS_TORCH_GLOO=muster muster run -n 8 --scheduler {BOTH} -- python ddp.py": (
         "tests/end_to_end/test_torch_programs.py"
+    ),
+    f"muster run -n 8 --in-place --max-restarts 3 --scheduler {BOTH} -- python ddp.py": (
+        "tests/end_to_end/test_in_place.py"
     ),
     f"muster run -n 8 --max-restarts 3 --scheduler {BOTH} -- python in_place.py": (
         "tests/end_to_end/test_in_place.py"
@@ -186,7 +190,10 @@ NOT_RUN = {
 
 WHOLE_PAGES = {
     "deploy/README.md": _DEPLOY,
-    "docs/tutorial.md": "tests/end_to_end/test_tutorial_page.py runs all of it, step by step",
+    "docs/api.md": "tests/end_to_end/test_taught_pages.py runs all of it",
+    "docs/index.md": "tests/end_to_end/test_taught_pages.py runs it",
+    "docs/torch_training.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
+    "docs/tutorial.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
 }
 """Pages none of whose commands is run here."""
 
@@ -425,7 +432,7 @@ def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
 def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:
     pytest.importorskip("starlette")
     (shell.folder / "train.py").write_text(STEPS)
-    web, report = to_run("docs/web.md")
+    web, report, runs = to_run("docs/web.md")
     shell.run(INIT)
     with shell.running(LAUNCH):
         await_shown(shell, "running")
@@ -435,6 +442,7 @@ def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:
         path for path in (shell.folder / "muster-runs").iterdir() if path.is_dir() and not path.is_symlink()
     ]
     assert ".html" in shell.run(report.replace("NAME", run.name))
+    assert run.name in shell.run(runs)
 
 
 @pytest.mark.system

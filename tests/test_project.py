@@ -89,6 +89,18 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
             assert anchor in slugs, f"{name} links to {target}"
 
 
+def test_code_of_the_site_fits_a_page_of_1280_pixels() -> None:
+    """docs/_static/width.css gives it 118 characters; what is longer has to be scrolled."""
+    long = [
+        f"{page.name}: {line}"
+        for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "deploy" / "README.md"]
+        for block in re.findall(r"^```(?!\{)\w*\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if len(line) > 118
+    ]
+    assert long == []
+
+
 def test_files_that_documents_name_exist() -> None:
     files = [each.relative_to(ROOT).as_posix() for each in ROOT.glob("*/**/*.*") if "." not in each.parts[0]]
     named = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|sh|nft|proto|md))`")

@@ -116,7 +116,8 @@ def look(
     if any(env.get(name, "").strip() for name in TABLE_VARIABLES):
         table_of_devices = table_devices(env)
         by_table = functools.partial(with_table_ranks, env=env)
-    command = with_agent(resolved(options.command, env), options.program, env.get("PATH"))
+    in_place = options.in_place or Environment(env, SettingsError).flag("MS_IN_PLACE")
+    command = with_agent(resolved(options.command, env), options.program, env.get("PATH"), in_place=in_place)
     devices = _offered(options, env, gpus, table_of_devices)
     bus_ids = _bus_ids(devices) if options.bind == "numa" else ()
     any_port = options.scheduler and options.join is None and not env.get("MS_SCHED_PORT")

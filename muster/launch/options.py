@@ -207,6 +207,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="on: one process of this host carries the streams of all its workers to the scheduler; off: "
         "each worker has its own; auto (default): on for jobs of 1,000 workers and more on several hosts",
     )
+    group.add_argument("--in-place", action="store_true", help=option_help("MS_IN_PLACE"))
     group.add_argument("--timestamps", action="store_true", help="put the time before every line")
     group.add_argument(
         "--grace",
@@ -282,6 +283,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if not 0 <= options.grace <= 3600:
         raise SettingsError(f"--grace is {options.grace:g}; it must be from 0 to 3600 seconds.")
+    if options.in_place and options.program in ("muster", "jax"):
+        raise SettingsError(f"--in-place is for torch programs, and --program is {options.program}.")
     if not 0 <= options.max_restarts <= 1000:
         raise SettingsError(f"--max-restarts is {options.max_restarts}; it must be from 0 to 1000.")
     _check_file("--config", options.config, "; muster certs init makes one")

@@ -568,6 +568,8 @@ def _job_variables(options: argparse.Namespace, counts: WorkerCounts, here: Surr
         found["MS_JOB_ID"] = options.job_id
     if options.encrypt_nccl:
         found["MS_NCCL_ENCRYPTION"] = options.encrypt_nccl
+    if options.in_place:
+        found["MS_IN_PLACE"] = "1"
     if options.min_workers:
         if options.min_workers > counts.world_size:
             raise SettingsError(

@@ -52,16 +52,22 @@ MOST_BYTES = 2 << 20
 """What is read of one program, at most: what matters is imported near its beginning."""
 
 
-def with_agent(command: Sequence[str], kind: str, path: str | None = None) -> tuple[str, ...]:
+def with_agent(
+    command: Sequence[str], kind: str, path: str | None = None, *, in_place: bool = False
+) -> tuple[str, ...]:
     """Returns the command that a worker runs: a torch or JAX program gets an agent.
 
     Args:
         command: what the user wants to run.
         kind: "muster", "torch", "jax", or "auto": looked up in the script.
         path: where commands are searched, as PATH has it; None: this process's.
+        in_place: the program lives on when other ranks are lost, so it is a torch program although it
+            imports Muster.
     """
     if kind == "auto":
         kind = program_kind(command, path)
+        if in_place and kind == "muster" and not _is_torchrun(command):
+            kind = "torch"
     if kind == "muster":
         return tuple(command)
     if kind == "jax":
@@ -82,7 +88,7 @@ def program_kind(command: Sequence[str], path: str | None = None) -> str:
         return "torch"
     if name in SHELLS and len(command) > 1:
         return "torch" if _starts_torch_program(Path(command[1])) else "muster"
-    if any(Path(word).name in TORCHRUN for word in command):
+    if _is_torchrun(command):
         return "muster"
     found = _script_in(command)
     if found is not None:
@@ -97,6 +103,10 @@ def program_kind(command: Sequence[str], path: str | None = None) -> str:
     installed = _python_command(command[0], path)
     known = _kind(_imported_by_command(installed)) if installed is not None else ""
     return known or _kind_of_arguments(command[1:]) or "muster"
+
+
+def _is_torchrun(command: Sequence[str]) -> bool:
+    return any(Path(word).name in TORCHRUN for word in command)
 
 
 def script_of(command: Sequence[str]) -> Path | None:

@@ -331,7 +331,7 @@ COPY_FIGURES = ("step", "at", "bytes", "seconds", "partner")
 """What is noted of the last snapshot in peers' memory, and but for the partner of the last checkpoint."""
 
 
-def figures_of(text: bytes) -> dict[str, int | float | None]:
+def figures_of(text: bytes) -> dict[str, int | float | dict[str, int | float]]:
     """What a worker has noted of its progress, as numbers; what is none of them is left out."""
     names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
     copies = {"snapshot": COPY_FIGURES, "checkpoint": COPY_FIGURES[:-1]}
@@ -343,6 +343,10 @@ def figures_of(text: bytes) -> dict[str, int | float | None]:
             for name, value in zip(figures, facts.get(copy, ()), strict=False)
         }
         found = {**{name: facts.get(name) for name in names}, **listed}
-        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+        figures: dict[str, int | float | dict[str, int | float]] = {
+            name: value for name, value in found.items() if isinstance(value, int | float)
+        }
+        own = {name: each for name, each in facts.get("numbers", {}).items() if isinstance(each, int | float)}
+        return {**figures, "numbers": own} if own else figures
     except (ValueError, AttributeError, TypeError):
         return {}

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.utils import _pytree as pytree
 
 from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError, SettingsError
-from muster.parallel.measure import load_machine
+from muster.parallel.measure import load_machine, neighbours
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning import context
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import whole_shape
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh
+from muster.parallel.planning.memory import peak_of
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.plan_file import check_model
 from muster.parallel.planning.planner import find_plan, options_for
@@ -242,7 +243,7 @@ class _Given:
             graph,
             group.world_size,
             hosts=self._hosts(group),
-            machine=self.machine,
+            machine=_on_hosts_of(group, self.machine),
             mode="data_parallel" if self.chosen.plain else self.chosen.mode,
             search=self.chosen.search,
             strategies=self.strategies,
@@ -290,18 +291,20 @@ class _Given:
             raise SettingsError(
                 f"the plan {path} does not fit dataset_strategy={self.chosen.dataset_strategy!r}"
             )
-        problem = build(graph, mesh, self.machine, options)
+        machine = _on_hosts_of(group, self.machine)
+        problem = build(graph, mesh, machine, options)
         try:
             choice = problem.choice_of(saved["states"])
         except KeyError as error:
             raise SettingsError(f"the plan {path} does not fit: {error.args[0]}") from error
-        seconds, nbytes = problem.seconds(choice), problem.nbytes(choice)
+        seconds = problem.seconds(choice)
+        nbytes = peak_of(problem, self.optimizer_states)(choice)
         if not math.isfinite(seconds):
             raise SettingsError(f"the plan {path} cannot be run with these inputs")
         found = Plan(
             graph,
             mesh,
-            self.machine,
+            machine,
             options,
             problem.chosen(choice),
             saved["mode"],
@@ -320,6 +323,14 @@ class _Given:
             )
         found.strategies, found.loaded = dict(saved["strategies"]), str(path)
         return found
+
+
+def _on_hosts_of(group: Communicator, machine: Hardware) -> Hardware:
+    """A machine whose hosts have as many neighbouring ranks as the job's; of uneven ones the fewest."""
+    runs = neighbours(group)
+    if len(runs) == 1 and runs[0] <= machine.host_ranks:
+        return machine
+    return replace(machine, host_ranks=min(runs))
 
 
 def _planned(

@@ -50,6 +50,7 @@ from muster.parallel.tensors import DividedTensor, divided_tensors, parameter_na
 from muster.torch.optimizer_state import make_optimizer_state
 from muster.torch.transfer import broadcast_text, gather_numbers
 from muster.training.checkpoint import CheckpointError
+from muster.training.mounted_path import mounted_path
 from muster.training.state import StateMismatchError
 
 _GROUPS, _STATE, _EXTRA = (
@@ -86,7 +87,7 @@ def save_divided(
         SettingsError: the optimizer is of another model, or a parameter is layerwise.
     """
     communicator = model.communicator
-    final = Path(directory)
+    final = mounted_path(directory)
     unfinished = final.with_name(f".{final.name}.unfinished")
     device = _device(model)
     with together(model, "made ready"):
@@ -296,7 +297,7 @@ def _set_aside(final: Path) -> Path:
 
 def saved_at(directory: str | Path) -> Path:
     """Where a checkpoint is: under its name, or set aside, if a rank was killed as it put a new one there."""
-    final = Path(directory)
+    final = mounted_path(directory)
     aside = _set_aside(final)
     return aside if not final.exists() and aside.exists() else final
 

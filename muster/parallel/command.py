@@ -11,12 +11,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.planning.context import MODES, SEARCH_NAMES
-from muster.parallel.planning.costs import Hardware
+from muster.parallel.planning.costs import MACHINES, Hardware
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import RESTS, find_plan
@@ -27,6 +28,8 @@ EXAMPLES = """\
 examples:
   the best plan for 8 GPUs of the model that make() in models.py returns with a batch of one rank:
     muster plan models:make --gpus 8
+  on eight hosts of eight, with what passes between hosts at its own speed:
+    muster plan models:make --hosts 8 --gpus 64 --machine h100
   with one layer fixed, saved for parallelize(..., plan="plan.json"):
     muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json
   this machine's own costs, its collectives too, and a plan with them:
@@ -83,12 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rest", choices=RESTS, default="search", help="what the other operators do in mode semi_auto")
     add("--mesh", help="how the ranks are arranged, such as 2,4; default: the best")
     add("--memory", type=float, default=0.9, help="share of a rank's memory that may be used (0.9)")
-    add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
+    add("--machine", metavar="FILE", default="h200", help="h100, h200, or a file that --measure wrote (h200)")
     add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
     add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
     add("--autocast", choices=("bfloat16",), help="the precision of torch.autocast; default: none")
     add("--survive", type=int, choices=(0, 1), default=0, help="1: every part of the state on two hosts")
-    add("--hosts", type=int, default=0, help="hosts on which the GPUs are; default: each is one")
+    add("--hosts", type=int, default=0, help="hosts that share the GPUs evenly; default: the machine's")
     add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
     add(
         "--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs"
@@ -104,11 +107,13 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
 
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
-    if options.hosts and not options.survive:
-        raise SettingsError("--hosts counts with --survive 1 only")
+    if options.hosts < 0 or (options.hosts and options.gpus % options.hosts):
+        raise SettingsError(f"--hosts are some that share {options.gpus} GPUs evenly, not {options.hosts}")
     if options.optimizer_states < 0:
         raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
-    machine = load_machine(options.machine) if options.machine else Hardware()
+    machine = MACHINES.get(options.machine.lower()) or load_machine(options.machine)
+    if options.hosts:
+        machine = replace(machine, host_ranks=options.gpus // options.hosts)
     mode = MODES[options.mode]
     mesh, strategies = _mesh(options.mesh), _strategies(options.strategy)
     try:
@@ -163,7 +168,7 @@ def _graph(options: argparse.Namespace) -> Graph:
 
 def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
     count = options.hosts or options.gpus
-    if not 1 < count <= options.gpus or options.gpus % count:
+    if count == 1:
         raise SettingsError(f"--survive takes 2 hosts or more, which share {options.gpus} GPUs evenly")
     return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
 

@@ -44,6 +44,7 @@ from muster.torch.transfer import (
     gather_rows,
 )
 from muster.training.checkpoint import CheckpointSession
+from muster.training.mounted_path import mounted_path
 from muster.training.parts import divided
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateHolder, StateMismatchError, TrainingState
@@ -111,7 +112,7 @@ class ParallelTrainingState(TrainingState):
         make_optimizer_state(optimizer)
         super().__init__({}, sampler)
         self._model, self._optimizer = model, optimizer
-        self._checkpoint = Path(checkpoint) if checkpoint else None
+        self._checkpoint = mounted_path(checkpoint) if checkpoint else None
         self._writer = None if self._checkpoint is None else DividedWriter(self._checkpoint, mbytes_per_s)
         self._session: StateHolder | None = None
         self._copied_bytes = 0

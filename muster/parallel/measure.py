@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
-from muster.parallel.planning.costs import Hardware
+from muster.parallel.planning.costs import Hardware, group_text
 from muster.parallel.saved import read_json
 from muster.torch.transfer import array_of
 
@@ -59,11 +60,12 @@ def measure(
         measured = _collectives(communicator, sizes, device)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     ranks = communicator.world_size if communicator is not None else 1
-    sums = measured.get("all_reduce", {}).get(str(ranks), [])
-    bus, latency = Hardware.bus_bytes_per_s, Hardware.latency_s
-    if sums:
-        latency = sums[0][1]
-        bus = 2 * (ranks - 1) / ranks * sums[-1][0] / max(1e-9, sums[-1][1])
+    host_ranks = min(neighbours(communicator)) if communicator is not None else Hardware.host_ranks
+    sums = measured.get("all_reduce", {})
+    inner = _speed(sums, min(ranks, host_ranks), 1)
+    outer = _speed(sums, ranks // host_ranks, ranks // host_ranks) if ranks > host_ranks else None
+    bus, latency = inner or outer or (Hardware.bus_bytes_per_s, Hardware.latency_s)
+    network, network_s = outer or (Hardware.network_bytes_per_s, 2 * Hardware.network_latency_s)
     return Hardware(
         f"{name}, measured on {ranks} rank{'s' if ranks > 1 else ''}",
         flops_per_s=facts[0],
@@ -71,10 +73,27 @@ def measure(
         column_bytes_per_s=facts[4],
         bus_bytes_per_s=bus,
         latency_s=latency,
+        host_ranks=host_ranks,
+        network_bytes_per_s=network,
+        network_latency_s=network_s / 2,
         launch_s=-facts[3],
         memory_bytes=facts[2],
         measured=measured,
     )
+
+
+def _speed(sums: Mapping[str, list[list[float]]], ranks: int, hosts: int) -> tuple[float, float] | None:
+    """Bytes a second on the bus, and seconds of the smallest sum, of a group; None: it was not measured."""
+    rows = sums.get(group_text(ranks, hosts))
+    if not rows:
+        return None
+    return 2 * (ranks - 1) / ranks * rows[-1][0] / max(1e-9, rows[-1][1]), rows[0][1]
+
+
+def neighbours(communicator: Communicator) -> list[int]:
+    """How many ranks that follow one another share a host, host by host."""
+    hosts = (peer.host_id for peer in communicator.membership.peers)
+    return [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
 
 
 def _seconds(function: Callable[[], Any], device: Any) -> float:
@@ -130,20 +149,30 @@ def _slowest(communicator: Communicator, numbers: Sequence[float], device: Any) 
 def _collectives(
     communicator: Communicator, sizes: Sequence[int], device: Any
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Seconds by kind, ranks and bytes: of the first ranks, of all sizes of groups that divide the job."""
-    world = communicator.world_size
+    """Seconds by kind, group and bytes: of groups of the first rank's of all sizes that divide the job.
+
+    Neighbours, and ranks that are as far apart as they can be: on several hosts these are other groups.
+    """
+    world, host_ranks = communicator.world_size, min(neighbours(communicator))
     found: dict[str, dict[str, list[list[float]]]] = {}
+    done: set[str] = set()
     for ranks in [n for n in range(2, world + 1) if world % n == 0]:
-        group: Communicator | None = communicator
-        if ranks < world:
-            group = communicator.split(f"measure.{ranks}", tuple(range(ranks)))
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            for nbytes in sizes:
-                seconds = _one(group, kind, nbytes, ranks, device) if group is not None else 0.0
-                seconds = _slowest(communicator, [seconds], device)[0]
-                found.setdefault(kind, {}).setdefault(str(ranks), []).append([float(nbytes), seconds])
-        if group is not None and group is not communicator:
-            group.close()
+        for stride in (1, world // ranks):
+            members = tuple(range(0, ranks * stride, stride))
+            text = group_text(ranks, len({rank // host_ranks for rank in members}))
+            if text in done:
+                continue
+            done.add(text)
+            group: Communicator | None = communicator
+            if ranks < world:
+                group = communicator.split(f"measure.{ranks}.{stride}", members)
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+                for nbytes in sizes:
+                    seconds = _one(group, kind, nbytes, ranks, device) if group is not None else 0.0
+                    seconds = _slowest(communicator, [seconds], device)[0]
+                    found.setdefault(kind, {}).setdefault(text, []).append([float(nbytes), seconds])
+            if group is not None and group is not communicator:
+                group.close()
     return found
 
 
@@ -189,12 +218,14 @@ def _machine(saved: Any) -> Hardware:
     for each in known - {"name", "measured"}:
         value = getattr(machine, each)
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        least_is_zero = each in ("latency_s", "launch_s", "exposed")
+        least_is_zero = each in ("latency_s", "network_latency_s", "launch_s", "exposed")
         if not number or value < 0 or (value == 0 and not least_is_zero) or (each == "exposed" and value > 1):
             raise ValueError(f"{each} is {value!r}")
     missing = [each for each in _SPEEDS if each not in saved]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
+    if not isinstance(machine.host_ranks, int):
+        raise ValueError(f"host_ranks is {machine.host_ranks!r}")
     if not isinstance(machine.name, str):
         raise ValueError(f"name is {machine.name!r}")
     for kind, groups in machine.measured.items():

@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 from muster.errors import ArrayError
 from muster.parallel.eager import in_evaluation, is_users, what_no_graph_shows
+from muster.parallel.functions.alignment import RUN, recorded_as_one
 from muster.parallel.functions.strides import BY_STRIDES, as_recorded, strided_function
+from muster.parallel.functions.value_checks import without_value_checks
 from muster.parallel.planning.graph import Graph, Node, Ref, TensorValue
 from muster.parallel.planning.layouts import Shape
 from muster.parallel.planning.rules import axes_of
@@ -128,7 +130,8 @@ def _is_trained(leaf: Any) -> bool | None:
 
 def _exported(module: Any, example: Sequence[Any]) -> Any:
     try:
-        return torch.export.export(module, tuple(example), strict=False)
+        with recorded_as_one(), without_value_checks():
+            return torch.export.export(module, tuple(example), strict=False)
     except Exception as error:
         raise _not_traced(error) from error
 
@@ -316,7 +319,7 @@ class _ProgramReader:
         if getattr(fx.target, "_opname", "") == "broadcast_tensors":
             self._broadcast(fx, meta)
             return
-        function = fx.target
+        function = RUN.get(fx.target, fx.target)
         op = getattr(function, "_opname", getattr(function, "__name__", str(function)))
         in_place = op.endswith("_") and not op.startswith("_") and hasattr(function, "_schema")
         _refuse_out(fx, function, in_place)

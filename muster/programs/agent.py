@@ -38,11 +38,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from muster.communicators.nccl.generation_secret import DESCRIPTOR_VARIABLE, HandedSecret
-from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
+from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, SettingsError, WorkerError
 from muster.programs.assignment import FINISHED_KEY, handover_of, own_keys
 from muster.programs.client import StoreClient
 from muster.programs.link import StoreEndedError, StoreLostError
 from muster.programs.sealed_nccl import hand_over
+from muster.wire.settings import Environment
 from muster.worker import ending, runtime
 from muster.worker.program_environment import (
     AGENT_PID_VARIABLE,
@@ -76,9 +77,10 @@ RAISED = 1
 """The exit code of Python after an exception, which may be what the loss of another brought about."""
 
 RAISED_SETTLE_S = 1.0
-CAUGHT_SETTLE_S = 2.0
+CAUGHT_SETTLE_S = 10.0
 """A process that dies breaks its connections before its end is seen: who fails by an exception waits so long
-for a worse end of another, and longer where its process goes on and had nothing to tear down."""
+for a worse end of another, and longer where its process goes on and had nothing to tear down. On a machine
+with far more to do than it has cores, an agent saw its script's end more than two seconds late."""
 
 END_GRACE_S = 5.0
 """What a script has between SIGTERM and SIGKILL when its generation is over."""
@@ -108,7 +110,7 @@ class Agent:
         self._heard = b""
         self._lost: StoreClient | None = None
         self._rebuilds = False
-        self._asked_to_end = False
+        self._asked_to_end: signal.Signals | None = None
         self._watches = False
         self._starts = 0
         self._secret = HandedSecret()
@@ -120,6 +122,7 @@ class Agent:
         Raises:
             WorkerError: there is no place for this worker (any more).
         """
+        Environment(os.environ, SettingsError).flag("MS_IN_PLACE")  # the plug-in for torch cannot refuse it
         gloo = os.environ.get(GLOO_VARIABLE, "")
         ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -137,14 +140,16 @@ class Agent:
             self._end_script()
 
     def _ask_to_end(self, number: int, _frame: FrameType | None) -> None:
-        self._asked_to_end = True
+        self._asked_to_end = signal.Signals(number)
         script, session = self._script, self._session
         if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
             script.send_signal(number)
         if not self._watches and session is not None:  # also while a script waits that outlives generations
-            session.leave_now(signal.Signals(number).name)
+            session.leave_now(self._asked_to_end.name)
 
     def _rejoin(self, session: Session) -> None:
+        if self._asked_to_end is not None:  # while it watched, so no handler has told the session
+            session.leave_now(self._asked_to_end.name)
         while True:
             try:
                 session.rejoin()
@@ -269,8 +274,8 @@ class Agent:
         *lines, rest = (self._heard + heard).split(b"\n")
         self._heard = rest[:MOST_HEARD_BYTES]
         for line in lines:
-            if line == b"rebuilds":
-                self._rebuilds = True
+            if line in (b"rebuilds", b"ends"):
+                self._rebuilds = line == b"rebuilds"
             elif line == b"failed":
                 if self._is_first_failure(session, store, CAUGHT_SETTLE_S):
                     self._say(first=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -14,10 +16,15 @@ from muster.errors import NotInitializedError
 from muster.programs.sealed_nccl import take_new_secret
 from muster.wire.threads import start_thread
 from muster.worker.adopted import line_to_agent
+from muster.worker.program_environment import AGENT_PID_VARIABLE
 
 log = logging.getLogger("muster.worker")
 
+_GONE = "The agent of this program has gone."
 _MOST_HEARD_BYTES = 65_536
+_LOOK_S = 1.0
+_END_GRACE_S = 5.0
+"""What this program has between SIGTERM and SIGKILL when its agent was killed; as its agent gives it."""
 
 
 class AgentLine:
@@ -40,6 +47,10 @@ class AgentLine:
                 remedy="Start it by muster run, if need be with --program torch.",
             )
         self._line = line
+        try:
+            self._agent = os.pidfd_open(int(os.environ[AGENT_PID_VARIABLE]))
+        except ProcessLookupError:
+            raise SystemExit(_GONE) from None
         self._on_over = on_over
         self._changed = threading.Condition()
         self._over = False
@@ -47,7 +58,15 @@ class AgentLine:
         self._gone = False
         self._next: dict[str, str] | None = None
         start_thread(self._listen, name="muster-agent")
+        self.stay()
+
+    def stay(self) -> None:
+        """Has the agent let this program live when a generation ends, as it does from the beginning."""
         self._line.sendall(b"rebuilds\n")
+
+    def do_not_stay(self) -> None:
+        """Has the agent end this program with the generation, until :meth:`stay` is called."""
+        self._line.sendall(b"ends\n")
 
     def failed_first(self) -> bool:
         """Whether this program's failure is its own; False: the generation is over."""
@@ -69,32 +88,65 @@ class AgentLine:
         self._line.sendall(f"restart {' '.join(why.split())}\n".encode())
         with self._changed:
             self._changed.wait_for(lambda: self._gone)
-        raise SystemExit("The agent of this program has gone.")
+        raise SystemExit(_GONE)
 
-    def enter_next(self) -> None:
-        """Waits for the next generation and puts its ranks into the environment."""
+    def enter_next(self, look: Callable[[], object] = bool) -> None:
+        """Waits for the next generation and puts its ranks into the environment.
+
+        Args:
+            look: called once a second while it waits; it may raise.
+        """
+        while not self._has_next():
+            look()
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._gone)
             if self._next is None:
-                raise SystemExit("The agent of this program has gone.")
+                raise SystemExit(_GONE)
             os.environ.update(self._next)
             self._next, self._over, self._first = None, False, False
 
+    def _has_next(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is not None or self._gone, _LOOK_S)
+
     def _listen(self) -> None:
+        try:
+            self._hear()
+        except ConnectionError:  # the agent was killed before it had read all that this program said
+            pass
+        finally:
+            self._line.close()
+            with self._changed:
+                self._gone = True
+                self._changed.notify_all()
+            start_thread(self._end_without_agent, name="muster-agent-end")
+
+    def _hear(self) -> None:
+        """Takes what the agent says until the line ends."""
         rest = b""
         while True:
             heard, secrets, _, _ = socket.recv_fds(self._line, _MOST_HEARD_BYTES, 1)
             for secret in secrets:  # before the news of its generation
                 take_new_secret(secret, os.environ)
             if not heard:
-                break
+                return
             *lines, rest = (rest + heard).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
-        self._line.close()
-        with self._changed:
-            self._gone = True
-            self._changed.notify_all()
+
+    def _end_without_agent(self) -> None:
+        """Ends this process if its agent was killed: the next one starts the program itself.
+
+        An agent that lives closes the line when it ends the program, and does so itself.
+        """
+        ended = select.poll()
+        ended.register(self._agent, select.POLLIN)
+        killed = bool(ended.poll(1000 * (_END_GRACE_S + _LOOK_S)))
+        os.close(self._agent)
+        if killed:
+            log.error("The agent of this program was killed, and its place in the job is lost: it ends.")
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(_END_GRACE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _take(self, said: dict[str, Any]) -> None:
         with self._changed:

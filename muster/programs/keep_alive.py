@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from muster.errors import NotInitializedError, WorkerError
 from muster.programs.agent_line import AgentLine
@@ -27,14 +27,16 @@ class Meeting:
 
     Attributes:
         generation: its number.
-        said: what each process has said, in order of its place.
+        said: what each rank has said, by its number; None: it is not there.
+        active: the ranks that train; others that are there wait for the next generation.
     """
 
     generation: int
     said: list[Any]
+    active: list[int]
 
 
-def numbers_of(claimed: Sequence[int | None]) -> list[int]:
+def numbers_of(claimed: Sequence[int | None], size: int = 0) -> list[int]:
     """Which number each process of a generation has among the ranks.
 
     Who lives on keeps its own; the others take what is free, in order. So nobody's number changes, although
@@ -42,8 +44,9 @@ def numbers_of(claimed: Sequence[int | None]) -> list[int]:
 
     Args:
         claimed: the number that each process has already, in the scheduler's order; None: it is new.
+        size: how many numbers there are, if these are more than the processes.
     """
-    free = iter(sorted(set(range(len(claimed))) - set(claimed)))
+    free = iter(sorted(set(range(max(size, len(claimed)))) - set(claimed)))
     return [next(free) if number is None else number for number in claimed]
 
 
@@ -58,8 +61,9 @@ class LivingProgram:
         self._groups = world
         self._line = AgentLine(world.break_off)
         self._rank: int | None = None
-        self._size = _variable("WORLD_SIZE")
-        self._has_state = False
+        self._size = self._members = _variable("WORLD_SIZE")
+        self._numbers: list[int] = []
+        self._takes_fewer = self._has_state = False
         self._store: Any = None
         world.install()
         while True:
@@ -70,7 +74,10 @@ class LivingProgram:
                 if self._line.failed_first():
                     raise
             self._line.enter_next()
-            self._size, self._store = _variable("WORLD_SIZE"), None
+            self._size = self._members = _variable("WORLD_SIZE")
+            self._store = None
+        if not world.rehearses:
+            self._line.do_not_stay()
 
     @property
     def rehearses(self) -> bool:
@@ -87,6 +94,15 @@ class LivingProgram:
         """Whether the generation has ended, so that what was computed since may be anything."""
         return self._line.is_over
 
+    def begin(self, *, takes_fewer: bool = False) -> None:
+        """From now on the program can go on in a next generation; before, it is started again in that.
+
+        Args:
+            takes_fewer: also in one of fewer ranks.
+        """
+        self._takes_fewer = takes_fewer
+        self._line.stay()
+
     def note_state(self) -> None:
         """From now on there is a state to which this process can go back."""
         self._has_state = True
@@ -95,7 +111,7 @@ class LivingProgram:
         """Whether what this program has raised is its own fault; False: the generation is over."""
         return self._line.failed_first()
 
-    def restart(self, why: str) -> None:
+    def restart(self, why: str) -> NoReturn:
         """Ends this process; it is started again in the next generation, as without keep_alive()."""
         self._line.restart(why)
 
@@ -103,32 +119,37 @@ class LivingProgram:
         """Waits for the next generation; restarts the program where it cannot go on in it."""
         if not self._has_state and not self.rehearses:
             self.restart("The members have changed before the training had a state to go back to.")
-        self._line.enter_next()
-        if _variable("WORLD_SIZE") != self._size:
-            self.restart(f"The ranks were {self._size} and would be {_variable('WORLD_SIZE')}.")
+        self._line.enter_next(self._end_if_finished)
+        self._members = _variable("WORLD_SIZE")
+        if self._members != self._size and not (self._takes_fewer and self._members < self._size):
+            self.restart(f"The ranks were {self._size} and would be {self._members}.")
         self._store = None
         others = self._others_live()
         if self.rehearses and not others:
             self.restart("No process is left that has the state.")
 
-    def connect(self, holds: Any) -> Meeting:
+    def connect(self, holds: Any, active_of: Callable[[list[Any]], list[int]]) -> Meeting:
         """Connects all groups to this generation's members; all ranks call it.
 
         Args:
             holds: what the others are to know of this rank's state, as JSON values.
+            active_of: which ranks train, by what each of them says; None: it is not there.
         """
         from muster.programs.lasting_world import unlike
 
-        groups = self._groups.groups
-        meeting = self._meet("ready", _variable("RANK"), {"groups": groups, "holds": holds})
-        for rank, said in enumerate(meeting.said):
-            if why := unlike(groups, said["groups"], _variable("RANK"), rank):
+        groups, rank = self._groups.groups, _variable("RANK")
+        said = self._meet("ready", rank, {"groups": groups, "holds": holds}, self._numbers)
+        for other, each in said.items():
+            if why := unlike(groups, each["groups"], rank, other):
                 self.restart(why)
-        self._groups.rehearses = False
-        self._groups.connect(self._generation_store(), meeting.generation)
+        told = [said[each]["holds"] if each in said else None for each in range(self._size)]
+        meeting = Meeting(self.generation, told, active_of(told))
+        if rank in meeting.active:
+            self._groups.rehearses = False
+            self._groups.connect(self._generation_store(), meeting.generation, meeting.active)
         if self.is_over:  # while they connected
             self._groups.break_off("The generation is over.")
-        return Meeting(meeting.generation, [each["holds"] for each in meeting.said])
+        return meeting
 
     def break_off(self) -> None:
         """Lets go of what has been connected of a generation that is over."""
@@ -137,23 +158,32 @@ class LivingProgram:
     def _others_live(self) -> bool:
         """Whether another process lives on; this one gets its number among the ranks."""
         place = _variable("RANK")  # the agent has just set it
-        said = self._meet("lives", place, [self._has_state, self._rank]).said
-        self._rank = numbers_of([number for _, number in said])[place]
-        os.environ["RANK"] = str(self._rank)
-        return any(lives for other, (lives, _) in enumerate(said) if other != place)
+        mine = [self._has_state, self._rank, self._size]
+        said = self._meet("lives", place, mine, range(self._members))
+        self._size = max([size for lives, _, size in said.values() if lives], default=self._size)
+        numbers = numbers_of([number for _, number, _ in said.values()], self._size)
+        self._rank, self._numbers = numbers[place], sorted(numbers)
+        os.environ.update({"RANK": str(self._rank), "WORLD_SIZE": str(self._size)})
+        return any(lives for other, (lives, _, _) in said.items() if other != place)
 
-    def _meet(self, what: str, place: int, mine: Any) -> Meeting:
-        """Tells all processes of this generation something, and hears what each says, in order of place."""
-        store = self._generation_store()
+    def _meet(self, what: str, place: int, mine: Any, places: Iterable[int]) -> dict[int, Any]:
+        """Tells all processes of this generation something, and hears what each says, by its place."""
+        store, places = self._generation_store(), list(places)
         store.set(f"{what}/{place}", json.dumps(mine))
-        keys = [f"{what}/{each}" for each in range(self._size)]
+        keys = [f"{what}/{each}" for each in places]
         while not _have_come(store, keys):
-            if self._agent_store().check([FINISHED_KEY]):
-                # Their processes do not come any more, and nobody has the state.
-                log.warning("The others have completed the training, which ends here, too.")
-                raise SystemExit(0)
-        said = [json.loads(each) for each in store.multi_get(keys)]
-        return Meeting(self.generation, said)
+            self._end_if_finished()
+        return {each: json.loads(said) for each, said in zip(places, store.multi_get(keys), strict=True)}
+
+    def _end_if_finished(self) -> None:
+        """Ends this process if others have completed the training: they do not come any more."""
+        try:
+            has_finished = self._agent_store().check([FINISHED_KEY])
+        except RuntimeError:  # the store of a generation that is over
+            return
+        if has_finished:
+            log.warning("The others have completed the training, which ends here, too.")
+            raise SystemExit(0)
 
     def _generation_store(self) -> Any:
         import torch.distributed as dist

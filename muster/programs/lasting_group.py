@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from muster.errors import CommunicatorAbortedError, WorkerError
+from muster.programs.fewer_ranks import FewerRanks
 from muster.programs.lasting_work import ApartWork, call_apart, callbacks_of, is_on_host, written
 from muster.programs.named_group import NamedProcessGroup
-from muster.programs.rehearsal import rehearse
+from muster.programs.rehearsal import RehearsedBackend, rehearse
 from muster.programs.work import GroupWork
 from muster.wire.threads import start_thread
 
@@ -66,6 +68,7 @@ class LastingProcessGroup(NamedProcessGroup):
         """On which devices its tensors may be, as torch's groups say it."""
         self._inner: Any = None
         self._apart = False
+        self._fewer: FewerRanks | None = None
         self._broken: Exception | None = None
         self._callbacks = callbacks_of(f"lasting/{name}")
         self._under_way: weakref.WeakSet[ApartWork] = weakref.WeakSet()
@@ -73,10 +76,17 @@ class LastingProcessGroup(NamedProcessGroup):
 
     # ------------------------------------------------------------ generations
 
-    def connect(self, inner: Any) -> None:
-        """Takes the group of this generation; operations go to it from now on."""
+    def connect(self, inner: Any, there: Sequence[int] | None = None) -> None:
+        """Takes the group of this generation; operations go to it from now on.
+
+        Args:
+            inner: that.
+            there: which of this group's ranks are in it, in order; None: all.
+        """
+        lacks = there is not None and len(there) < self._lasting_size
         with self._lock:
             self._inner, self._broken = inner, None
+            self._fewer = FewerRanks(there, self._lasting_size) if there is not None and lacks else None
             self._apart = _is_gloo(inner)
 
     def break_off(self, reason: str) -> None:
@@ -104,7 +114,7 @@ class LastingProcessGroup(NamedProcessGroup):
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             inner, broken = self._inner, self._broken
-            apart = self._apart and is_on_host(args)
+            apart, fewer = self._apart and is_on_host(args), self._fewer
         if broken is not None:
             return self._over_at_once(name, args, broken)
         if inner is None:
@@ -112,6 +122,8 @@ class LastingProcessGroup(NamedProcessGroup):
             return self._over_at_once(name, args, None)
         call = getattr(inner, name)
         try:
+            if fewer is not None:
+                args = fewer.arguments(name, args)
             if not apart:
                 return call(*args, **kwargs)
             work = call_apart(call, name, args, kwargs, self._callbacks)
@@ -153,9 +165,11 @@ class LastingProcessGroup(NamedProcessGroup):
 
     def _get_backend(self, device: Any) -> Any:
         """What torch asks a group's backend for, it asks that of this generation's."""
-        if self._inner is None:
-            raise RuntimeError("The process group is not connected.")
-        return self._inner._get_backend(device)
+        with self._lock:
+            inner, broken = self._inner, self._broken
+        if broken is not None:
+            raise broken.with_traceback(None)
+        return RehearsedBackend() if inner is None else inner._get_backend(device)
 
     def _start_coalescing(self, device: Any) -> None:
         if self._inner is not None and not self._apart:

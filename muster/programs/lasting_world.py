@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,26 @@ import torch.distributed as dist
 from muster.programs.lasting_group import LastingProcessGroup
 
 OLDEST_TORCH = (2, 9)
+HANGING_NCCL = (2, 28, 3), (2, 28, 8)
+"""The first and the last of those whose communicators may hang when they are aborted."""
+
 _BARRIER = "_store_based_barrier"
 _NEEDED = ("_new_process_group_helper", _BARRIER, "_world", "_unregister_process_group")
 _ASKED = ("store", "group_name", "group_rank", "group_size", "global_ranks_in_group")
 """What the function that makes a group is given, by name in every torch."""
+
+
+def lacking_nccl(version: tuple[int, ...] | None) -> str:
+    """Why groups of this NCCL cannot be ended, in words; empty: they can, or there is none."""
+    if version is None or not HANGING_NCCL[0] <= version <= HANGING_NCCL[1]:
+        return ""
+    return f"NCCL {'.'.join(map(str, version))} can hang when a communicator is aborted"
+
+
+def _nccl_version() -> tuple[int, ...] | None:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    return tuple(torch.cuda.nccl.version())
 
 
 def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) -> str:
@@ -75,7 +91,9 @@ class LastingWorld:
             return f"torch.distributed has no {', '.join(absent)}"
         helper = inspect.unwrap(self._c10d._new_process_group_helper)
         unknown = [name for name in _ASKED if name not in inspect.signature(helper).parameters]
-        return f"torch makes groups without {', '.join(unknown)}" if unknown else ""
+        if unknown:
+            return f"torch makes groups without {', '.join(unknown)}"
+        return lacking_nccl(_nccl_version())
 
     def install(self) -> None:
         """Has torch make groups that last."""
@@ -109,20 +127,27 @@ class LastingWorld:
             if each.group.is_connected:
                 each.group.break_off(reason)
 
-    def connect(self, store: Any, generation: int) -> None:
+    def connect(self, store: Any, generation: int, active: Collection[int] | None = None) -> None:
         """Makes all groups' inner ones for a generation, one after the other; all their ranks call it.
 
         Args:
             store: one that all ranks of this generation have.
             generation: its number, which stands before all keys and in the names.
+            active: the ranks that are there; None: all.
         """
         place = dist.PrefixStore(f"generation-{generation}", store)
         for each in self._living():
             name = f"{each.name}@{generation}"
             arguments = {**each.arguments, "store": place, "group_name": name, "pg_tag": None}
+            ranks = list(arguments["global_ranks_in_group"]) or list(range(each.group.size()))
+            there = [at for at, rank in enumerate(ranks) if active is None or rank in active]
+            if len(there) < len(ranks):
+                arguments["global_ranks_in_group"] = [ranks[at] for at in there]
+                arguments["group_rank"] = there.index(each.group.rank())
+                arguments["group_size"] = len(there)
             inner, _ = each.make(**arguments)
             self._forget(inner, name)
-            each.group.connect(inner)
+            each.group.connect(inner, there)
 
     def _living(self) -> list[_LastingEntry]:
         """Those that the program has not destroyed."""

@@ -22,6 +22,9 @@ VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
 """The same for workers of torchrun, which gives them stores by itself."""
 
+IN_PLACE_VARIABLE = "MS_IN_PLACE"
+"""The user's: "1" where each program is to live on as if its first line called ``keep_alive()``."""
+
 STACKS_VARIABLE = "MUSTER_STACKS"
 """Where whoever may ask for the program's stacks wants them written."""
 
@@ -59,7 +62,11 @@ def autoload() -> None:
 
     registration.register(os.environ.get(registration.VARIABLE, ""))
     _let_writes_settle(VARIABLE)
-    atexit.register(_let_gloo_settle)
+    atexit.register(let_gloo_settle)
+    if os.environ.get(IN_PLACE_VARIABLE) == "1":
+        from muster.programs.keep_alive import keep_alive
+
+        keep_alive()
 
 
 WRITES = ("set", "append", "multi_set", "queue_push")
@@ -98,7 +105,7 @@ def _let_writes_settle(variable: str) -> None:
             setattr(Store, name, settling(write))
 
 
-def _let_gloo_settle() -> None:
+def let_gloo_settle() -> None:
     """Waits until Gloo's threads have let go of the tensors of what is over; at most 5 s.
 
     They do so after they have woken who waited for a collective, and need the interpreter's lock for it. A

@@ -1,4 +1,4 @@
-"""``python -m scheduler``: serve a job; ``status``, ``health``, ``drain``, ``stacks`` ask a running one."""
+"""``python -m scheduler``: serve a job; ``status``, ``health``, ``drain``, ``admit``, ``stacks`` ask one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from muster.wire.variables import SCHEDULER, misspelt, option_help, variables_he
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.
 Settings come from the environment (below).
-Other commands: muster status, jobs, health (for probes), drain, stacks; python -m scheduler has them too."""
+Other commands: muster status, jobs, health (for probes), drain, admit, stacks;
+python -m scheduler has them too."""
 
-COMMANDS = ("status", "jobs", "health", "drain", "stacks")
+COMMANDS = ("status", "jobs", "health", "drain", "admit", "stacks")
 
 
 def main(
@@ -42,7 +43,7 @@ def main(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
-    if not prog.startswith("muster"):  # else the command has said it
+    if not prog.startswith("muster"):  # The command itself has printed the error.
         for sentence in misspelt(environment):
             say(sentence, level="WARNING", as_text=f"scheduler: {sentence}")
     return to_its_end(lambda: _run(arguments, environment, prog))
@@ -121,7 +122,8 @@ def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     process_lines.job = None if settings.serve else settings.job_id
     logs.set_up(settings.log_level, env, settings.log_format)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
-        security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
+        # before grpc is imported, which reads the cipher list only then
+        security = load_security(settings, env)
         from muster.scheduler.serve.server import main as serve
 
         return serve(settings, security, watch)

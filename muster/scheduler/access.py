@@ -47,10 +47,11 @@ class Access:
     """Authenticates and authorises every call.
 
     Args:
-        tls: whether the port demands certificates; without it everybody who reaches it may do everything.
-        require_identity: says at every call whether a certificate must name job and role.
-        identity_map: says at every call which identities SPIFFE IDs stand for.
-        revocations: gives the revocation lists in force, None for none.
+        tls: whether the port requires client certificates. Without TLS, any caller that reaches the port may
+            do anything.
+        require_identity: read at every call: whether a certificate must name job and role.
+        identity_map: read at every call: the identities that SPIFFE IDs map to.
+        revocations: read at every call: the revocation lists in force; None if there are none.
         wall_clock: the time of day, for expiry.
     """
 
@@ -73,7 +74,8 @@ class Access:
         """Reads and checks the caller's certificate.
 
         Raises:
-            UnauthenticatedError: it has none, or one that is expired, revoked or names nobody.
+            UnauthenticatedError: the caller has no certificate, or its certificate is expired, revoked or
+                names no identity.
         """
         address = address_of(context.peer())
         if not self._tls:
@@ -93,9 +95,10 @@ class Access:
         return Caller(address, certificate)
 
     def revoked(self, caller: Caller) -> str | None:
-        """Returns why a certificate that was accepted is revoked, or not mapped any more, or None.
+        """Returns why a certificate that was accepted earlier is no longer valid; None if it still is.
 
-        Lists that cannot be relied on keep newcomers out, but are no reason to end a training that runs.
+        A revocation list that cannot be trusted keeps new callers out, but does not end training that is
+        running.
         """
         if caller.certificate is None:
             return None
@@ -114,7 +117,7 @@ class Access:
         return why_not_mapped(caller.certificate.identity, self._identity_map())
 
     def expired(self, caller: Caller) -> bool:
-        """Whether a certificate that was accepted has expired since."""
+        """Whether a certificate that was accepted earlier has since expired."""
         return caller.certificate is not None and self._wall_clock() > caller.certificate.not_after
 
     def allow(self, caller: Caller, *, roles: Sequence[str], job: str, node: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """The scheduler's settings: read from the environment once, checked, and frozen.
 
-MindSpore's names and meanings are kept. A wrong value is refused in one sentence that names the
-variable, the value and the legal range.
+Names and meanings are those of MindSpore. A wrong value is refused in one sentence that names the variable,
+the value and the legal range.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ETCD_PORT = 2379
 _ETCD = "etcd://"
 _DRAIN = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x:(\d{1,6})s", re.ASCII)
 LEAST_DRAINED = 1.2
-"""The least slowdown for which a rank may be drained: smaller ones are not named."""
+"""The smallest slowdown for which a rank may be drained; smaller ones are never reported."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EtcdAddress:
 
     Attributes:
         endpoints: host and port of each member of etcd.
-        prefix: what all keys of these schedulers begin with.
+        prefix: prefix of all keys of these schedulers.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -49,9 +49,9 @@ class EtcdAddress:
 class SchedulerSettings:
     """The scheduler's settings, as read at its start. Times in seconds.
 
-    ``worker_num`` 0 stands for "the first worker says it" (only when serving several jobs);
-    ``port`` 0 for "any free port" (only by option). ``hosts`` are those of all schedulers of the job;
-    ``bind_host`` is empty where the one of this machine among them is to be found.
+    ``worker_num`` 0 means that the first worker determines it (only when serving several jobs). ``port`` 0
+    means any free port (only as an option). ``hosts`` lists all schedulers of the job. With an empty
+    ``bind_host``, the one among them that belongs to this machine is used.
     """
 
     job_id: str
@@ -83,20 +83,23 @@ class SchedulerSettings:
 
     @property
     def incident_directory(self) -> Path | None:
-        """Where evidence of hangs is kept: as set, else beside the journal; None: nowhere."""
+        """The directory for evidence of hangs: as set, else next to the journal; None if there is neither."""
         beside = self.recovery_path / INCIDENTS if self.recovery_path is not None else None
         return self.incident_path or beside
 
     def core(self, *, own_job: bool = True) -> CoreSettings:
-        """The settings of a job's state machine; the workers of a job other than the own one say its size."""
+        """The settings of a job's state machine.
+
+        For jobs other than the scheduler's own one, the workers determine the size.
+        """
         heartbeat_interval_s = min(1.0, self.node_timeout_s / 4)
-        several = self.etcd is not None  # workers of several schedulers wait for them longer
+        several = self.etcd is not None  # Workers wait longer for one of several schedulers.
         return CoreSettings(
             worker_num=self.worker_num if own_job else 0,
             worker_min=self.worker_min if own_job else 0,
             spares=self.spares,
             topo_timeout_s=self.topo_timeout_s,
-            # A pause may begin just before a heartbeat, and the next one takes its time on a busy machine.
+            # A pause may begin just before a heartbeat, and the next heartbeat may be late on a busy machine.
             node_timeout_s=self.node_timeout_s + 1.5 * heartbeat_interval_s,
             heartbeat_interval_s=heartbeat_interval_s,
             stall_timeout_s=self.stall_timeout_s,
@@ -110,7 +113,7 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class Address:
-    """Where the scheduler is, or each of several, for the commands that ask it something."""
+    """The address of the scheduler, or of each of several, for commands that query it."""
 
     hosts: tuple[str, ...]
     port: int
@@ -119,7 +122,7 @@ class Address:
 
 
 def load_address(env: Mapping[str, str], *, config_path: Path | None = None, job_id: str = "") -> Address:
-    """Reads where the scheduler is and whose job is meant.
+    """Reads the scheduler's address and the job id.
 
     Raises:
         SchedulerSettingsError: a variable has a wrong value.
@@ -148,21 +151,21 @@ def load_settings(
     Args:
         env: the environment.
         config_path: the security configuration given on the command line; wins over MS_CONFIG_FILE.
-        serve: stay for more jobs after the own one.
+        serve: keep serving after the scheduler's own job has ended.
         port: the command line's port; 0 lets the system choose.
-        bind_host: the address to listen on, where it is not the one that the workers call.
-        adopt: take over workers that are ahead of the journal.
+        bind_host: the address to listen on, if it differs from the one that workers connect to.
+        adopt: accept workers whose generation is newer than the journal's.
         drain_stragglers: which stragglers are drained, as given on the command line; wins over
             MS_DRAIN_STRAGGLERS.
 
     Raises:
-        SchedulerSettingsError: a value is missing, out of its range or contradicts another.
+        SchedulerSettingsError: a value is missing or out of range, or contradicts another one.
     """
     read = Environment(env, SchedulerSettingsError)
     shared = shared_settings(read, "MS_SCHED")
     address = load_address(env, config_path=config_path)
     worker_num, worker_min = (0, 0) if serve and not read.text("MS_WORKER_NUM") else read.worker_counts()
-    collective_timeout_s = read.seconds("MS_COLLECTIVE_TIMEOUT")  # the workers' own
+    collective_timeout_s = read.seconds("MS_COLLECTIVE_TIMEOUT")  # The settings of the workers.
     return SchedulerSettings(
         **shared,
         hosts=address.hosts,
@@ -190,10 +193,10 @@ def load_settings(
 
 
 def drain_policy(text: str) -> DrainPolicy | None:
-    """Reads which stragglers are drained, as ``1.5x:60s``; None: none are.
+    """Parses which stragglers are drained, such as ``1.5x:60s``; None means none.
 
     Raises:
-        SchedulerSettingsError: it is something else.
+        SchedulerSettingsError: the text is not in this form.
     """
     if not text:
         return None
@@ -207,13 +210,13 @@ def drain_policy(text: str) -> DrainPolicy | None:
 
 
 def _recovery(read: Environment, address: Address, job: str) -> dict[str, Any]:
-    """``recovery_path`` or ``etcd``; neither without recovery."""
+    """Returns ``recovery_path`` or ``etcd``; neither if recovery is off."""
     raw = read.text("MS_RECOVERY_PATH")
     if not raw.lower().startswith(_ETCD):
         return {"recovery_path": _recovery_path(read, address)}
     if read.text("MS_ENABLE_RECOVERY") == "0":
         return {}
-    read.flag("MS_ENABLE_RECOVERY")  # with etcd it need not be set
+    read.flag("MS_ENABLE_RECOVERY")  # With etcd, MS_ENABLE_RECOVERY need not be set.
     endpoints, slash, path = raw[len(_ETCD) :].partition("/")
     found = tuple(_endpoint(raw, part.strip()) for part in endpoints.split(","))
     path = path.strip("/")
@@ -250,7 +253,8 @@ def _recovery_path(read: Environment, address: Address) -> Path | None:
             remedy="Set MS_RECOVERY_PATH to etcd, as in etcd://a:2379,b:2379/muster, or name one host.",
         )
     if not read.flag("MS_ENABLE_RECOVERY"):
-        if path is not None and not read.text("MS_ENABLE_RECOVERY"):  # who names one counts on it
+        # Whoever sets a path relies on it being used.
+        if path is not None and not read.text("MS_ENABLE_RECOVERY"):
             raise SchedulerSettingsError(
                 "MS_RECOVERY_PATH is set and MS_ENABLE_RECOVERY is not: set it to 1 to keep a journal there,"
                 " or to 0 to keep none."

@@ -1,6 +1,6 @@
 """The scheduler's errors: one family, a remedy in every message, one mapping to gRPC's codes.
 
-No key, password or unique id ever stands in one, and foreign text in one is escaped before it is logged.
+Messages never contain a key, password or unique id, and text from peers is escaped before it is logged.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class JournalUnavailableError(SchedulerError):
 
 
 class NoSpaceError(SchedulerError):
-    """What the journal is kept on has no space left: to be tried again, for space comes back."""
+    """The journal's disk is full. The write is to be tried again, because there may be space later."""
 
 
 class DeposedError(SchedulerError):
-    """Another scheduler leads, or may: nothing may be written, and no final word be said.
+    """Another scheduler leads or may lead: this one may neither write nor send final messages.
 
-    Its exit code asks to be started again: see sysexits(3), EX_TEMPFAIL.
+    Its exit code asks for a restart: EX_TEMPFAIL of sysexits(3).
     """
 
     exit_code = 75
 
 
 class JobFailedError(SchedulerError):
-    """The scheduler's own job ended without success; says why."""
+    """The scheduler's own job ended without success; the message says why."""
 
 
 class RequestError(SchedulerError):
@@ -73,7 +73,7 @@ class MalformedError(RequestError):
 
 
 class UnauthenticatedError(RequestError):
-    """The caller's certificate is missing, expired, revoked or says nothing usable."""
+    """The caller's certificate is missing, expired, revoked or names no identity."""
 
     grpc_code = "UNAUTHENTICATED"
     refusal = "unauthenticated"
@@ -94,7 +94,7 @@ class NotFoundError(RequestError):
 
 
 class LimitError(RequestError):
-    """The caller, or all callers together, hold as much as they may."""
+    """The caller, or all callers together, have reached a limit."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
     refusal = "limit"
@@ -115,9 +115,9 @@ class StoppingError(RequestError):
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Maps an error to the gRPC code and the sentence that the caller gets.
+    """Maps an error to the gRPC code and the message that the caller gets.
 
-    Of an error that is not one of ours the caller learns only that it happened.
+    Of an error that is not one of Muster's, the caller learns only that it happened.
     """
     import grpc
 
@@ -127,21 +127,22 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 
 async def begin_stream(context: Context) -> None:
-    """Sends a stream's headers, apart from its first message.
+    """Sends a stream's headers separately from its first message.
 
-    They go with that otherwise, and where its write is cut off, gRPC does not know that they are sent and can
-    never end the call.
+    Otherwise they are sent with the first message. If that write is interrupted, gRPC does not know that the
+    headers were sent and can never end the call.
     """
     import grpc.aio
 
-    with contextlib.suppress(grpc.aio.BaseError):  # a caller that is gone, which who reads on will notice
+    with contextlib.suppress(grpc.aio.BaseError):  # The caller is gone; the reader of the stream will notice.
         await context.send_initial_metadata(())
 
 
 async def end_call(context: Context, error: BaseException) -> NoReturn:
     """Ends a call with an error's code and sentence; always raises, for gRPC.
 
-    A caller that is gone before it has its answer is no fault to log: it may do that as often as it likes.
+    A caller that disconnects before it has its answer is not logged as a fault, because a caller can do that
+    at any rate.
     """
     import grpc.aio
 
@@ -151,4 +152,4 @@ async def end_call(context: Context, error: BaseException) -> NoReturn:
         raise
     except grpc.aio.BaseError:
         pass
-    raise asyncio.CancelledError("the caller is gone")  # which gRPC takes for what it is, and logs nothing
+    raise asyncio.CancelledError("the caller is gone")  # gRPC recognizes this exception and logs nothing.

@@ -1,6 +1,6 @@
-"""Notifies systemd that the scheduler is ready, alive or stopping; priorities of its log lines.
+"""Tells systemd that the scheduler is ready, alive or stopping; adds priorities to its log lines.
 
-The protocols stand in ``man sd_notify`` and ``man sd-daemon``. Outside systemd nothing of this is said.
+The protocols are described in ``man sd_notify`` and ``man sd-daemon``. Outside systemd, nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def notify(state: str, env: Mapping[str, str]) -> bool:
         env: the process's environment; NOTIFY_SOCKET names the socket ("@" begins an abstract one).
 
     Returns:
-        Whether it was sent. A manager that does not listen is no reason to stop: False, no error.
+        Whether it was sent. If the service manager does not listen, returns False instead of raising an
+            error.
     """
     name = env.get("NOTIFY_SOCKET", "")
     if not name:
@@ -41,7 +42,10 @@ def notify(state: str, env: Mapping[str, str]) -> bool:
 
 
 def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
-    """How often to notify the watchdog: twice per interval allowed; None without a watchdog."""
+    """How often to notify the watchdog, in seconds: twice in each allowed interval.
+
+    None without a watchdog.
+    """
     try:
         allowed_us = int(env.get("WATCHDOG_USEC", ""))
     except ValueError:
@@ -50,7 +54,7 @@ def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
 
 
 def is_journal(fd: int, env: Mapping[str, str]) -> bool:
-    """Whether what is written to this descriptor goes to systemd's journal."""
+    """Whether output to this descriptor goes to systemd's journal."""
     if "JOURNAL_STREAM" not in env:
         return False
     found = os.fstat(fd)

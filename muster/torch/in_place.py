@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from muster.errors import SettingsError
+from muster.errors import SettingsError, WorkerError
 from muster.programs.keep_alive import LivingProgram, Meeting, living_program
-from muster.torch.peer_copies import PeerCopies, newest_whole
+from muster.torch.fsdp_reset import reset_fsdp
+from muster.torch.in_place_checkpoints import Found, InPlaceCheckpoints
+from muster.torch.peer_copies import PeerCopies, collective_device, newest_whole, parts_that_lack
+from muster.torch.pipeline_reset import reset_pipelines
 from muster.torch.random import RandomState
+from muster.torch.replica_groups import active_ranks, replica_of, what_it_holds
 from muster.torch.snapshot_tensors import ObjectParts
 from muster.torch.step_batches import NoMoreBatchesError, StepBatches
+from muster.torch.zero_redundancy import opened
 
 log = logging.getLogger("muster.worker")
 
 REHEARSED_STEPS = 2
-"""After so many steps all is there that modules make as they go: optimizers' state, DDP's second buckets."""
+"""The steps after which all exists that modules make as they go: optimizers' state, DDP's second buckets."""
 
 _HEAD_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """When copies are made, and where they are kept; see :func:`steps`."""
+
+    every: int = 10
+    copies: int = 1
+    checkpoint: str | Path | None = None
+    checkpoint_every: int = 1000
+
+
 def steps(
-    state: Mapping[str, Any], loader: Any, *, epochs: int = 1, every: int = 10
+    state: Mapping[str, Any],
+    loader: Any,
+    *,
+    epochs: int = 1,
+    every: int = 10,
+    copies: int = 1,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1000,
 ) -> Iterator[tuple[InPlaceStep, Any]]:
     """The steps of a training that goes on in the same processes when ranks are lost.
 
@@ -40,7 +64,7 @@ def steps(
             with step:
                 loss = train(batch)
 
-    Every so many steps each rank copies its part of the state into its own memory and that of a partner, on
+    Every ``every`` steps each rank copies its part of the state into its own memory and that of a partner, on
     another host where there is one. When ranks are lost, what their loss makes the others raise within
     ``with step`` is dropped; all go back to the newest copy that is whole, and so does the process that takes
     a lost rank's place. That one first does two steps for itself, the results of which are overwritten
@@ -55,19 +79,26 @@ def steps(
         loader: gives an epoch's batches each time that it is iterated, this rank's; a DataLoader, say.
         epochs: how often it is iterated.
         every: steps between two copies; the same on all ranks.
+        copies: partners that hold each rank's part. Any that many ranks can be lost at once.
+        checkpoint: a directory that all hosts share. There, too, each rank writes its part, and a thread does
+            it. A run that begins, or one whose parts are in nobody's memory, goes on from the latest.
+        checkpoint_every: steps between two of those, at least.
 
     Yields:
         The step, to be entered by ``with``, and its batch.
 
     Raises:
-        SettingsError: ``every`` or ``epochs`` is below 1, or an object cannot be part of the state.
+        SettingsError: a number is below 1, or an object cannot be part of the state.
     """
-    if every < 1 or epochs < 1:
-        raise SettingsError(f"steps: every is {every} and epochs is {epochs}; both must be 1 or more.")
+    numbers = {"epochs": epochs, "every": every, "copies": copies, "checkpoint_every": checkpoint_every}
+    for name, value in numbers.items():
+        if value < 1:
+            raise SettingsError(f"steps: {name} is {value}; it must be 1 or more.")
     program = living_program()
     if program is None:
         return _plain_steps(loader, epochs)
-    return InPlaceTraining(program, state, loader, epochs=epochs, every=every).run()
+    copying = Copying(every, copies, checkpoint, checkpoint_every)
+    return InPlaceTraining(program, state, loader, epochs, copying).run()
 
 
 class InPlaceStep:
@@ -98,7 +129,7 @@ class InPlaceStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Ends it; drops what the loss of a rank has brought about."""
-        if self._program is None or self.rehearses:
+        if self._program is None or self._program.rehearses:
             return False
         if error is None:
             self.is_broken = self._program.is_over
@@ -132,22 +163,32 @@ class InPlaceTraining:
     """
 
     def __init__(
-        self, program: LivingProgram, state: Mapping[str, Any], loader: Any, *, epochs: int, every: int
+        self, program: LivingProgram, state: Mapping[str, Any], loader: Any, epochs: int, copying: Copying
     ) -> None:
-        self._program, self._every = program, every
+        self._program, self._every = program, copying.every
         self._objects = dict(state)
-        self._parts = ObjectParts(state)
-        random = RandomState(self._parts.device)
-        self._loader, self._batches = loader, StepBatches(loader, epochs, random)
-        self._copies = PeerCopies(dist.get_rank(), dist.get_world_size())
-        self._number = self._generation = 0
-        self._needs_copy = False
+        self._parts = ObjectParts(opened(state))
+        self._random = RandomState(self._parts.device)
+        self._loader, self._batches = loader, StepBatches(loader, epochs, self._random)
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._replica = replica_of(self._objects)
+        program.begin(takes_fewer=self._replica is not None)
+        self._copies = PeerCopies(self._rank, self._size, copying.copies)
+        self._checkpoints: InPlaceCheckpoints | None = None
+        if copying.checkpoint is not None:
+            self._checkpoints = InPlaceCheckpoints(
+                copying.checkpoint, every=copying.checkpoint_every, device=collective_device()
+            )
+        self._taken: tuple[int, int] | None = None
+        self._number = 0
 
     def run(self) -> Iterator[tuple[InPlaceStep, Any]]:
         """The steps."""
         if self._program.rehearses:
             yield from self._rehearse()
             self._recover(is_newcomer=True)
+        else:
+            yield from self._begin_with_checkpoint()
         while True:
             try:
                 self._take_due()
@@ -167,10 +208,35 @@ class InPlaceTraining:
             else:
                 self._number += 1
 
+    def _begin_with_checkpoint(self) -> Iterator[tuple[InPlaceStep, Any]]:
+        """Goes on from the latest checkpoint, after two steps by which all comes to exist that it fills."""
+        try:
+            if not self._checkpoints or not self._checkpoints.exists():
+                return
+            for step, batch in self._rehearse():
+                yield step, batch
+                if step.is_broken:
+                    self._program.restart("The members have changed before the state was there.")
+            if why := self._settle_modules():
+                raise SettingsError(why)
+            found = self._checkpoints.load(self._rank, self._size)
+            if found is None:
+                raise WorkerError(
+                    f"No checkpoint in {self._checkpoints.directory} can be used by {self._size} ranks.",
+                    remedy="Start as many ranks as have written it, or name another directory.",
+                )
+            self._put(found, is_newcomer=True)
+        except Exception:
+            if self._program.is_own_failure():
+                raise
+            self._program.restart("The members have changed before the state was there.")
+
     def _next_batch(self) -> Any:
         try:
             return self._batches.at(self._number)
         except NoMoreBatchesError:
+            if self._checkpoints:
+                self._checkpoints.wait()
             dist.barrier()  # a rank that was lost in the last step needs the others to do it once more
             raise
 
@@ -187,18 +253,17 @@ class InPlaceTraining:
     # ------------------------------------------------------------ copies
 
     def _take_due(self) -> None:
-        """A copy, at every so many steps, after the first ones."""
+        """Copies the state when a copy is due, after the first steps."""
         number = self._number
-        if (
-            self._needs_copy
-            or number == REHEARSED_STEPS
-            or (number > REHEARSED_STEPS and number % self._every == 0)
-        ):
+        is_due = number == REHEARSED_STEPS or (number > REHEARSED_STEPS and number % self._every == 0)
+        if is_due and self._taken != (self._program.generation, number):  # as on going back to it
             self._take(self._encode())
 
     def _take(self, part: Any) -> None:
-        self._copies.take((self._program.generation, self._number), part)
-        self._needs_copy = False
+        self._taken = self._program.generation, self._number
+        copy = self._copies.take(self._taken, part)
+        if self._checkpoints:
+            self._checkpoints.write_due(copy)
         self._batches.forget_before(self._number)
         self._program.note_state()
 
@@ -221,8 +286,8 @@ class InPlaceTraining:
             at += count
         return whole
 
-    def _decode(self, part: Any, *, is_newcomer: bool) -> None:
-        """Puts the state in place."""
+    def _decode(self, part: Any, *, is_newcomer: bool, is_own: bool) -> None:
+        """Puts the state in place; of a replica's, generators stay as they are: each rank has its own."""
         length = int.from_bytes(bytes(part[:_HEAD_BYTES].numpy()), "little")
         head = json.loads(bytes(part[_HEAD_BYTES : _HEAD_BYTES + length].numpy()))
         at = _HEAD_BYTES + length
@@ -232,9 +297,11 @@ class InPlaceTraining:
                     values = part[at : at + count].clone().view(each.tensor.dtype)
                     each.put(values.to(each.tensor.device))
                 at += count
+        before = self._random.keep()
         if is_newcomer:
             self._batches.go_to(self._number, head["place"])
-        self._parts.put_snapshot_notes(head["notes"], same_rank=True)
+        self._random.put_back(before)
+        self._parts.put_snapshot_notes(head["notes"], same_rank=is_own)
 
     # ------------------------------------------------------------ another generation
 
@@ -248,7 +315,11 @@ class InPlaceTraining:
                 enters = True
                 if why := self._settle_modules():
                     self._program.restart(why)
-                self._restore(self._program.connect(self._copies.holds), is_newcomer=is_newcomer)
+                meeting = self._program.connect(self._said(), self._active_of)
+                if self._rank not in meeting.active:
+                    log.warning("This rank waits: others that share its replica of the model are missing.")
+                    continue
+                self._restore(meeting, is_newcomer=is_newcomer)
                 return
             except Exception as error:
                 if self._program.is_own_failure():
@@ -256,20 +327,60 @@ class InPlaceTraining:
                 log.info("the generation was over before all had gone back: %s", error)
                 self._program.break_off()
 
+    def _said(self) -> dict[str, Any]:
+        """What the others are to know of this rank."""
+        return {
+            "copies": self._copies.holds,
+            "like": what_it_holds(self._parts.snapshot_tensors(0, 1)),
+            "replica": self._replica or list(range(self._size)),
+        }
+
+    def _active_of(self, told: list[Any]) -> list[int]:
+        active = active_ranks([each and each["replica"] for each in told])
+        if not active:
+            self._program.restart("No replica of the model has all its ranks.")
+        return active
+
     def _restore(self, meeting: Meeting, *, is_newcomer: bool) -> None:
-        found = newest_whole(meeting.said)
-        if found is None:
-            self._program.restart("Parts of the state are in the memory of no rank that is left.")
-            return
-        key, holders = found
-        part = self._copies.restore(key, holders)
-        self._number = key[1]
-        self._decode(part, is_newcomer=is_newcomer)
+        if len(meeting.active) < self._size:
+            log.warning("Generation %d trains on ranks %s alone", meeting.generation, meeting.active)
+        self._copies.among(meeting.active)
+        holds = [each["copies"] if each else [] for each in meeting.said]
+        like = [each["like"] if each and self._replica else str(at) for at, each in enumerate(meeting.said)]
+        whole = newest_whole(holds, meeting.active, like)
+        if whole is not None:
+            key, sources = whole
+            found, is_own = (key[1], self._copies.restore(key, sources)), sources[self._rank][0] == self._rank
+            if not is_own:
+                log.warning("The state is that of rank %d, a replica", sources[self._rank][0])
+            self._put(found, is_newcomer=is_newcomer, is_own=is_own)
+        else:
+            # A survivor's kept batches begin with its last copy, and a checkpoint is older.
+            self._put(self._from_checkpoint(_what_lacks(holds, meeting.active)), is_newcomer=True)
         log.info("generation %d goes on with step %d in place", meeting.generation, self._number)
-        self._take(part)
+
+    def _from_checkpoint(self, why: str) -> Found:
+        """The latest checkpoint where the copies in memory are not whole; without one, a new start."""
+        if self._checkpoints is None:
+            self._program.restart(why)
+        log.warning("%s", why)
+        found = self._checkpoints.load(self._rank, self._size)
+        if found is None:
+            self._program.restart(f"{why} No checkpoint can be used, either.")
+        return found
+
+    def _put(self, found: Found, *, is_newcomer: bool, is_own: bool = True) -> None:
+        """Goes back to a step, of which this rank and its partners then have the copy."""
+        self._number, part = found
+        if self._checkpoints:
+            self._checkpoints.go_on_from(self._number)
+        self._decode(part, is_newcomer=is_newcomer, is_own=is_own)
+        self._take(part if is_own else self._encode())
 
     def _settle_modules(self) -> str:
-        """Drops what a broken step has left in modules; says why that cannot be done, if it cannot."""
+        """Drops what a broken step has left in modules and schedules; says why, if that cannot be."""
+        if not reset_pipelines():
+            return "This torch's pipelines cannot drop a broken step."
         for module in self._objects.values():
             if not isinstance(module, torch.nn.Module):
                 continue
@@ -278,18 +389,16 @@ class InPlaceTraining:
                     if not hasattr(each.reducer, "_reset_state"):
                         return "This torch's DDP cannot drop a broken step."
                     each.reducer._reset_state()
-                elif hasattr(each, "_get_fsdp_state"):
-                    state = each._get_fsdp_state()
-                    if not hasattr(state, "_reset_iter_state"):
-                        return "This torch's FSDP2 cannot drop a broken step."
-                    _settle_fsdp(state)
+                elif hasattr(each, "_get_fsdp_state") and not reset_fsdp(each._get_fsdp_state()):
+                    return "This torch's FSDP2 cannot drop a broken step."
             for parameter in module.parameters():
                 parameter.grad = None
         return ""
 
 
-def _settle_fsdp(state: Any) -> None:
-    for group in state._fsdp_param_groups:
-        group._all_gather_result = None  # it has failed, and would say so
-    if state._is_root:
-        state._reset_iter_state()
+def _what_lacks(holds: Any, active: Sequence[int]) -> str:
+    lacking = parts_that_lack(holds, active)
+    if lacking is None:
+        return "No rank that is left has a copy of the state."
+    step, ranks = lacking
+    return f"Of step {step} the parts of ranks {', '.join(map(str, ranks))} are in nobody's memory."

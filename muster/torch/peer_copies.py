@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,24 @@ log = logging.getLogger("muster.worker")
 Key = tuple[int, int]
 """Generation and step of a copy; the greater is the later."""
 
+Source = tuple[int, int]
+"""Whose part a rank takes over, and which rank has it."""
+
 _CPU = torch.device("cpu")
 
 
-def newest_whole(holds: Sequence[Sequence[Sequence[int]]]) -> tuple[Key, list[int]] | None:
-    """The latest copy of which some rank holds each rank's part, and who that is; None: there is none.
+def newest_whole(
+    holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int], like: Sequence[str]
+) -> tuple[Key, dict[int, Source]] | None:
+    """The latest copy of which some rank holds what each active rank needs: whose part that is, and who.
+
+    A copy that has each one's own part goes before one in which a replica's part has to do.
 
     Args:
-        holds: what each rank holds, in order of rank: owner, generation and step of each part.
+        holds: what each rank holds, by its number: owner, generation and step of each part; empty where a
+            rank is not there.
+        active: the ranks that go on.
+        like: of each rank what its part holds; the same for replicas.
     """
     holders: dict[Key, dict[int, int]] = {}
     for holder, parts in enumerate(holds):
@@ -35,10 +45,41 @@ def newest_whole(holds: Sequence[Sequence[Sequence[int]]]) -> tuple[Key, list[in
             found = holders.setdefault((generation, step), {})
             if owner == holder or owner not in found:
                 found[owner] = holder
-    whole = [key for key, found in holders.items() if len(found) == len(holds)]
-    if not whole:
+    for alike in (False, True):
+        for key in sorted(holders, reverse=True):
+            found = holders[key]
+            owners = {rank: _owner_for(rank, found, like if alike else ()) for rank in active}
+            if None not in owners.values():
+                return key, {
+                    rank: (owner, found[owner]) for rank, owner in owners.items() if owner is not None
+                }
+    return None
+
+
+def _owner_for(rank: int, owners: Collection[int], like: Sequence[str]) -> int | None:
+    """Whose part does for a rank: its own, or a replica's."""
+    if rank in owners:
+        return rank
+    return next((each for each in sorted(owners) if like and like[each] == like[rank]), None)
+
+
+def parts_that_lack(
+    holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int]
+) -> tuple[int, list[int]] | None:
+    """The step of the copy that lacks least, the later of two, and whose parts it lacks; None: no copy.
+
+    Args:
+        holds: as for :func:`newest_whole`.
+        active: the ranks that go on.
+    """
+    owners: dict[Key, set[int]] = {}
+    for parts in holds:
+        for owner, generation, step in parts:
+            owners.setdefault((generation, step), set()).add(owner)
+    if not owners:
         return None
-    return max(whole), [holders[max(whole)][owner] for owner in range(len(holds))]
+    key = max(owners, key=lambda each: (len(owners[each]), each))
+    return key[1], sorted(set(active) - owners[key])
 
 
 class PeerCopies:
@@ -50,12 +91,14 @@ class PeerCopies:
     Args:
         rank: this one.
         size: how many ranks there are.
+        copies: partners of each rank.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, copies: int = 1) -> None:
+        self._rank, self._size, self._copies = rank, size, copies
         self._held = HeldCopies()
-        self._partners: Sequence[Sequence[int]] = ()
+        self._active: Sequence[int] = range(size)
+        self._partners: Mapping[int, Sequence[int]] = {}
         self._partners_in = -1
 
     @property
@@ -71,45 +114,53 @@ class PeerCopies:
             found.append([copy.key.rank, *copy.key.snapshot])
         return found
 
-    def take(self, key: Key, part: Any) -> None:
-        """Keeps this rank's part, at its partner too; all ranks call it, and all hold it when it returns.
+    def take(self, key: Key, part: Any) -> PartCopy:
+        """Keeps this rank's part, at its partners too; all ranks call it, and all hold it when it returns.
 
         Args:
             key: of the copy.
             part: uint8, in the host's memory.
+
+        Returns:
+            This rank's copy.
         """
         mine = PartCopy(self._key(self._rank, key), b"", memoryview(part.numpy()), is_own=True).sealed()
         self._held.keep(mine)
-        if self._size > 1:
+        if len(self._active) > 1:
             table = self._partners_of(key[0])
-            wards = [rank for rank in range(self._size) if self._rank in table[rank]]
+            wards = [rank for rank in self._active if self._rank in table[rank]]
             for copy in self._exchange(key, dict.fromkeys(table[self._rank], mine), {w: w for w in wards}):
                 self._held.keep(copy)
             dist.barrier()  # who has passed it knows that all have come to it
         self._held.drop([copy.key for copy in self._held.all() if copy.key.snapshot != mine.key.snapshot])
+        return mine
 
-    def restore(self, key: Key, holders: Sequence[int]) -> Any:
-        """This rank's part of a copy; those who have lost theirs get it; all ranks call it.
+    def among(self, active: Sequence[int]) -> None:
+        """These ranks go on in this generation."""
+        self._active = active
+
+    def restore(self, key: Key, sources: Mapping[int, Source]) -> Any:
+        """The part of a copy that this rank goes back to; those who lack theirs get it; all ranks call it.
 
         Args:
             key: of the copy.
-            holders: who has each rank's part.
+            sources: whose part each rank takes, and who has it.
 
         Raises:
             DamagedCopyError: the part that was handed over is not what its owner took.
         """
-        for owner, holder in enumerate(holders):
-            if owner == holder:
+        for rank, (owner, holder) in sorted(sources.items()):
+            if rank == holder:
                 continue
             if holder == self._rank:
                 copy = self._held.get(self._key(owner, key))
                 assert copy is not None
-                self._exchange(key, {owner: copy}, {})
-            elif owner == self._rank:
+                self._exchange(key, {rank: copy}, {})
+            elif rank == self._rank:
                 self._held.drop([self._key(owner, key)])  # what it has of it is damaged
                 for copy in self._exchange(key, {}, {holder: owner}):
                     self._held.keep(copy)
-        mine = self._held.get(self._key(self._rank, key))
+        mine = self._held.get(self._key(sources[self._rank][0], key))
         if mine is None:
             raise DamagedCopyError(f"Rank {self._rank}'s part of step {key[1]} has come damaged.")
         return torch.frombuffer(mine.data, dtype=torch.uint8)
@@ -117,13 +168,18 @@ class PeerCopies:
     def _key(self, owner: int, key: Key) -> PartKey:
         return PartKey(SnapshotId(*key), self._size, owner)
 
-    def _partners_of(self, generation: int) -> Sequence[Sequence[int]]:
+    def _partners_of(self, generation: int) -> Mapping[int, Sequence[int]]:
         """Each rank's partners in a generation; all ranks call it, and tell each other where they are."""
         if self._partners_in != generation:
-            host = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))], device=_device())
+            host = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))], device=collective_device())
             hosts = [torch.zeros_like(host) for _ in range(self._size)]
             dist.all_gather(hosts, host)
-            self._partners, self._partners_in = partners_on([int(each) for each in hosts]), generation
+            places = [int(hosts[rank]) for rank in self._active]
+            table = partners_on(places, self._copies)
+            self._partners_in = generation
+            self._partners = {
+                rank: [self._active[at] for at in row] for rank, row in zip(self._active, table, strict=True)
+            }
         return self._partners
 
     def _exchange(self, key: Key, sent: Mapping[int, PartCopy], coming: Mapping[int, int]) -> list[PartCopy]:
@@ -132,7 +188,7 @@ class PeerCopies:
         Returns:
             Those that are what their owners took.
         """
-        device = _device()
+        device = collective_device()
         heads = {
             to: torch.tensor([len(copy.data), *copy.checksums], device=device) for to, copy in sent.items()
         }
@@ -158,17 +214,18 @@ class PeerCopies:
         return found
 
 
-def partners_on(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each rank the one that keeps a copy of its part: on another host, where there is one.
+def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...], ...]:
+    """For each rank those that keep a copy of its part: on other hosts, where there are some.
 
     Args:
         hosts: each rank's, by number.
+        copies: how many, as far as there are as many other hosts, or other ranks on a single one.
     """
     members = [
         Member(rank, f"{rank:09d}", rank, Host(f"{host:09d}", "", ""), Device(), 0, 1)
         for rank, host in enumerate(hosts)
     ]
-    return partners(members)
+    return partners(members, copies)
 
 
 def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
@@ -178,7 +235,7 @@ def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None
         work.wait()
 
 
-def _device() -> Any:
+def collective_device() -> Any:
     """Where the world's group takes tensors: in the host's memory, if it can."""
     configs: Mapping[Any, Any] = dist.distributed_c10d._world.pg_backend_config
     if "cpu:" in str(configs.get(dist.group.WORLD, "cpu:")):

@@ -20,6 +20,7 @@ from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import broadcast_text
 from muster.training.carrier import Carrier, NumpyLibrary
 from muster.training.checkpoint import CheckpointSession
+from muster.training.mounted_path import mounted_path
 from muster.training.part_copy import HeldCopies, PartCopy
 from muster.training.part_files import describe, read_parts, whole_checkpoints, write_part
 from muster.training.snapshots.parts import PartKey, SnapshotId
@@ -39,13 +40,13 @@ class SnapshotFolder:
         mbytes_per_s: the most that each rank writes, in 10**6 bytes a second; 0: no bound.
 
     Raises:
-        SettingsError: ``mbytes_per_s`` is below 0.
+        SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address.
     """
 
     def __init__(self, directory: str | Path, snapshots: Snapshots, *, mbytes_per_s: float = 0.0) -> None:
         if mbytes_per_s < 0:
             raise SettingsError(f"SnapshotFolder: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
-        self._root = Path(directory)
+        self._root = mounted_path(directory)
         self._snapshots = snapshots
         self._mbytes_per_s = mbytes_per_s
         self._writer = WriterProcess()

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from muster.errors import NotInitializedError, SettingsError, WorkerError
 from muster.training.attempts import NO_LINKS, number_of_attempt
 from muster.training.checkpoint_copy import arrays_in
+from muster.training.mounted_path import mounted_path
 from muster.training.paced_file import write_safetensors
 from muster.training.state import TrainingState
 from muster.training.writer_process import WriteOrder, WriterProcess
@@ -129,7 +130,8 @@ def save(
     Raises:
         CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
     """
-    return _save(Path(directory), Path(directory), state, keep=keep, clock=clock)
+    folder = mounted_path(directory)
+    return _save(folder, folder, state, keep=keep, clock=clock)
 
 
 def _save(
@@ -280,7 +282,7 @@ def find(directory: str | Path) -> list[Found]:
     Files whose header is damaged are left out.
     """
     found = []
-    for path in _files(Path(directory)):
+    for path in _files(mounted_path(directory)):
         with contextlib.suppress(DamagedCheckpointError):
             found.append(_found(path))
     return sorted(found, key=lambda one: one.order, reverse=True)
@@ -296,7 +298,7 @@ def load(path: str | Path, state: TrainingState) -> None:
         StateMismatchError: it is of another model or optimizer.
         CheckpointError: it is not there.
     """
-    path = Path(path)
+    path = mounted_path(path)
     try:
         _load_as_new_attempt(path, state)
     except DamagedCheckpointError as error:
@@ -320,7 +322,7 @@ def load_latest(
         DamagedCheckpointError: there are checkpoints, but none is sound.
         StateMismatchError: all sound ones are of another model or optimizer.
     """
-    folder = Path(directory)
+    folder = mounted_path(directory)
     found = find(folder)
     for path in sorted(set(_files(folder)) - {one.path for one in found}):
         say(_reason_for_damage(path))
@@ -352,7 +354,7 @@ class Folder:
         mbytes_per_s: the most that :meth:`save_beside` writes, in 10**6 bytes a second; 0: no bound.
 
     Raises:
-        SettingsError: ``mbytes_per_s`` is below 0.
+        SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address, such as s3://bucket/run.
     """
 
     def __init__(
@@ -365,7 +367,7 @@ class Folder:
     ) -> None:
         if mbytes_per_s < 0:
             raise SettingsError(f"Folder: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
-        self._directory = directory
+        self._directory = str(mounted_path(directory)) if directory else ""
         self._state = state
         self._session = session
         self._mbytes_per_s = mbytes_per_s

@@ -65,6 +65,7 @@ class Pages:
         own_ends: when that ends, in seconds since 1970; None: there is none.
         logs: finds the logs of a job's launch on this host.
         past: finds the figures that this launch has kept.
+        origin: finds the command that this launch runs, and the directory of its logs; empty: it is not here.
         connect: see :data:`muster.web.feed.Connect`.
     """
 
@@ -75,6 +76,7 @@ class Pages:
     own_ends: float | None = None
     logs: Callable[[str], list[Log]] = lambda job_id: []
     past: Callable[[str], list[Point]] = lambda job_id: []
+    origin: Callable[[str], tuple[str, str]] = lambda job_id: ("", "")
     by_certificate: bool = False
     place: str = ""
     feed: Feed = field(init=False)
@@ -105,7 +107,9 @@ class Pages:
 
     def _follow(self, job_id: str) -> None:
         if job_id not in self._jobs:
-            self._jobs[job_id] = JobPage(self.known, job_id, self.logs(job_id), self.own_ends)
+            self._jobs[job_id] = JobPage(
+                self.known, job_id, self.logs(job_id), self.own_ends, self.origin(job_id)
+            )
         job = self.known.jobs.get(job_id)
         if job is not None and job_id not in self._with_past:
             self._with_past.add(job_id)

@@ -93,7 +93,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     from muster.web.guard import LoginLinks
     from muster.web.logs import launch_of, logs_of
     from muster.web.model import Followed
-    from muster.web.past import points_of
+    from muster.web.past import command_of, points_of
 
     if not 0 <= options.port <= 65_535:
         raise SchedulerSettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
@@ -114,6 +114,10 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         launch = launch_of(job_id, address.port, env)
         return points_of(Path(launch.directory)) if launch is not None else []
 
+    def origin(job_id: str) -> tuple[str, str]:
+        launch = launch_of(job_id, address.port, env)
+        return (command_of(Path(launch.directory)), launch.directory) if launch is not None else ("", "")
+
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(Pool(AT_ONCE, "muster-web"))
         pages = Pages(
@@ -124,6 +128,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
             ends,
             logs,
             past,
+            origin=origin,
             by_certificate=transport.server is not None,
         )
         token = "" if transport.server is not None else pages.login_links.token

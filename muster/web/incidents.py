@@ -11,7 +11,7 @@ from muster.wire.launches import INCIDENTS
 from muster.wire.log_lines import one_line
 
 SHOWN = 8
-"""So many hangs are shown, the newest."""
+"""The most hangs that are shown: the newest."""
 
 FILES_SHOWN = 12
 MOST_BYTES = 128 * 1024

@@ -27,7 +27,7 @@ class ObservedWorker:
     """A worker as last seen: its seat, and its figures; None: not reported.
 
     ``computed_s``, ``waited_s`` and ``data_s`` say where a step's time goes; ``straggler`` says how it holds
-    the others up.
+    the others up; ``gpu`` is what its driver says.
     """
 
     seat: pb.Seat
@@ -44,6 +44,7 @@ class ObservedWorker:
     waited_s: float = 0.0
     data_s: float = 0.0
     straggler: rendezvous_pb.Straggler | None = None
+    gpu: rendezvous_pb.GpuReport | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +100,13 @@ class ObservedJob:
         if line.members and (line.step or line.samples_per_s) and line.state != "ended":
             loss = line.loss if line.HasField("loss") and math.isfinite(line.loss) else None
             rate = line.learning_rate if line.HasField("learning_rate") else None
-            self.series.take(Point(now, line.step, line.samples_per_s, loss, rate))
+            numbers = tuple(sorted(line.numbers.items()))
+            self.series.take(Point(now, line.step, line.samples_per_s, loss, rate, numbers))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return any(event.kind == "ended" and event.code == "failed" for event in self.events)
 
     def begin(self) -> None:
         """A new stream of the job begins, perhaps another scheduler's: it sends everything from the start."""
@@ -129,6 +136,7 @@ class ObservedJob:
             return [ObservedWorker(seat, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
         calls = columns.calls
         copies = {each.seat: each for each in columns.seat_copies}
+        gpus = {each.seat: each.gpu for each in columns.gpus}
         slow = {each.node_id: each for each in columns.stragglers if each.kind != ONE_OFF}
         return [
             ObservedWorker(
@@ -143,6 +151,7 @@ class ObservedJob:
                 *_copies(copies.get(number)),
                 *_times(columns, number),
                 slow.get(seat.node_id),
+                gpus.get(number),
             )
             for number, seat, step, silent_s, speed, loss, call, sequence, done in zip(
                 range(len(seats)),

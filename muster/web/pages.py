@@ -11,11 +11,12 @@ from urllib.parse import urlencode
 import jinja2
 from markupsafe import Markup
 
+from muster.scheduler.cli.gpus import WELL, gpu_warning, refused_in_words
 from muster.web import words
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, tail
 from muster.web.model import GENERATIONAL, Followed, ObservedJob, ObservedWorker, trouble, who_waits
-from muster.web.plots import bars, plots
+from muster.web.plots import bars, plots, shares
 from muster.wire.messages import NCCL_WORDS
 from muster.wire.v1 import watch_pb2 as pb
 
@@ -90,12 +91,14 @@ class JobPage:
     Attributes:
         logs: of the launch on this host; empty: none runs here.
         own_ends: when the certificate of this side ends, in seconds since 1970; None: there is none.
+        origin: the command that the launch on this host runs, and the directory of its logs; empty: none.
     """
 
     known: Followed
     job_id: str
     logs: Sequence[Log] = ()
     own_ends: float | None = None
+    origin: tuple[str, str] = ("", "")
     live: Live = field(default_factory=Live)
     _grid: tuple[object, ...] = ()
     _logs: tuple[str, ...] | None = None
@@ -117,10 +120,20 @@ class JobPage:
         still_s = job.stands_still_s(now)
         live.put(
             "trouble",
-            render("job_trouble.html", job=job, waits=waits, still_s=still_s, slow=job.progress.stragglers),
+            render(
+                "job_trouble.html",
+                job=job,
+                waits=waits,
+                still_s=still_s,
+                now=now,
+                slow=job.progress.stragglers,
+                unwell=[*gpus_unwell(workers), *map(refused_in_words, job.progress.refused_gpus)],
+            ),
         )
         self._put_grid(job, workers)
-        live.put("plots", render("plots.html", plots=plots(job.series)))
+        live.put("plots", render("plots.html", plots=plots(job.series, generations)))
+        spent = shares(job.progress.seconds_by_cause)
+        live.put("goodput", render("goodput.html", shares=spent, nothing="The scheduler has not said so."))
         shown = bars(generations, now if job.line.state != "ended" else _last(job, now))
         live.put("timeline", render("timeline.html", bars=shown, generations=generations[::-1], now=now))
         said = [event for event in job.events if event.kind == "decided"]
@@ -179,9 +192,18 @@ class JobPage:
         names = tuple(log.name for log in self.logs)
         if names != self._logs:
             self._logs = names
-            self.live.put("logs", render("logs.html", logs=self.logs))
+            self.live.put("logs", render("logs.html", logs=self.logs, origin=self.origin))
         for index, log in enumerate(self.logs):
             self.live.put(f"log-{index}", str(Markup.escape(tail(log, LOG_LINES))))
+
+
+def gpus_unwell(workers: Iterable[ObservedWorker]) -> list[str]:
+    """A sentence for each worker whose GPU is not well."""
+    return [
+        gpu_warning(w.seat.rank, w.seat.node_id, w.seat.host_name, w.seat.device, w.gpu)
+        for w in workers
+        if w.gpu is not None and w.gpu.state != WELL
+    ]
 
 
 def _shown(live: Live) -> dict[str, Markup]:
@@ -204,6 +226,8 @@ def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, den
     kinds = ["cell", f"s-{seat.state}"]
     if worker.straggler is not None:
         kinds.append("straggles")
+    if worker.gpu is not None and worker.gpu.state != WELL:
+        kinds.append("unwell")
     if worker.silent_s >= SILENT_S:
         kinds.append("silent")
     label = ""
@@ -211,7 +235,8 @@ def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, den
         name = f"rank {seat.rank}" if seat.rank >= 0 else "no rank"
         slow = ", holds the others up" if "straggles" in kinds else ""
         quiet = f", not heard for {worker.silent_s:.0f} s" if "silent" in kinds else ""
-        label = f"{name}, node {seat.node_id}: {state}{slow}{quiet}"
+        ill = f", GPU {worker.gpu.state}" if worker.gpu is not None and "unwell" in kinds else ""
+        label = f"{name}, node {seat.node_id}: {state}{slow}{ill}{quiet}"
     html = template.render(worker=worker, seat=seat, state=state, job_id=job_id)
     return Cell(cell_id(seat.node_id), " ".join(kinds), label, html.strip())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from muster.wire.files import read_regular
 from muster.wire.json_lines import fields_of
 from muster.wire.launches import LAST_S, read_records
 from muster.wire.log_lines import one_line
+from muster.wire.messages import MAX_NUMBER_NAME, MAX_NUMBERS
+from muster.wire.time_by_cause import CAUSES, spent_of
 
 MAX_LOG_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 4000
@@ -27,9 +30,16 @@ END_LINES = 60
 
 _SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
 _TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
+_MORE = re.compile(r"\S+Z [A-Z]+ \+ (.*)")
+_WHO = re.compile(r'\b(rank|node_id|host|hosts)=("[^"]*"|\S+)')
 _LOSS = re.compile(r"\b(?:(?:is lost|was expelled): |holds? (?:the others|all) up: )")
 _CHANGE = re.compile(r"\. Generation \d+ is formed .*", re.DOTALL)
-NOTED = frozenset(("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended"))
+TIME = "time"
+"""The scheduler's word where a job's time went."""
+
+NOTED = frozenset(
+    ("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended", TIME)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ class Run:
         codes: exit codes of the launchers.
         latest: when something was kept last.
         copies: the last ``snapshot`` and ``checkpoint``, where there are any.
+        time_by_cause: where its time went, in seconds, as its schedulers have said; empty: none has.
     """
 
     job_id: str = ""
@@ -99,6 +110,7 @@ class Run:
     said: list[Saying] = field(default_factory=list)
     scheduler_said: list[Saying] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)
+    time_by_cause: dict[str, float] = field(default_factory=dict)
 
     @property
     def faults(self) -> list[Saying]:
@@ -154,8 +166,22 @@ def load(directory: Path) -> Run:
             run.ends.append(LogEnd(_text(line, "name"), tuple(map(_shown, line["lines"][-END_LINES:]))))
     if run.generations and run.ended is not None:
         run.generations[-1].over = run.ended
-    run.scheduler_said = list(scheduler_log(directory / "scheduler.log"))
+    said = list(scheduler_log(directory / "scheduler.log"))
+    run.scheduler_said = [each for each in said if each.kind != TIME]
+    run.time_by_cause = _spent([spent_of(each.text) for each in said if each.kind == TIME])
     return run
+
+
+def _spent(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Where a run's time went, of what its schedulers said one after the other: each begins at 0."""
+    whole = Counter[str]()
+    before: Mapping[str, float] = {}
+    for spent in told:
+        if sum(spent.values()) < sum(before.values()):
+            whole.update(before)
+        before = spent
+    whole.update(before)
+    return {cause: whole[cause] for cause in CAUSES if whole[cause]}
 
 
 def points_of(directory: Path) -> list[Point]:
@@ -166,13 +192,22 @@ def points_of(directory: Path) -> list[Point]:
         return []
 
 
+def command_of(directory: Path) -> str:
+    """What the workers of a run are; empty: that is not known."""
+    try:
+        began = next((line for line in read_records(directory) if line.get("kind") == "began"), {})
+    except OSError:
+        return ""
+    return _text(began, "command")
+
+
 def scheduler_log(path: Path) -> Iterable[Saying]:
     """Reads a scheduler's log lines about its jobs."""
     try:
         text = read_regular(path, MAX_LOG_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return
-    for line in text.splitlines():
+    for line in _whole_lines(text.splitlines()):
         if line.startswith("{"):
             yield from _said_in_json(line)
             continue
@@ -187,8 +222,33 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
             continue
         if not 0 <= time_s < LAST_S:  # calendars end soon after, and before the year 1
             continue
-        facts = found[3] if found[2] != "decided" else ""
-        yield Saying(time_s, _shown(words) or _shown(facts), kind=found[2])
+        who = _who(found[3]) if found[2] != "decided" else ""
+        yield Saying(time_s, _shown(": ".join(filter(None, (who, words)))), kind=found[2])
+
+
+def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Puts lines together that a log has broken because they were too long."""
+    whole: str | None = None
+    for line in lines:
+        more = _MORE.fullmatch(line)
+        if more is not None and whole is not None and len(whole) < MAX_SHOWN:
+            whole = f"{whole} {more[1]}"
+            continue
+        if whole is not None:
+            yield whole
+        whole = line
+    if whole is not None:
+        yield whole
+
+
+def _who(facts: str) -> str:
+    """The worker or hosts that a log line is about: ``rank 2, node 3 on gpu-17``."""
+    told = {name: value.strip('"') for name, value in _WHO.findall(facts.partition(" text=")[0])}
+    rank = f"rank {told['rank']}" if "rank" in told else ""
+    node = f"node {told['node_id']}" if "node_id" in told else ""
+    where = f" on {told['host']}" if "host" in told else ""
+    hosts = f"hosts {told['hosts']}" if "hosts" in told else ""
+    return ", ".join(filter(None, (rank, f"{node}{where}" if node else "", hosts)))
 
 
 def _said_in_json(line: str) -> Iterable[Saying]:
@@ -230,7 +290,17 @@ def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -
     step = _whole(line, "step")
     if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:
         return  # another launcher's worker, heard a little earlier
-    run.series.take(Point(now, step, speed * workers, _number(line, "loss"), _number(line, "learning_rate")))
+    loss, rate = _number(line, "loss"), _number(line, "learning_rate")
+    run.series.take(Point(now, step, speed * workers, loss, rate, _numbers(line)))
+
+
+def _numbers(line: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The script's own numbers."""
+    given = line.get("numbers")
+    if not isinstance(given, dict):
+        return ()
+    found = ((_shown(name)[:MAX_NUMBER_NAME], _number(given, name)) for name in sorted(given)[:MAX_NUMBERS])
+    return tuple((name, value) for name, value in found if value is not None)
 
 
 def _text(line: Mapping[str, Any], name: str) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.web.model import ObservedGeneration
 from muster.web.series import Series
-from muster.web.words import duration, number
+from muster.web.words import clock, duration, number
+from muster.wire.messages import MAX_NUMBERS
+from muster.wire.time_by_cause import CAUSES
 
 WIDTH, HEIGHT = 440, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
 LARGEST, SMALLEST = 1e300, 1e-290
 """Beyond these nothing is drawn, or distinguished: workers may report what they like."""
+
+MARKED = 64
+"""Most changes of members that are marked, the newest."""
 
 DRAWN = 240
 """Most points of a line; more would not be visible."""
@@ -38,6 +43,7 @@ class Plot:
         path: of the line, as SVG has it; empty: there is nothing to draw yet.
         x_ticks: along the time.
         y_ticks: along the values.
+        marks: where members changed, along the time.
     """
 
     title: str
@@ -46,25 +52,52 @@ class Plot:
     path: str = ""
     x_ticks: tuple[AxisTick, ...] = ()
     y_ticks: tuple[AxisTick, ...] = ()
+    marks: tuple[AxisTick, ...] = ()
 
 
-def plots(series: Series) -> list[Plot]:
-    """The plots of a job: loss, learning rate, samples a second, seconds a step."""
+def plots(series: Series, generations: Sequence[ObservedGeneration] = ()) -> list[Plot]:
+    """The plots of a job: loss, learning rate, samples a second, seconds a step, the script's own numbers.
+
+    Args:
+        series: what is drawn.
+        generations: whose beginnings are marked.
+    """
     points = series.points
+    own: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        for name, value in point.numbers:
+            own.setdefault(name, []).append((point.time_s, value))
+    changes = [
+        (
+            each.formed,
+            f"{clock(each.formed)}: generation {each.number}, {each.members} members: {each.reason}",
+        )
+        for each in generations[-MARKED:]
+        if each.number > 1
+    ]
+    rates = [(p.time_s, p.learning_rate) for p in points if p.learning_rate is not None]
     return [
-        plot("Loss", [(p.time_s, p.loss) for p in points if p.loss is not None]),
-        plot("Learning rate", [(p.time_s, p.learning_rate) for p in points if p.learning_rate is not None]),
-        plot("Samples per second", [(p.time_s, p.samples_per_s) for p in points], zero=True),
-        plot("Seconds per step", series.step_times(), zero=True),
+        plot("Loss", [(p.time_s, p.loss) for p in points if p.loss is not None], changes),
+        plot("Learning rate", rates, changes),
+        plot("Samples per second", [(p.time_s, p.samples_per_s) for p in points], changes, zero=True),
+        plot("Seconds per step", series.step_times(), changes, zero=True),
+        *(plot(name, own[name], changes) for name in sorted(own)[:MAX_NUMBERS]),
     ]
 
 
-def plot(title: str, points: Sequence[tuple[float, float]], *, zero: bool = False) -> Plot:
+def plot(
+    title: str,
+    points: Sequence[tuple[float, float]],
+    changes: Sequence[tuple[float, str]] = (),
+    *,
+    zero: bool = False,
+) -> Plot:
     """A line through points.
 
     Args:
         title: what is drawn.
         points: times in seconds, and values.
+        changes: of members, when and which; those in the time that is drawn are marked.
         zero: the axis of the values begins at 0.
     """
     points = thinned([point for point in points if abs(point[1]) <= LARGEST])
@@ -97,6 +130,7 @@ def plot(title: str, points: Sequence[tuple[float, float]], *, zero: bool = Fals
         path,
         tuple(AxisTick(x(time_s), text) for time_s, text in times),
         tuple(AxisTick(y(value), number(value)) for value in ticks),
+        tuple(AxisTick(x(time_s), text) for time_s, text in changes if start_s <= time_s <= end_s),
     )
 
 
@@ -152,4 +186,34 @@ def bars(generations: Sequence[ObservedGeneration], now: float) -> list[Bar]:
             words = f"{title}: {'stood' if state == 'stood' else 'was being built'} for {took}"
             text = str(generation.number) if state == "stood" and width > 24 else ""
             found.append(Bar(round(min(x, 997.0), 1), round(width, 1), state, text, words))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a job's time: its cause, where its bar begins, how wide that is (of 1000), and in words."""
+
+    cause: str
+    x: float
+    width: float
+    percent: str
+    took: str
+
+    @property
+    def kind(self) -> str:
+        """Its class in the style sheet."""
+        return f"c-{self.cause.replace(' ', '-')}"
+
+
+def shares(seconds_by_cause: Mapping[str, float]) -> list[Share]:
+    """Where a job's time went, side by side, in the order of the causes; empty: nothing is known of it."""
+    whole_s = sum(max(0.0, seconds_by_cause.get(cause, 0.0)) for cause in CAUSES)
+    found, x = [], 0.0
+    for cause in CAUSES:
+        seconds = seconds_by_cause.get(cause, 0.0)
+        if seconds > 0.0:
+            part = seconds / whole_s
+            percent = f"{100 * part:.0f} %" if part >= 0.005 else "< 1 %"
+            found.append(Share(cause, round(x, 1), round(1000 * part, 1), percent, duration(seconds)))
+            x += 1000 * part
     return found

@@ -29,23 +29,33 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="muster report",
         description="Writes one HTML file about a run, running or finished, from what muster run has kept in "
-        "the run's directory: how it ended, faults, generations, plots, what was said, the ends of the logs.",
+        "the run's directory: how it ended, faults, generations, plots, what was said, the ends of the logs. "
+        "With --list it lists the runs that there are instead.",
     )
     made.add_argument(
         "directory",
         nargs="?",
         type=Path,
-        default=RUNS / LATEST,
         metavar="DIR",
-        help=f"the run's directory (default: {RUNS / LATEST})",
+        help=f"the run's directory (default: {RUNS / LATEST}); with --list, one with several ({RUNS})",
     )
     made.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in that directory")
+    made.add_argument("--list", action="store_true", help="list the runs: when, how long, how they ended")
+    made.add_argument("--json", action="store_true", help="with --list: print JSON instead of a table")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the file and says where; returns the exit code."""
-    options = parser().parse_args(list(argv))
+    made = parser()
+    options = made.parse_args(list(argv))
+    if options.json and not options.list:
+        made.error("--json goes with --list")
+    if options.list and options.output:
+        made.error("--output is for a report, not for --list")
+    if options.list:
+        return _list(options.directory or RUNS, as_json=options.json)
+    options.directory = options.directory or RUNS / LATEST
     try:
         import jinja2  # noqa: F401
     except ModuleNotFoundError:
@@ -80,6 +90,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _list(folder: Path, *, as_json: bool) -> int:
+    from muster.web.run_list import runs_in, show
+
+    try:
+        rows, text = list(runs_in(folder)), "holds no run."
+    except OSError as error:
+        rows, text = [], f"cannot be read: {error.strerror}."
+    if rows:
+        show(rows, sys.stdout, json_wanted=as_json)
+        return 0
+    print(
+        f"muster: '{_shown(folder)}' {text} Name a directory with those of runs, such as the muster-runs that"
+        " muster run makes where it is started.",
+        file=sys.stderr,
+    )
+    return 1
+
+
 def page(directory: Path) -> str | None:
     """The report of a run as HTML; None: there is no record of one.
 
@@ -90,7 +118,7 @@ def page(directory: Path) -> str | None:
     from muster.web.logs import logs_of, tail
     from muster.web.pages import render
     from muster.web.past import load
-    from muster.web.plots import bars, plots
+    from muster.web.plots import bars, plots, shares
 
     run = load(directory)
     if run.began is None:
@@ -111,7 +139,8 @@ def page(directory: Path) -> str | None:
         faults=faults[-SENTENCES:],
         more_faults=max(0, len(faults) - SENTENCES),
         ends=run.ends[-ENDS:],
-        plots=plots(run.series),
+        plots=plots(run.series, run.generations),
+        shares=shares(run.time_by_cause),
         bars=bars(run.generations[-BARS:], until),
         said=run.said[-SENTENCES:],
         scheduler_said=run.scheduler_said[-SENTENCES:],

@@ -18,6 +18,7 @@ class Point(NamedTuple):
         samples_per_s: of all workers together.
         loss: None: not reported.
         learning_rate: None: not reported.
+        numbers: the script's own, by name.
     """
 
     time_s: float
@@ -25,6 +26,7 @@ class Point(NamedTuple):
     samples_per_s: float
     loss: float | None = None
     learning_rate: float | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass

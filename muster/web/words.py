@@ -6,10 +6,13 @@ import datetime as dt
 import math
 from typing import Protocol
 
+from muster.scheduler.cli.gpus import gpu_in_full, gpu_in_short
 from muster.scheduler.cli.status import newest_of
 from muster.wire.v1 import rendezvous_pb2 as pb
 
 DAY_S = 86_400.0
+DRAINS_NAMED = 8
+"""Most hosts and nodes of a planned drain that are named."""
 
 
 def duration(seconds: float) -> str:
@@ -81,6 +84,23 @@ def checkpoint(report: pb.CheckpointReport) -> str:
     """``step 100, 3 min ago, 1.5 GB in 2.1 s``."""
     age, took = duration(report.age_s), duration(report.seconds)
     return f"step {number(report.step)}, {age} ago, {size(report.size_bytes)} in {took}"
+
+
+def planned_drain(drain: pb.PlannedDrain, now: float) -> str:
+    """``Host gpu-17 and node 3 are to be drained at 2026-01-31 02:00:00, in 2 h: new disks.``."""
+    names = [*(f"host {each}" for each in drain.hosts), *(f"node {each}" for each in drain.node_ids)]
+    shown = names[:DRAINS_NAMED] + (
+        [f"{len(names) - DRAINS_NAMED} more"] if len(names) > DRAINS_NAMED else []
+    )
+    who = " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+    verb = "is" if len(names) == 1 else "are"
+    when = f"at {day(drain.at_s)} {clock(drain.at_s)}, in {duration(drain.at_s - now)}"
+    return f"{who[:1].upper()}{who[1:]} {verb} to be drained {when}: {drain.reason.rstrip('.')}."
+
+
+def gpu(report: pb.GpuReport, *, short: bool = False) -> str:
+    """``98 %, 61 C``, and in full also memory, clock, errors, and what speaks against it."""
+    return gpu_in_short(report) if short else gpu_in_full(report)
 
 
 class Timed(Protocol):

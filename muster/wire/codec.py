@@ -9,24 +9,24 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
-from muster.wire import messages
-from muster.wire.errors import RemediedError
+from muster.wire import messages, rules
 from muster.wire.log_lines import one_line
 from muster.wire.messages import Value
+from muster.wire.rules import MAX_NUMBER as MAX_NUMBER
+from muster.wire.rules import MAX_STACKS_BYTES as MAX_STACKS_BYTES
+from muster.wire.rules import MAX_TEXT as MAX_TEXT
+from muster.wire.rules import Rule
+from muster.wire.rules import WireError as WireError
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import watch_pb2 as watch_pb
 
 PROTOCOL_VERSION = 1
 MAX_COUNT = 65_536
-MAX_NUMBER = 2**63 - 1
-MAX_TEXT = 2048
-MAX_STACKS_BYTES = 64 * 1024
-"""Limit of what one worker says of where its process stands."""
 MAX_FACTS = 32
 MAX_RECENT = 64
 MAX_UNIQUE_IDS = 512
@@ -43,15 +43,11 @@ MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 DELTA_FROM_MEMBERS = 64
 """Members from which on those that hold the generation before are sent only what has changed."""
 DEVICE_KINDS = ("cpu", "cuda")
+GPU_STATES = ("well", "suspect", "ill")
+MAX_REASONS, MAX_REASON, MAX_XIDS = 8, 120, 16
+"""Limits of what a heartbeat says of a GPU: how many reasons, of how many characters, and how many Xids."""
 
 ValueT = TypeVar("ValueT", bound=Value)
-Rule = Callable[[str, Any], Any]
-"""Takes a field's name and what stands there, and returns its value; raises WireError."""
-
-
-class WireError(RemediedError):
-    """A message breaks the protocol; names the field."""
-
 
 # ---------------------------------------------------------------- encoding
 
@@ -100,16 +96,21 @@ def _join(join: messages.Join) -> pb.Join:
         **{
             **{name: to_proto(item) for name, item in vars(join.profile).items()},
             "facts": dict(join.profile.facts),
+            "gpu_fault": join.profile.gpu_fault[:MAX_TEXT],
         },
     )
 
 
 def _heartbeat(beat: messages.Heartbeat) -> Any:
-    return _same_fields(beat.replaced(recent=beat.recent[-MAX_RECENT:]))
+    body = _same_fields(beat.replaced(recent=beat.recent[-MAX_RECENT:], numbers=()))
+    body.numbers.update(beat.numbers)
+    return body
 
 
-def _text_cut(field: str) -> Callable[[Any], Any]:
-    return lambda message: _same_fields(message.replaced(**{field: getattr(message, field)[:MAX_TEXT]}))
+def _text_cut(*fields: str) -> Callable[[Any], Any]:
+    return lambda message: _same_fields(
+        message.replaced(**{field: getattr(message, field)[:MAX_TEXT] for field in fields})
+    )
 
 
 def _probed(probed: messages.Probed) -> pb.Probed:
@@ -148,7 +149,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     messages.StepTimes: lambda times: (times.steps, *times.seconds, times.link),
     messages.SuspectPeer: _text_cut("detail"),
     messages.RequestLeave: _text_cut("reason"),
-    messages.Leave: _text_cut("reason"),
+    messages.Leave: _text_cut("reason", "gpu_fault"),
     messages.Probed: _probed,
     messages.Probe: _probe,
     messages.Assignment: _assignment,
@@ -282,93 +283,11 @@ def _same_but_rank(a: messages.Assignment, b: messages.Assignment) -> bool:
     return a.members is b.members and {**vars(a), **own} == {**vars(b), **own}
 
 
-# ---------------------------------------------------------------- what a field may hold
-
-
-def _as_is(_: str, value: Any) -> Any:
-    return value
-
-
-def _whole(low: int = 0, high: int = MAX_NUMBER) -> Rule:
-    def rule(field: str, value: int) -> int:
-        if not low <= value <= high:
-            raise WireError(f"{field} must be from {low} to {high}; it is {value}.")
-        return value
-
-    return rule
-
-
-def _name(limit: int = 128, *, empty: bool = False) -> Rule:
-    def rule(field: str, value: str) -> str:
-        if not value and empty:
-            return value
-        if not 1 <= len(value) <= limit:
-            raise WireError(f"{field} must have 1 to {limit} characters; it has {len(value)}.")
-        if not value.isprintable() or " " in value:
-            raise WireError(
-                f"{field} must hold neither blanks nor control characters; it is {value[:140]!a}."
-            )
-        return value
-
-    return rule
-
-
-def _label(limit: int = 256) -> Rule:
-    def rule(field: str, value: str) -> str:
-        if len(value) > limit or not value.isprintable():
-            raise WireError(f"{field} must be printable and have at most {limit} characters.")
-        return value
-
-    return rule
-
-
-def _text(field: str, value: str) -> str:
-    """Reads free text, made safe so that it cannot forge a second log line."""
-    if len(value) > MAX_TEXT:
-        raise WireError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
-    return one_line(value)
-
-
-def _lines(field: str, value: str) -> str:
-    """Reads text of many lines, each made safe."""
-    if len(value) > MAX_STACKS_BYTES:
-        raise WireError(f"{field} must have at most {MAX_STACKS_BYTES} characters; it has {len(value)}.")
-    return "\n".join(one_line(line) for line in value.split("\n"))
-
-
-def _line(_: str, value: str) -> str:
-    """Reads free text of the scheduler, which may be long."""
-    return one_line(value)
-
-
-def _rate(field: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise WireError(f"{field} must be a number from 0; it is {value}.")
-    return value
-
-
-def _seconds(above: float) -> Rule:
-    def rule(field: str, value: float) -> float:
-        if not math.isfinite(value) or value <= above:
-            raise WireError(f"{field} must be a number of seconds; it is {value}.")
-        return value
-
-    return rule
-
-
-def _each(rule: Rule, what: str, low: int, high: int) -> Rule:
-    """A tuple of that length; ``what`` names one of them and, in the plural, all."""
-    count = _whole(low, high)
-
-    def of_all(_: str, values: Any) -> tuple[Any, ...]:
-        count(f"number of {what}s", len(values))
-        return tuple(rule(what, value) for value in values)
-
-    return of_all
+# ---------------------------------------------------------------- the rules of each message
 
 
 def _unique_id(what: str, value: bytes) -> bytes:
-    _whole(1, MAX_UNIQUE_ID_BYTES)(f"length of a {what}", len(value))
+    rules.whole(1, MAX_UNIQUE_ID_BYTES)(f"length of a {what}", len(value))
     return value
 
 
@@ -378,8 +297,28 @@ def _device_kind(field: str, value: str) -> str:
     return value
 
 
+def _gpu_report(field: str, body: pb.GpuReport) -> messages.GpuReport:
+    """Reads what a worker says of its GPU; numbers have the bounds of their kinds, and are not looked at."""
+    told: dict[str, Any] = {each.name: value for each, value in body.ListFields()}
+    state = told.get("state", "")
+    if state not in GPU_STATES:
+        raise WireError(f"{field}'s state must be one of {', '.join(GPU_STATES)}; it is {state[:40]!a}.")
+    if "reasons" in told:
+        told["reasons"] = _REASONS(f"{field}'s reasons", told["reasons"])
+    if "xids" in told:
+        told["xids"] = _XIDS(f"{field}'s xids", told["xids"])
+    return messages.GpuReport(**{**_NOTHING_TOLD, **told})
+
+
+_NOTHING_TOLD: dict[str, Any] = dict.fromkeys(messages.GpuReport._fields) | {"reasons": (), "xids": ()}
+_REASONS = rules.each(rules.label(MAX_REASON), "reason", 0, MAX_REASONS)
+_XIDS = rules.each(rules.as_is, "Xid", 0, MAX_XIDS)
+
+
 def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
-    return _name()(f"node_id of an {what}", body.node_id), _text("detail", body.detail) or "no reason given"
+    return rules.name()(f"node_id of an {what}", body.node_id), rules.text(
+        "detail", body.detail
+    ) or "no reason given"
 
 
 def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
@@ -396,6 +335,18 @@ def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
     return messages.StepTimes(steps=int(steps), seconds=tuple(seconds), link=int(link))
 
 
+def _numbers(field: str, body: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Reads the script's own numbers, in order of their names."""
+    if not body:
+        return ()
+    rules.whole(0, messages.MAX_NUMBERS)(f"count of {field}", len(body))
+    for number_name, value in body.items():
+        rules.name(messages.MAX_NUMBER_NAME)(f"name in {field}", number_name)
+        if not math.isfinite(value):
+            raise WireError(f"{field} must be finite; {number_name} is {value}.")
+    return tuple(sorted(body.items()))
+
+
 def _first_loss(_: str, body: pb.FirstLoss) -> messages.FirstLoss | None:
     return _read(messages.FirstLoss, body) if body.node_id else None
 
@@ -407,130 +358,154 @@ def _refusal_code(_: str, value: int) -> messages.RefusalCode:
         return messages.RefusalCode.UNSPECIFIED
 
 
-_GENERATION, _RANK, _EXIT_CODE = _whole(1), _whole(0, MAX_COUNT - 1), _whole(0, 255)
-_UNIQUE_IDS = _each(_unique_id, "unique id", 1, MAX_UNIQUE_IDS)
+_GENERATION, _RANK, _EXIT_CODE = rules.whole(1), rules.whole(0, MAX_COUNT - 1), rules.whole(0, 255)
+_UNIQUE_IDS = rules.each(_unique_id, "unique id", 1, MAX_UNIQUE_IDS)
 
 _RULES: dict[type[Value], dict[str, Rule]] = {
     messages.Host: {
-        "id": _name(),
-        "name": _name(253),
-        "address": _name(253, empty=True),
-        "topology": _label(),
+        "id": rules.name(),
+        "name": rules.name(253),
+        "address": rules.name(253, empty=True),
+        "topology": rules.label(),
     },
     messages.Device: {
         "kind": _device_kind,
-        "index": _whole(-1, MAX_COUNT),
-        "pci_bus_id": _name(64, empty=True),
-        "model": _label(),
+        "index": rules.whole(-1, MAX_COUNT),
+        "pci_bus_id": rules.name(64, empty=True),
+        "model": rules.label(),
     },
     messages.Collective: {
-        "sequence": _whole(),
-        "name": _name(64),
-        "group": _label(128),
-        "dtype": _label(32),
-        "size_bytes": _whole(),
-        "done": _as_is,
+        "sequence": rules.whole(),
+        "name": rules.name(64),
+        "group": rules.label(128),
+        "dtype": rules.label(32),
+        "size_bytes": rules.whole(),
+        "done": rules.as_is,
     },
     messages.PublishUniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
     messages.Built: {"generation": _GENERATION},
     messages.Heartbeat: {
-        "generation": _whole(),
-        "step": _whole(),
-        "started_step": _whole(),
-        "samples_per_s": _rate,
-        "recent": _each(
+        "generation": rules.whole(),
+        "step": rules.whole(),
+        "started_step": rules.whole(),
+        "samples_per_s": rules.rate,
+        "recent": rules.each(
             lambda what, c: _read(messages.Collective, c, f"{what}'s "), "collective", 0, MAX_RECENT
         ),
-        "entered_generation": _whole(),
-        "loss": _as_is,
-        "pid": _whole(),
-        "learning_rate": _as_is,
+        "entered_generation": rules.whole(),
+        "loss": rules.as_is,
+        "pid": rules.whole(),
+        "learning_rate": rules.as_is,
         "snapshot": lambda what, body: _read(messages.SnapshotReport, body, f"{what}."),
         "checkpoint": lambda what, body: _read(messages.CheckpointReport, body, f"{what}."),
         "times": _step_times,
+        "gpu": _gpu_report,
+        "checkpoints_s": rules.rate,
+        "numbers": _numbers,
+        "steps": rules.whole(),
     },
     messages.SnapshotReport: {
-        "generation": _whole(),
-        "agreed": _whole(-1),
-        "taken": _whole(-1),
-        "complete": _as_is,
-        "passed": _whole(-1),
-        "age_s": _rate,
-        "size_bytes": _whole(),
-        "seconds": _rate,
-        "partners": _each(_RANK, "partner", 0, MAX_PARTNERS),
+        "generation": rules.whole(),
+        "agreed": rules.whole(-1),
+        "taken": rules.whole(-1),
+        "complete": rules.as_is,
+        "passed": rules.whole(-1),
+        "age_s": rules.rate,
+        "size_bytes": rules.whole(),
+        "seconds": rules.rate,
+        "partners": rules.each(_RANK, "partner", 0, MAX_PARTNERS),
     },
-    messages.CheckpointReport: {"step": _whole(), "age_s": _rate, "size_bytes": _whole(), "seconds": _rate},
-    messages.Quiesced: {"generation": _GENERATION, "last_started_step": _whole()},
-    messages.SuspectPeer: {"generation": _GENERATION, "rank": _whole(-1, MAX_COUNT - 1), "detail": _text},
-    messages.Late: {"generation": _GENERATION, "seconds": _rate},
+    messages.CheckpointReport: {
+        "step": rules.whole(),
+        "age_s": rules.rate,
+        "size_bytes": rules.whole(),
+        "seconds": rules.rate,
+    },
+    messages.Quiesced: {"generation": _GENERATION, "last_started_step": rules.whole()},
+    messages.SuspectPeer: {
+        "generation": _GENERATION,
+        "rank": rules.whole(-1, MAX_COUNT - 1),
+        "detail": rules.text,
+    },
+    messages.Late: {"generation": _GENERATION, "seconds": rules.rate},
     messages.Probed: {
-        "round": _whole(),
-        "unreached": _each(_unreached, "unreached worker", 0, MAX_COUNT),
-        "late": _as_is,
-        "waits": _as_is,
-        "busy": _text,
-        "seconds": _rate,
+        "round": rules.whole(),
+        "unreached": rules.each(_unreached, "unreached worker", 0, MAX_COUNT),
+        "late": rules.as_is,
+        "waits": rules.as_is,
+        "busy": rules.text,
+        "seconds": rules.rate,
     },
-    messages.Stacks: {"request": _whole(), "text": _lines},
-    messages.RequestLeave: {"generation": _whole(), "reason": _text},
+    messages.Stacks: {"request": rules.whole(), "text": rules.lines},
+    messages.RequestLeave: {"generation": rules.whole(), "reason": rules.text},
     messages.Leave: {
-        "generation": _whole(),
-        "finished": _as_is,
-        "reason": _text,
-        "consequence": _as_is,
+        "generation": rules.whole(),
+        "finished": rules.as_is,
+        "reason": rules.text,
+        "consequence": rules.as_is,
         "exit_code": _EXIT_CODE,
+        "gpu_fault": rules.text,
     },
     messages.Welcome: {
-        "heartbeat_interval_s": _seconds(0.0),
-        "node_timeout_s": _seconds(0.0),
-        "topo_timeout_s": _seconds(0.0),
-        "spare": _as_is,
-        "waiting_interval_s": _rate,
-        "version": _label(),
+        "heartbeat_interval_s": rules.seconds(0.0),
+        "node_timeout_s": rules.seconds(0.0),
+        "topo_timeout_s": rules.seconds(0.0),
+        "spare": rules.as_is,
+        "waiting_interval_s": rules.rate,
+        "version": rules.label(),
     },
     messages.Waiting: {
-        "present": _as_is,
-        "needed": _as_is,
-        "sentence": _line,
-        "finished_ranks": _each(_RANK, "finished rank", 0, MAX_COUNT),
-        "undecided": _as_is,
+        "present": rules.as_is,
+        "needed": rules.as_is,
+        "sentence": rules.line,
+        "finished_ranks": rules.each(_RANK, "finished rank", 0, MAX_COUNT),
+        "undecided": rules.as_is,
     },
-    messages.FirstLoss: {"node_id": _line, "incarnation": _as_is, "sentence": _line, "exit_code": _EXIT_CODE},
+    messages.FirstLoss: {
+        "node_id": rules.line,
+        "incarnation": rules.as_is,
+        "sentence": rules.line,
+        "exit_code": _EXIT_CODE,
+    },
     messages.UniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
     messages.GroupBuilt: {"generation": _GENERATION},
     messages.Suspended: {
         "generation": _GENERATION,
-        "reason": _line,
-        "wait_s": _seconds(-1.0),
+        "reason": rules.line,
+        "wait_s": rules.seconds(-1.0),
         "first_loss": _first_loss,
-        "save": _as_is,
+        "save": rules.as_is,
     },
-    messages.Quiesce: {"generation": _GENERATION, "reason": _line},
+    messages.Quiesce: {"generation": _GENERATION, "reason": rules.line},
     messages.Probe: {
-        "round": _as_is,
-        "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT),
+        "round": rules.as_is,
+        "targets": rules.each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT),
     },
-    messages.StacksWanted: {"request": _whole(), "limit_bytes": _whole(1, MAX_STACKS_BYTES)},
-    messages.SnapshotWord: {"generation": _GENERATION, "complete": _whole(-1), "next": _whole()},
-    messages.Refused: {"code": _refusal_code, "sentence": _line},
-    messages.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
+    messages.StacksWanted: {"request": rules.whole(), "limit_bytes": rules.whole(1, MAX_STACKS_BYTES)},
+    messages.SnapshotWord: {"generation": _GENERATION, "complete": rules.whole(-1), "next": rules.whole()},
+    messages.Refused: {"code": _refusal_code, "sentence": rules.line},
+    messages.Ended: {
+        "ok": rules.as_is,
+        "reason": rules.line,
+        "leave": rules.as_is,
+        "first_loss": _first_loss,
+    },
 }
 
 
 _OPTIONAL: dict[type[Value], tuple[str, ...]] = {
-    messages.Heartbeat: ("loss", "learning_rate", "snapshot", "checkpoint")
+    messages.Heartbeat: ("loss", "learning_rate", "snapshot", "checkpoint", "gpu"),
 }
 """Fields that are None where they are missing."""
 
 
 def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:
     """Reads a value of this class, each field by its rule."""
-    rules = _rules_of(cast(Any, kind), whose)
     optional = _OPTIONAL.get(kind, ())
     missing = {name for name in optional if not body.HasField(name)} if optional else ()
     fields = {
-        name: None if name in missing else rule(label, getattr(body, name)) for name, label, rule in rules
+        name: None if name in missing else rule(label, getattr(body, name))
+        for name, label, rule in _rules_of(cast(Any, kind), whose)
     }
     return kind(**fields)
 
@@ -596,40 +571,42 @@ def _read_join(join: pb.Join) -> messages.Join:
             f"The worker speaks protocol version {join.protocol_version}, this scheduler {PROTOCOL_VERSION}.",
             remedy="Install the same version of Muster on both.",
         )
-    held_generation = _whole()("held_generation", join.held_generation)
+    held_generation = rules.whole()("held_generation", join.held_generation)
     return messages.Join(
         profile=_read_profile(join),
         held_generation=held_generation,
-        held_rank=_whole(-1, MAX_COUNT - 1)("held_rank", join.held_rank) if held_generation else -1,
+        held_rank=rules.whole(-1, MAX_COUNT - 1)("held_rank", join.held_rank) if held_generation else -1,
         built=join.built,
-        step=_whole()("step", join.step),
-        held_world_size=_whole(0, MAX_COUNT)("held_world_size", join.held_world_size),
+        step=rules.whole()("step", join.step),
+        held_world_size=rules.whole(0, MAX_COUNT)("held_world_size", join.held_world_size),
         takes_deltas=join.takes_deltas,
         gives_stacks=join.gives_stacks,
     )
 
 
 def _read_profile(join: pb.Join) -> messages.Profile:
-    worker_num = _whole(1, MAX_COUNT)("worker_num", join.worker_num)
+    worker_num = rules.whole(1, MAX_COUNT)("worker_num", join.worker_num)
     if not join.incarnation:
         raise WireError("incarnation must be a random number drawn at the worker's start; it is 0.")
-    _whole(0, MAX_FACTS)("number of facts", len(join.facts))
+    rules.whole(0, MAX_FACTS)("number of facts", len(join.facts))
     return messages.Profile(
-        job_id=_name()("job_id", join.job_id),
-        node_id=_name()("node_id", join.node_id),
+        job_id=rules.name()("job_id", join.job_id),
+        node_id=rules.name()("node_id", join.node_id),
         incarnation=join.incarnation,
         host=_read(messages.Host, join.host, "host."),
         device=_read(messages.Device, join.device, "device."),
         worker_num=worker_num,
-        worker_min=_whole(0, worker_num)("worker_min", join.worker_min) or worker_num,
-        backend=_name(32)("backend", join.backend),
-        local_index=_whole(-1, MAX_COUNT)("local_index", join.local_index),
-        data_address=_name(300, empty=True)("data_address", join.data_address),
-        probe_address=_name(300, empty=True)("probe_address", join.probe_address),
-        last_call_s=_seconds(-1.0)("last_call_s", join.last_call_s),
+        worker_min=rules.whole(0, worker_num)("worker_min", join.worker_min) or worker_num,
+        backend=rules.name(32)("backend", join.backend),
+        local_index=rules.whole(-1, MAX_COUNT)("local_index", join.local_index),
+        data_address=rules.name(300, empty=True)("data_address", join.data_address),
+        probe_address=rules.name(300, empty=True)("probe_address", join.probe_address),
+        last_call_s=rules.seconds(-1.0)("last_call_s", join.last_call_s),
         spare=join.spare,
+        gpu_uuid=rules.name(empty=True)("gpu_uuid", join.gpu_uuid),
+        gpu_fault=rules.text("gpu_fault", join.gpu_fault),
         facts=tuple(
-            (_name(64)("a fact's name", key), _label()("a fact's value", value))
+            (rules.name(64)("a fact's name", key), rules.label()("a fact's value", value))
             for key, value in sorted(join.facts.items())
         ),
     )
@@ -646,7 +623,7 @@ def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> m
         raise WireError("members must be in order of rank, from 0, without a gap.")
     if len({member.node_id for member in members}) != size:
         raise WireError("a node id stands twice among the members.")
-    among, maybe = _whole(0, size - 1), _whole(-1, size - 1)
+    among, maybe = rules.whole(0, size - 1), rules.whole(-1, size - 1)
     rank = maybe("rank", body.rank)
     return messages.Assignment(
         generation=_GENERATION("generation", body.generation),
@@ -654,9 +631,11 @@ def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> m
         members=members,
         state_source_rank=maybe("state_source_rank", body.state_source_rank),
         newcomer_ranks=tuple(among("newcomer_ranks", r) for r in body.newcomer_ranks),
-        unique_id_count=_whole(0 if rank < 0 else 1, MAX_UNIQUE_IDS)("unique_id_count", body.unique_id_count),
+        unique_id_count=rules.whole(0 if rank < 0 else 1, MAX_UNIQUE_IDS)(
+            "unique_id_count", body.unique_id_count
+        ),
         reason=one_line(body.reason),
-        switch_after_step=_whole(-1)("switch_after_step", body.switch_after_step),
+        switch_after_step=rules.whole(-1)("switch_after_step", body.switch_after_step),
         lost=tuple(one_line(sentence) for sentence in body.lost),
         launch=body.launch,
         first_loss=_first_loss("first_loss", body.first_loss),
@@ -703,14 +682,14 @@ def _read_member(body: pb.Member, hosts: list[messages.Host]) -> messages.Member
     device = body.device
     if not body.node_id:
         raise WireError("a member has no node_id.")
-    local_world_size = _whole(1, MAX_COUNT)("local_world_size", body.local_world_size)
+    local_world_size = rules.whole(1, MAX_COUNT)("local_world_size", body.local_world_size)
     return messages.Member(
         rank=_RANK("rank", body.rank),
         node_id=body.node_id,
         incarnation=body.incarnation,
-        host=hosts[_whole(0, len(hosts) - 1)("host_index", body.host_index)],
+        host=hosts[rules.whole(0, len(hosts) - 1)("host_index", body.host_index)],
         device=messages.Device(device.kind, device.index, device.pci_bus_id, device.model),
-        local_rank=_whole(0, local_world_size - 1)("local_rank", body.local_rank),
+        local_rank=rules.whole(0, local_world_size - 1)("local_rank", body.local_rank),
         local_world_size=local_world_size,
         data_address=body.data_address,
     )
@@ -729,7 +708,7 @@ def decode_status_request(data: bytes) -> str:
     Raises:
         WireError: not protobuf, or a field out of bounds.
     """
-    return cast(str, _name(empty=True)("job_id", _parse(pb.StatusRequest, data).job_id))
+    return cast(str, rules.name(empty=True)("job_id", _parse(pb.StatusRequest, data).job_id))
 
 
 def decode_drain_request(data: bytes) -> messages.DrainOrder:
@@ -743,18 +722,34 @@ def decode_drain_request(data: bytes) -> messages.DrainOrder:
     if len(node_ids) + len(request.hosts) > MAX_DRAINED:
         raise WireError(f"Of node_ids and hosts there may be {MAX_DRAINED}.")
     if not request.cancel and not node_ids and not request.hosts:
-        _name()("node_id", request.node_id)
+        rules.name()("node_id", request.node_id)
     if not 0.0 <= request.at_s <= LATEST_S:
         raise WireError("at_s must be a time in seconds since 1970, or 0.")
     return messages.DrainOrder(
-        job_id=_name(empty=True)("job_id", request.job_id),
-        node_ids=tuple(dict.fromkeys(_name()("node_id", each) for each in node_ids)),
-        hosts=tuple(dict.fromkeys(_name(253)("hosts", each) for each in request.hosts)),
-        reason=_text("reason", request.reason),
+        job_id=rules.name(empty=True)("job_id", request.job_id),
+        node_ids=tuple(dict.fromkeys(rules.name()("node_id", each) for each in node_ids)),
+        hosts=tuple(dict.fromkeys(rules.name(253)("hosts", each) for each in request.hosts)),
+        reason=rules.text("reason", request.reason),
         at_s=request.at_s,
         cancel=request.cancel,
         preview=request.preview,
     )
+
+
+def decode_admit_request(data: bytes) -> tuple[str, str]:
+    """Returns the job ("" for the scheduler's own), and the host, node or GPU that is to be let in again.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(pb.AdmitRequest, data)
+    job_id = rules.name(empty=True)("job_id", request.job_id)
+    return job_id, cast(str, rules.name(300)("name", request.name))
+
+
+def encode_admit_reply(sentence: str) -> bytes:
+    """Encodes the answer to an operator's Admit."""
+    return pb.AdmitReply(sentence=sentence).SerializeToString()
 
 
 def decode_stacks_request(data: bytes) -> tuple[str, str]:
@@ -764,8 +759,8 @@ def decode_stacks_request(data: bytes) -> tuple[str, str]:
         WireError: not protobuf, or a field out of bounds.
     """
     request = _parse(pb.StacksRequest, data)
-    job_id = _name(empty=True)("job_id", request.job_id)
-    return job_id, cast(str, _name(empty=True)("node_id", request.node_id))
+    job_id = rules.name(empty=True)("job_id", request.job_id)
+    return job_id, cast(str, rules.name(empty=True)("node_id", request.node_id))
 
 
 def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:
@@ -775,8 +770,8 @@ def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:
         WireError: not protobuf, or a field out of bounds.
     """
     request = _parse(pb.ProcessEndedRequest, data)
-    job_id = _name(empty=True)("job_id", request.job_id)
-    node_id, detail = _name()("node_id", request.node_id), _text("detail", request.detail)
+    job_id = rules.name(empty=True)("job_id", request.job_id)
+    node_id, detail = rules.name()("node_id", request.node_id), rules.text("detail", request.detail)
     return job_id, node_id, request.incarnation, detail or "has ended"
 
 
@@ -792,7 +787,7 @@ def decode_end_job_request(data: bytes) -> tuple[str, str]:
         WireError: not protobuf, or a field out of bounds.
     """
     request = _parse(watch_pb.EndJobRequest, data)
-    return _name(empty=True)("job_id", request.job_id), _text("reason", request.reason)
+    return rules.name(empty=True)("job_id", request.job_id), rules.text("reason", request.reason)
 
 
 def encode_drain_reply(sentence: str) -> bytes:

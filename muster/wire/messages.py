@@ -156,11 +156,15 @@ class Profile(Candidate):
     """A worker process in its Join: the candidate, its job, and the address where it answers probes.
 
     ``last_call_s``: how long the first group waits for more members than ``worker_min``; 0: MS_TOPO_TIMEOUT.
+    ``gpu_uuid``: of its GPU, as the driver names it; empty: not known. ``gpu_fault``: why that has just
+    failed its check, so that it asks for no place; empty: it has not.
     """
 
     job_id: str = "default"
     probe_address: str = ""
     last_call_s: float = 0.0
+    gpu_uuid: str = ""
+    gpu_fault: str = ""
 
     def candidate(self) -> Candidate:
         """The part that lasts."""
@@ -247,6 +251,10 @@ class CheckpointReport(Value):
     seconds: float
 
 
+MAX_NUMBERS, MAX_NUMBER_NAME = 16, 40
+"""How many numbers of its own a script may report, and how long their names may be, in characters."""
+
+
 class StepTimes(Value):
     """Where the time of some of a worker's steps went.
 
@@ -268,6 +276,35 @@ def step_times_apart_s(members: int) -> float:
     Members of a large group wait longer, so that this stays a small part of what their heartbeats cost.
     """
     return min(10.0, max(1.0, members / 200))
+
+
+class GpuReport(Value):
+    """What the driver says of a worker's GPU; None: it does not tell.
+
+    Attributes:
+        state: well, suspect or ill.
+        reasons: what speaks against it, the worst first.
+        busy_percent: of the time in which a kernel ran.
+        used_mb, total_mb: of its memory, in units of 10^6 bytes.
+        clock_mhz: of its multiprocessors.
+        celsius: its temperature.
+        uncorrected_errors: of ECC, since the driver was loaded.
+        nvlink_errors: replays and recoveries of all links, since then.
+        remapped_rows: of its memory, in all.
+        xids: of critical errors since this worker began to read, the newest last.
+    """
+
+    state: str
+    reasons: tuple[str, ...] = ()
+    busy_percent: int | None = None
+    used_mb: int | None = None
+    total_mb: int | None = None
+    clock_mhz: int | None = None
+    celsius: int | None = None
+    uncorrected_errors: int | None = None
+    nvlink_errors: int | None = None
+    remapped_rows: int | None = None
+    xids: tuple[int, ...] = ()
 
 
 class StepShares(Value):
@@ -339,6 +376,30 @@ class PlannedDrain(Value):
     reason: str
 
 
+class RefusedGpu(Value):
+    """A GPU that has failed a check: no worker on it gets a place until an operator admits it.
+
+    Attributes:
+        gpu: its uuid; else its host's name and its index.
+        host_name, host_id, address: where it is.
+        node_id: of the worker that had it.
+        device_index: among the host's; -1: not known.
+        reason: how it failed.
+    """
+
+    gpu: str
+    host_name: str
+    host_id: str
+    address: str
+    node_id: str
+    device_index: int
+    reason: str
+
+    def names(self) -> frozenset[str]:
+        """The names by which an operator may mean it."""
+        return frozenset((self.gpu, self.node_id, self.host_name, self.host_id, self.address)) - {""}
+
+
 class JobCopies(Value):
     """The copies of a job's state by which it would go on: in its members' memory, and on disk.
 
@@ -360,7 +421,11 @@ class JobCopies(Value):
 
 
 class Heartbeat(Value):
-    """This worker lives, and how far it is. ``generation`` is the newest it knows of."""
+    """This worker lives, and how far it is. ``generation`` is the newest it knows of.
+
+    ``checkpoints_s``: for which its training has stood still for checkpoints, in all; ``numbers``: the
+    script's own, by name; ``steps``: how many there are to be, 0: not known.
+    """
 
     generation: int
     step: int
@@ -374,6 +439,10 @@ class Heartbeat(Value):
     snapshot: SnapshotReport | None = None
     checkpoint: CheckpointReport | None = None
     times: StepTimes | None = None
+    gpu: GpuReport | None = None
+    checkpoints_s: float = 0.0
+    numbers: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
 
 
 class Quiesced(Value):
@@ -435,6 +504,7 @@ class Leave(Value):
     """Goodbye.
 
     ``consequence``: it ends because of what others did. ``exit_code``: of its process; 0: not known.
+    ``gpu_fault``: why its GPU has failed its check, for which it goes; empty: it has not.
     """
 
     generation: int
@@ -442,6 +512,7 @@ class Leave(Value):
     reason: str
     consequence: bool = False
     exit_code: int = 0
+    gpu_fault: str = ""
 
 
 WorkerMessage = (
@@ -476,6 +547,7 @@ class RefusalCode(enum.IntEnum):
     MALFORMED = 8
     NOT_PERMITTED = 9
     EXPELLED = 10
+    GPU_FAILED = 11
 
 
 class Welcome(Value):
@@ -578,7 +650,7 @@ class Probe(Value):
 
 
 class StacksWanted(Value):
-    """Say where the process of this worker stands, in at most so many bytes; answer :class:`Stacks`."""
+    """Say where the process of this worker stands, within the limit in bytes; answer :class:`Stacks`."""
 
     request: int
     limit_bytes: int

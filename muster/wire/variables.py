@@ -47,7 +47,7 @@ class Variable(NamedTuple):
         length: most characters of a text.
         shown: the default in words, where ``default`` is not it: another variable's, say.
         options: those that go before it, each with its command; what ``status`` takes, ``jobs``, ``health``,
-            ``drain``, ``stacks`` and ``web`` take too.
+            ``drain``, ``admit``, ``stacks`` and ``web`` take too.
     """
 
     kind: str
@@ -215,8 +215,8 @@ TABLE = {
     "MS_DRAIN_STRAGGLERS": Variable(
         "text",
         SCHEDULER,
-        "Drains a rank, while a spare waits, that makes steps so many times as long for so many seconds:"
-        " `1.5x:60s`.",
+        "Drains a rank, while a spare waits, whose steps take a multiple of the usual time for a number of"
+        " seconds: `1.5x:60s`.",
         "",
         length=32,
         options=("run --drain-stragglers", "scheduler --drain-stragglers"),
@@ -392,6 +392,35 @@ TABLE = {
         1,
         86_400,
     ),
+    "MS_GPU_CHECK": Variable(
+        "choice",
+        WORKER,
+        "`on`: its GPU is [checked](on_call.md#a-check-before-a-join-and-after-a-loss) before a worker joins,"
+        " and after others are lost; with one that fails it is refused.",
+        "off",
+        choices=("off", "on"),
+    ),
+    "MS_GPU_MAX_CELSIUS": Variable(
+        "integer", WORKER, "Above this temperature a GPU is [suspect](on_call.md#gpu-health).", 90, 1, 200
+    ),
+    "MS_GPU_MAX_ECC_ERRORS": Variable(
+        "integer",
+        WORKER,
+        "With more uncorrected ECC errors than these since its driver was loaded, a GPU is"
+        " [ill](on_call.md#gpu-health).",
+        0,
+        0,
+        1_000_000,
+    ),
+    "MS_GPU_MAX_NVLINK_ERRORS": Variable(
+        "integer",
+        WORKER,
+        "With more replays and recoveries of its NVLinks than these since its driver was loaded, a GPU is"
+        " [suspect](on_call.md#gpu-health).",
+        100,
+        0,
+        1_000_000_000,
+    ),
     "MS_WORKER_SPARE": Variable("flag", WORKER, "1: wait as a spare.", False),
     "MS_COLLECTIVE_TIMEOUT": Variable(
         "seconds",
@@ -444,6 +473,13 @@ TABLE = {
         "",
         choices=("muster",),
         shown="torch's own Gloo",
+    ),
+    "MS_IN_PLACE": Variable(
+        "flag",
+        WORKER,
+        "1: torch programs [live on](in_place.md) when other ranks are lost; the same everywhere.",
+        False,
+        options=("run --in-place",),
     ),
     "CUDA_VISIBLE_DEVICES": Variable(
         "devices",

@@ -1,4 +1,4 @@
-"""The session of a script whose agent holds it: ``muster.init()`` in a program with an agent."""
+"""The session of a script with an agent, which is the member: the result of ``muster.init()`` there."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ _PEER = struct.Struct("3i")
 
 
 class AdoptedSession:
-    """A worker's place in its generation, which its agent holds: ranks and reports, but no communicator.
+    """A worker's place in its generation, held by its agent: ranks and reports, but no communicator.
 
     The agent joins before the script starts and leaves when it has ended; a change of members ends or renews
-    the script (see :mod:`muster.programs.agent`). So there is nothing to open, and little to release.
+    the script (see :mod:`muster.programs.agent`). So there is nothing to open and little to release.
 
     Args:
-        env: what the agent has set; read at each call, as :func:`muster.torch.on_new_generation` renews it.
+        env: the environment set by the agent; read at each call, because
+            :func:`muster.torch.on_new_generation` updates it.
     """
 
     membership_event = None
@@ -93,7 +94,7 @@ class AdoptedSession:
         return int(self._env["LOCAL_WORLD_SIZE"])
 
     def __getattr__(self, name: str) -> object:
-        """Refuses in words what only a session of the process's own has."""
+        """Raises an error that names the attribute, for what only a process's own session has."""
         if name in _NOT_HERE:
             raise NotInitializedError(
                 f"This program's agent holds its session, which has no {name} for it.",
@@ -102,7 +103,7 @@ class AdoptedSession:
         raise AttributeError(name)
 
     def step_boundary(self, step: int) -> None:
-        """Nothing: a change of members ends this script, or calls its training once more."""
+        """Does nothing: a change of members ends this script, or calls its training function again."""
 
     def report(
         self,
@@ -113,10 +114,10 @@ class AdoptedSession:
         samples: int | None = None,
         steps: int | None = None,
     ) -> None:
-        """Says how far the training is, by the agent; see :meth:`muster.Session.report`.
+        """Reports the training's progress through the agent; see :meth:`muster.Session.report`.
 
-        What the agent has no time to read is dropped, and so is what a process says that the script has
-        started without the line to the agent.
+        Reports that the agent has no time to read are dropped. So are those of a process that the script has
+        started without the connection to the agent.
         """
         self._step = self._step + 1 if step is None else step
         said = {
@@ -138,18 +139,21 @@ class AdoptedSession:
         return self._released
 
     def release(self, *, finished: bool | None = None, reason: str = "") -> None:
-        """Ends the use of it; the worker has finished, or failed, when its script ends."""
+        """Ends the use of the session.
+
+        Whether the worker finished or failed is decided when its script ends.
+        """
         self._released = True
         line, self._line = self._line, None
         if line is not None:
             line.close()
 
     def end(self, error: BaseException | None) -> None:
-        """The same: the agent sees how the script ends."""
+        """Like :meth:`release`: the agent sees how the script ends."""
         self.release()
 
     def __enter__(self) -> AdoptedSession:
-        """Nothing more to do."""
+        """Does nothing."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -158,7 +162,10 @@ class AdoptedSession:
 
 
 def line_to_agent(env: Mapping[str, str]) -> socket.socket | None:
-    """This process's line to its agent; None: its parents kept it, and the descriptor is something else."""
+    """This process's connection to its agent.
+
+    None if a parent process kept it and the descriptor is something else.
+    """
     try:
         line = socket.socket(fileno=os.dup(int(env[AGENT_VARIABLE])))
     except (KeyError, ValueError, OverflowError, OSError):

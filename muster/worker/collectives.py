@@ -1,34 +1,33 @@
 """Collectives and groups of the default session, for scripts: arrays in, arrays out.
 
-Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with all backends; with ``nccl`` also those
-on the worker's GPU, of CuPy, torch or whatever has ``__cuda_array_interface__`` or DLPack. Those on the CPU
-go over ``tcp`` then, by connections that open at the first such call; not in a CUDA graph, nor in
-:func:`group`. Numbers and lists become NumPy arrays. Every rank of a group must call the same collectives in
-the same order with the same dtype and shape.
+Arrays must be C-contiguous. All backends take NumPy arrays and torch tensors on the CPU. ``nccl`` also takes
+arrays on the worker's GPU: of CuPy, of torch, or with ``__cuda_array_interface__`` or DLPack. With ``nccl``,
+arrays on the CPU are sent over ``tcp``, on connections that are opened at the first such call; they cannot be
+used in a CUDA graph or in :func:`group`. Numbers and lists are converted to NumPy arrays. Every rank of a
+group must call the same collectives in the same order with the same dtype and shape.
 
-With ``tcp`` float16 and bfloat16 are combined in float32, a mean divided there, and rounded
-once, at the end, to the nearest value (of two equally near the even one, as torch rounds). NCCL rounds in
-its own order.
+``tcp`` combines float16 and bfloat16 in float32, where a mean is also divided, and rounds once at the end,
+half to even, as torch does. NCCL rounds in its own order.
 
-Only ``broadcast``, ``recv`` and ``neighbor_exchange`` write into arrays that they are given. The others
-return a new array, or fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
+Only ``broadcast``, ``recv`` and ``neighbor_exchange`` write into their input arrays. The others return a new
+array, or fill ``out``, which for ``all_reduce`` and ``reduce`` may be the input array.
 
 Raises:
     NotInitializedError: there is no session.
     ArrayError: the array cannot be used; raised before anything is sent.
-    CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only,
-        and for arrays on the CPU with ``nccl``.
-    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over, in the same step for the second time or without a
-        scheduler; names the ranks waited for. The first time it is MembershipChanged: those ranks are waited
-        for in the next generation. See below for ``nccl``.
+    CollectiveMismatchError: the ranks called different collectives; the message says who called what. Only
+        with ``tcp``, and with ``nccl`` for arrays on the CPU.
+    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT was exceeded for the second time in the same step, or while
+        there is no scheduler; the message names the ranks waited for. The first time raises MembershipChanged
+        instead, and the next generation waits for those ranks. See below for ``nccl``.
     MembershipChanged: the generation is over; call ``session.rejoin()``.
     GroupError: there is no such group, or this rank is not in it.
 
-NCCL's collectives are only enqueued here, and NCCL neither compares what the ranks called nor gives up: a
-deadline counts where the host waits for the GPU, in ``barrier``, ``create_group`` and the communicator's
-``synchronize()``, which an ElasticLoop calls after each step of a torch model. Whatever else hangs, hangs
-until the generation ends. The scheduler says, MS_STALL_TIMEOUT after the last progress, which rank
-lags and on which collective the ranks disagree.
+These functions only enqueue NCCL's collectives. NCCL neither compares what the ranks called nor times out. A
+deadline applies where the host waits for the GPU: in ``barrier``, in ``create_group`` and in the
+communicator's ``synchronize()``, which an ElasticLoop calls after each step of a torch model. Anything else
+that hangs does so until the generation ends. MS_STALL_TIMEOUT after the last progress, the scheduler reports
+which rank lags and on which collective the ranks disagree.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from muster.worker.runtime import current
 
 
 class Pending:
-    """A collective under way. Keep it until you have waited for it: it holds the arrays, which are in use."""
+    """A collective in progress. Keep it until it is done: it holds the arrays in use."""
 
     def __init__(self, work: Work, result: Array | None) -> None:
         self._work = work
         self._result = result
 
     def done(self) -> bool:
-        """Whether it has completed (well or not). Never blocks."""
+        """Whether the collective has completed, successfully or not. Never blocks."""
         return self._work.done()
 
     def wait(self) -> Array | None:
         """Waits for the result and returns it.
 
         Raises:
-            CommunicatorError: what the collective failed with.
+            CommunicatorError: the collective failed.
             MembershipChanged: the generation is over.
         """
         self._work.wait()
@@ -83,8 +82,8 @@ def all_reduce(
         x: any shape, the same on all ranks.
         op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`muster.PreMultipliedSum`.
         group: name of a group; None: all ranks.
-        out: where the result goes, of x's shape and dtype; may be x itself. None: a new array.
-        async_op: return at once with a :class:`Pending`.
+        out: array for the result, of x's shape and dtype; may be x itself. None for a new array.
+        async_op: return a :class:`Pending` immediately.
 
     Returns:
         The result, of x's shape and dtype; with ``async_op`` a :class:`Pending` of it.
@@ -103,7 +102,10 @@ def reduce(
     out: Array | None = None,
     async_op: bool = False,
 ) -> Any:
-    """As :func:`all_reduce`, but only ``root`` (a rank within the group) gets the result; others None."""
+    """Like :func:`all_reduce`, but only ``root`` (a rank within the group) gets the result.
+
+    The others get None.
+    """
     communicator, given = _begin(group, x)
     target = _output(communicator, out, given, x) if communicator.rank == root else None
     work = communicator.reduce(given, target, _op(op, communicator), root, async_op=async_op)
@@ -111,20 +113,23 @@ def reduce(
 
 
 def broadcast(x: Array, root: int = 0, group: str | None = None, async_op: bool = False) -> Any:
-    """Copies ``x`` of ``root`` (a rank within the group) into ``x`` of all ranks, in place; returns it."""
+    """Copies ``x`` from ``root`` (a rank within the group) into ``x`` of all ranks, in place.
+
+    Returns ``x``.
+    """
     communicator, given = _begin(group, x)
     out = None if given.is_made else x
     return _finish(communicator.broadcast(given, root, async_op=async_op), given, async_op, out)
 
 
 def all_gather(x: Array, group: str | None = None, out: Array | None = None, async_op: bool = False) -> Any:
-    """Puts the ranks' ``x`` one after the other along the first axis; all ranks get the result.
+    """Concatenates the ranks' ``x`` along the first axis; all ranks get the result.
 
     Args:
         x: of shape (n, ...), or a scalar.
         group: name of a group; None: all ranks.
-        out: of shape (ranks * n, ...). None: a new array.
-        async_op: return at once with a :class:`Pending`.
+        out: array of shape (ranks * n, ...) for the result. None for a new array.
+        async_op: return a :class:`Pending` immediately.
 
     Returns:
         An array of shape (ranks * n, ...); of shape (ranks,) for scalars.
@@ -147,8 +152,8 @@ def reduce_scatter(
         x: of shape (n, ...), n divisible by the number of ranks.
         op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`muster.PreMultipliedSum`.
         group: name of a group; None: all ranks.
-        out: of shape (n / ranks, ...). None: a new array.
-        async_op: return at once with a :class:`Pending`.
+        out: array of shape (n / ranks, ...) for the result. None for a new array.
+        async_op: return a :class:`Pending` immediately.
 
     Returns:
         An array of shape (n / ranks, ...).
@@ -162,7 +167,10 @@ def reduce_scatter(
 def gather(
     x: Array, root: int = 0, group: str | None = None, out: Array | None = None, async_op: bool = False
 ) -> Any:
-    """As :func:`all_gather`, but only ``root`` (a rank within the group) gets the result; others None."""
+    """Like :func:`all_gather`, but only ``root`` (a rank within the group) gets the result.
+
+    The others get None.
+    """
     communicator, given = _begin(group, x)
     mine = communicator.rank == root
     shape = _gathered(given, communicator.world_size)
@@ -180,12 +188,12 @@ def scatter(
     """Gives rank r the r-th part along the first axis of ``x`` of ``root`` (a rank within the group).
 
     Args:
-        x: of shape (n, ...), n divisible by the number of ranks. Other ranks than ``root`` may give None if
-            they give ``out``; of what they give only shape and dtype count.
-        root: whose x is scattered.
+        x: of shape (n, ...), n divisible by the number of ranks. Ranks other than ``root`` may pass None if
+            they pass ``out``; otherwise, only the shape and dtype of their x are used.
+        root: the rank whose x is scattered.
         group: name of a group; None: all ranks.
-        out: of shape (n / ranks, ...). None: a new array.
-        async_op: return at once with a :class:`Pending`.
+        out: array of shape (n / ranks, ...) for the result. None for a new array.
+        async_op: return a :class:`Pending` immediately.
 
     Returns:
         An array of shape (n / ranks, ...).
@@ -209,8 +217,8 @@ def all_to_all(x: Array, group: str | None = None, out: Array | None = None, asy
     Args:
         x: of shape (n, ...), n divisible by the number of ranks.
         group: name of a group; None: all ranks.
-        out: of x's shape; not x itself. None: a new array.
-        async_op: return at once with a :class:`Pending`.
+        out: array of x's shape for the result; must not be x itself. None for a new array.
+        async_op: return a :class:`Pending` immediately.
 
     Returns:
         An array of x's shape.
@@ -228,7 +236,7 @@ def send(x: Array, peer: int, group: str | None = None, async_op: bool = False) 
 
 
 def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
-    """Receives into ``out`` what rank ``peer`` of the group sends; returns it."""
+    """Receives what rank ``peer`` of the group sends into ``out``; returns ``out``."""
     communicator = _communicator(group)
     target = _writable(communicator, out)
     return _finish(communicator.recv(target, peer, async_op=async_op), target, async_op, out)
@@ -237,14 +245,14 @@ def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False
 def neighbor_exchange(
     send: Mapping[int, Array], recv: Mapping[int, Array], group: str | None = None
 ) -> Mapping[int, Array]:
-    """Sends arrays to some ranks and receives from others, in an order in which none block each other.
+    """Sends arrays to some ranks and receives from others, in an order that avoids deadlocks.
 
-    Every rank calls it, if only with nothing: what rank a sends to b, rank b receives from a, with the same
-    dtype and size. Arrays on GPUs are one launch; those on the CPU go in an exchange of their own.
+    Every rank must call it, also with empty arguments. What rank a sends to b, rank b must receive from a,
+    with the same dtype and size. Arrays on GPUs are exchanged in one launch, arrays on the CPU separately.
 
     Args:
-        send: by rank of the group, what it gets.
-        recv: by rank, the array that is filled with what it sends.
+        send: by rank of the group, the array to send to it.
+        recv: by rank of the group, the array to fill with what it sends.
         group: name of a group; None: all ranks.
 
     Returns:
@@ -256,7 +264,7 @@ def neighbor_exchange(
     messages += [((peer, own), _writable(communicator, x)) for peer, x in recv.items()]
     on_gpus = any(array.device != HOST for _, array in messages)
     with communicator.group() if on_gpus else contextlib.nullcontext():
-        # In one order for all ranks, by (from, to): both ends of the first message that is left are ready.
+        # All ranks use one order, by (from, to), so that both ends of the first remaining message are ready.
         for (source, peer), array in sorted(messages, key=lambda message: message[0]):
             if source == own:
                 communicator.send(array, peer)
@@ -272,9 +280,9 @@ def barrier(group: str | None = None) -> None:
 
 @contextlib.contextmanager
 def group(name: str | None = None) -> Iterator[None]:
-    """Collectives of one group called inside start together, as one launch, when the block ends.
+    """Starts all collectives of one group in the block together, as one launch, when the block ends.
 
-    With NCCL only. They save a launch each, and a send and a receive cannot wait for one another::
+    With NCCL only. This saves a launch for each, and a send and a receive cannot block each other::
 
         with muster.group():
             muster.send(right, (rank + 1) % size)
@@ -283,10 +291,10 @@ def group(name: str | None = None) -> Iterator[None]:
     Results may be used after the block, on the stream that was current in it. ``async_op`` is refused inside.
 
     Args:
-        name: of the group whose collectives they are; None: all ranks.
+        name: name of the group; None for all ranks.
 
     Raises:
-        CommunicatorError: this backend starts each collective by itself.
+        CommunicatorError: this backend starts each collective separately.
     """
     with _communicator(name).group():
         yield
@@ -321,10 +329,10 @@ def get_local_size() -> int:
 
 
 def create_group(name: str, ranks: Sequence[int]) -> None:
-    """Makes a named group. Every rank of the job calls it, with the same arguments, in the same order.
+    """Creates a named group. Every rank of the job must call it with the same arguments, in the same order.
 
-    Groups are made again after ``session.rejoin()``; a worker that is new in the job calls this right after
-    ``init``, as the others once did.
+    Groups are recreated by ``session.rejoin()``. A worker that is new in the job calls this right after
+    ``init``, as the others did.
 
     Args:
         name: unique.
@@ -337,7 +345,7 @@ def create_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def destroy_group(name: str) -> None:
-    """Ends a group; every rank of it calls this.
+    """Destroys a group; every rank of it must call this.
 
     Raises:
         GroupError: there is no such group, or it is the world.
@@ -421,7 +429,7 @@ def _output(
     x: Array,
     shape: tuple[int, ...] | None = None,
 ) -> Description:
-    """Returns ``out`` if it fits, or a new array of x's kind, dtype and device."""
+    """Returns ``out`` if it fits, else a new array of x's kind, dtype and device."""
     shape = like.shape if shape is None else shape
     if out is None:
         return like.new(shape)
@@ -435,6 +443,6 @@ def _output(
 
 
 def _finish(work: Work, target: Description | None, async_op: bool, out: Array | None = None) -> Any:
-    """Returns the result, or a handle of it; the caller's ``out`` if that was given."""
+    """Returns the result or a handle for it; the caller's ``out`` if that was given."""
     result = None if target is None else target.array if out is None else out
     return Pending(work, result) if async_op else result

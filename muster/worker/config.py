@@ -1,6 +1,8 @@
-"""A worker's settings: read from the environment once, checked, and frozen; other launchers' too.
+"""A worker's settings: read from the environment once, checked, and frozen.
 
-MindSpore's names and meanings are kept; what mpirun, srun, torchrun or an indexed job says is translated
+Includes variables of other launchers.
+
+Names and meanings are those of MindSpore. Variables of mpirun, srun, torchrun and indexed jobs are translated
 into them. A wrong value is refused in one sentence that names the variable, the value and the legal range.
 """
 
@@ -19,10 +21,11 @@ from muster.wire.settings import (
     show_address,
 )
 from muster.wire.variables import MAX_DEVICES, default_of
+from muster.worker.gpu_health.judgement import GpuLimits
 
 
 class ForeignLauncher(Value):
-    """The variables of one launcher; an empty name means that it says nothing of the kind.
+    """The variables of one launcher; an empty name means that it has no such variable.
 
     The presence of ``marker`` shows that this launcher started the process.
     """
@@ -49,12 +52,16 @@ LAUNCHERS = (
     ForeignLauncher("Kubernetes indexed job", "JOB_COMPLETION_INDEX", "", "", "JOB_COMPLETION_INDEX"),
 )
 
-# The step of the shell that salloc opens on a node. Its variables say "task 0 of all", but it is no task.
+# The shell that salloc opens on a node runs in a step of its own. Its variables say "task 0 of all", but it
+# is not a task.
 INTERACTIVE_STEP = "4294967290"
 
 
 def detect(env: Mapping[str, str]) -> ForeignLauncher | None:
-    """Finds the launcher that started this process, or None. Muster's own launcher comes before all."""
+    """Finds the launcher that started this process; None if there is none.
+
+    Muster's own launcher has precedence.
+    """
     if "MS_LOCAL_INDEX" in env:
         return None
     return next((one for one in LAUNCHERS if _marked(env, one.marker) and env.get(one.rank)), None)
@@ -73,20 +80,20 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
 
     Returns:
         Only variables that ``env`` lacks: MS_ROLE, MS_NODE_ID (the launcher's rank), MS_WORKER_NUM and
-        MS_LOCAL_INDEX. Empty when no known launcher is there, or when the process is not a worker.
-        Values are handed on as they stand; the parser of the variables judges them.
+            MS_LOCAL_INDEX. Empty if there is no known launcher, or if the process is not a worker. Values are
+            passed on unchanged; the parser of the variables checks them.
     """
     launcher = detect(env)
     if env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
         return {}
-    if launcher is None:  # a script that starts the processes of a rank table says the rank alone
+    if launcher is None:  # A script that starts the processes of a rank table sets only the rank.
         return {"MS_ROLE": "MS_WORKER"} if not env.get("MS_ROLE") and _ranked_by_table(env) else {}
     found = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": env[launcher.rank]}
     for name, source in (("MS_WORKER_NUM", launcher.size), ("MS_LOCAL_INDEX", launcher.local_index)):
         if source and env.get(source):
             found[name] = env[source]
     if table_file(env):
-        del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
+        del found["MS_NODE_ID"]  # The table determines the ranks, by host and device.
     return {name: value for name, value in found.items() if not env.get(name)}
 
 
@@ -95,7 +102,7 @@ def _ranked_by_table(env: Mapping[str, str]) -> bool:
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
-    """The number of this host, where one launcher process per host was started by srun or an indexed job."""
+    """The number of this host, if srun or an indexed job started one launcher process on each host."""
     for variable, marker in (
         ("SLURM_NODEID", "SLURM_STEP_ID"),
         ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
@@ -107,10 +114,12 @@ def node_rank(env: Mapping[str, str]) -> int | None:
 
 
 def table_file(env: Mapping[str, str]) -> str:
-    """The rank table that the environment names, by its present name or its old one; empty: none.
+    """The rank table that the environment names, under its present or its old variable.
+
+    Empty if there is none.
 
     Raises:
-        SettingsError: the two name different files.
+        SettingsError: the two variables name different files.
     """
     return Environment(env, SettingsError).rank_table_file()[1]
 
@@ -121,8 +130,8 @@ class SecurityContext(Value):
     Args:
         config_file_path: config.json.
         enable_ssl: None: TLS is on when there is a config.json.
-        client_password: opens the worker's PKCS#12 file.
-        server_password: opens the scheduler's; not used in a worker.
+        client_password: password of the worker's PKCS#12 file.
+        server_password: password of the scheduler's PKCS#12 file; not used in a worker.
     """
 
     secret_fields = (
@@ -135,13 +144,13 @@ class SecurityContext(Value):
     server_password: str | None = None
 
     def config_file(self, variable: str) -> str:
-        """The config.json to use; empty: none, and no TLS.
+        """The config.json to use; empty if there is none, which means no TLS.
 
         Args:
-            variable: what MS_CONFIG_FILE says.
+            variable: the value of MS_CONFIG_FILE.
 
         Raises:
-            SettingsError: TLS is demanded, and there is none.
+            SettingsError: TLS is required, and there is no config.json.
         """
         if self.enable_ssl is False:
             return ""
@@ -154,10 +163,10 @@ class SecurityContext(Value):
         return found
 
     def for_scheduler(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The environment with these arguments in it, for a scheduler.
+        """The environment with these arguments added, for a scheduler.
 
         Raises:
-            SettingsError: TLS is demanded, and there is no config.json.
+            SettingsError: TLS is required, and there is no config.json.
         """
         given = {**env, "MS_CONFIG_FILE": str(self.config_file(env.get("MS_CONFIG_FILE", "")))}
         if self.server_password is not None:
@@ -169,11 +178,12 @@ class SecurityContext(Value):
 class Settings(Value):
     """A worker's settings, as read at its start. Times in seconds.
 
-    ``scheduler_hosts`` are those of all schedulers of the job, of which one leads, and is to be found.
-    ``waits_without_limit``: however long none leads; there are several, and MS_RECONNECT_TIMEOUT is not set.
-    ``visible_devices`` None: all there are. ``device_id``, ``local_index`` and ``rank_id`` -1: not said.
-    ``nccl_connections`` and ``nccl_accept_timeout_s`` are read by NCCL's plug-in, and checked here.
-    ``node_id``, ``host_id``, ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
+    ``scheduler_hosts`` lists all schedulers of the job, one of which leads. ``waits_without_limit``: wait
+    however long none of them leads, because there are several and MS_RECONNECT_TIMEOUT is not set.
+    ``gpu_limits``: the values of the GPU from which on a warning is given. ``visible_devices`` None: all
+    devices. ``device_id``, ``local_index`` and ``rank_id`` -1: not set. ``nccl_connections`` and
+    ``nccl_accept_timeout_s`` are read by NCCL's plug-in, and checked here. ``node_id``, ``host_id``,
+    ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
     """
 
     secret_fields = ("client_password",)
@@ -201,6 +211,8 @@ class Settings(Value):
     nccl_encryption: str = default_of("MS_NCCL_ENCRYPTION")
     nccl_connections: int = default_of("MS_NCCL_CONNECTIONS")
     nccl_accept_timeout_s: int = default_of("MS_NCCL_ACCEPT_TIMEOUT")
+    gpu_limits: GpuLimits = GpuLimits()
+    gpu_check: str = default_of("MS_GPU_CHECK")
     visible_devices: tuple[str, ...] | None = None
     device_id: int = default_of("DEVICE_ID")
     rank_id: int = default_of("RANK_ID")
@@ -212,7 +224,10 @@ class Settings(Value):
 
     @property
     def scheduler_address(self) -> str:
-        """``host:port`` of the scheduler, IPv6 addresses in brackets; of several with commas between."""
+        """``host:port`` of the scheduler, with IPv6 addresses in brackets.
+
+        Several schedulers are separated by commas.
+        """
         return ",".join(show_address(host, self.scheduler_port) for host in self.scheduler_hosts)
 
 
@@ -220,11 +235,12 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
     """Reads and checks a worker's settings from the environment.
 
     Args:
-        env: the environment; what mpirun, srun, torchrun or an indexed job says counts where MS_* is silent.
+        env: the environment. Variables of mpirun, srun, torchrun or an indexed job are used where MS_*
+            variables are not set.
         context: the arguments of ``set_ps_context``.
 
     Raises:
-        SettingsError: a value is missing, out of its range or contradicts another.
+        SettingsError: a value is missing or out of range, or contradicts another one.
     """
     read = Environment({**env, **translate(env)}, SettingsError)
     shared = shared_settings(read, "MS_WORKER")
@@ -253,6 +269,12 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         nccl_encryption=read.choice("MS_NCCL_ENCRYPTION"),
         nccl_connections=read.integer("MS_NCCL_CONNECTIONS"),
         nccl_accept_timeout_s=read.integer("MS_NCCL_ACCEPT_TIMEOUT"),
+        gpu_limits=GpuLimits(
+            celsius=read.integer("MS_GPU_MAX_CELSIUS"),
+            uncorrected_errors=read.integer("MS_GPU_MAX_ECC_ERRORS"),
+            nvlink_errors=read.integer("MS_GPU_MAX_NVLINK_ERRORS"),
+        ),
+        gpu_check=read.choice("MS_GPU_CHECK"),
         visible_devices=visible_devices(env),
         device_id=read.integer("DEVICE_ID"),
         rank_id=read.integer("RANK_ID", high=worker_num - 1),
@@ -271,13 +293,15 @@ def _node_id(read: Environment) -> str:
 
 
 def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Reads CUDA_VISIBLE_DEVICES by CUDA's rule: the list ends at the first entry that is no device.
+    """Parses CUDA_VISIBLE_DEVICES by CUDA's rule: the list ends at the first entry that is not a device.
 
     Returns:
-        Indices without leading zeros, and identities (``GPU-...``, ``MIG-...``), in order; None: not set.
+        Indices without leading zeros, and identities (``GPU-...``, ``MIG-...``), in order; None if it is not
+        set.
 
     Raises:
-        SettingsError: a device stands there twice, whereupon CUDA would show none; or a wild index.
+        SettingsError: a device is listed twice, in which case CUDA would show none; or an index is out of
+            range.
     """
     raw = env.get("CUDA_VISIBLE_DEVICES")
     if raw is None:
@@ -307,7 +331,7 @@ def _security(read: Environment, context: SecurityContext) -> tuple[Path | None,
 
 
 def _check_plaintext(settings: Settings) -> None:
-    """Refuses to leave loopback without TLS, unless MS_ALLOW_INSECURE asks for it."""
+    """Refuses to use plaintext beyond loopback, unless MS_ALLOW_INSECURE allows it."""
     if settings.config_path is not None or settings.allow_insecure:
         return
     if not all(map(is_loopback, settings.scheduler_hosts)):

@@ -1,15 +1,15 @@
-"""What a worker's process notes for its launcher, and hooks at its script's end.
+"""What a worker's process records for its launcher, and hooks for the end of its script.
 
-The launcher sees exit codes and signals only, in the order in which processes end, which is not the order in
-which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. How far the training
-is stands in its first bytes and is overwritten; the rest is appended, a JSON object a line, which
+The launcher sees only exit codes and signals, in the order in which processes end, which is not the order in
+which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. The first bytes hold
+the training's progress and are overwritten; the rest is appended, one JSON object per line, which
 :func:`muster.launch.report.read_words` reads.
 
 A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
-What ends the script is handed on before that, so that scheduler and launcher hear the reason. An exception is
-seen by the exception hook and a normal end by ``atexit``; with which code a script exits Python lets nobody
-know, so ``sys.exit``, ``exit`` and ``quit`` note it (docs/design/process_end.md). SIGTERM ends the process,
-but within blocks that have something better to do (:func:`on_sigterm`).
+Before that, scheduler and launcher are told what ended the script. The exception hook sees exceptions, and
+``atexit`` a normal end. Python does not report the exit code of a script, so ``sys.exit``, ``exit`` and
+``quit`` are wrapped to record it (docs/design/process_end.md). SIGTERM ends the process, except in blocks
+that handle it (:func:`on_sigterm`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("muster.worker")
 
 _MUSTER = Path(__file__).parents[1]
 _BEGINNING = str(_MUSTER / "worker" / "runtime.py"), str(_MUSTER / "example" / "datasets.py")
-"""Files whose errors are mistakes in settings, for which the script's line says nothing."""
+"""Files whose errors are mistakes in settings, for which the script's line is not relevant."""
 
 _ROOMS = ("communicators", "example", "launch", "parallel", "programs", "torch", "training", "worker")
 _OURS = tuple(f"{_MUSTER / room}{os.sep}" for room in _ROOMS)
@@ -48,24 +48,29 @@ _LIBRARIES = (*_OURS, f"{Path(os.__file__).parent}{os.sep}", "<frozen")
 NOTES_VARIABLE = "MUSTER_LAST_WORDS"
 NOTES_FILE = "muster-last-words"
 SLOT_BYTES = 512
-"""Bytes for the progress."""
+"""Number of bytes reserved for the progress."""
 
 PROGRESS_EVERY_S = 0.2
 _progress_due_s = 0.0
 
 
 def note(**facts: object) -> None:
-    """Appends one line of facts; without a launcher, or where that is gone, it does nothing."""
+    """Appends one line of facts; does nothing if there is no launcher (any more)."""
     _write(os.O_APPEND, (json.dumps(facts) + "\n").encode())
 
 
 def note_progress(**facts: object) -> None:
-    """Overwrites the training's progress, a few times a second at most; like :func:`note`."""
+    """Overwrites the training's progress; called at most a few times a second. Otherwise like :func:`note`.
+
+    The script's own ``numbers`` are left out if there is no room for them.
+    """
     global _progress_due_s
     if NOTES_VARIABLE not in os.environ or time.monotonic() < _progress_due_s:
         return
     _progress_due_s = time.monotonic() + PROGRESS_EVERY_S
     data = json.dumps(facts).encode()
+    if len(data) > SLOT_BYTES and facts.pop("numbers", None):
+        data = json.dumps(facts).encode()
     if len(data) <= SLOT_BYTES:
         _write(0, data.ljust(SLOT_BYTES))
 
@@ -76,7 +81,7 @@ def _write(flags: int, data: bytes) -> None:
         return
     try:
         if not str(Path(path).readlink()).startswith(f"/memfd:{NOTES_FILE}"):
-            return  # another process has the number by now
+            return  # Another process may have this pid by now.
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)
     except OSError:
         return
@@ -91,12 +96,12 @@ def _write(flags: int, data: bytes) -> None:
 def set_title(who: str, script: str) -> None:
     """Names this process for ``ps``: ``muster: rank 3 train.py``.
 
-    The kernel shows what stands where the process's arguments were put at its start; Python has its own copy
-    of them. Without a launcher nothing is done: the process is not Muster's to name.
+    The kernel shows the memory that held the process's arguments at its start; Python has its own copy of
+    them. Without a launcher nothing is done, because the process is not Muster's.
 
     Args:
         who: ``rank 3``.
-        script: path or name of what the process runs.
+        script: path or name of the script.
     """
     if NOTES_VARIABLE not in os.environ:
         return
@@ -110,7 +115,8 @@ def set_title(who: str, script: str) -> None:
         if 0 < begin < end:
             memory = os.open("/proc/self/mem", os.O_WRONLY | os.O_CLOEXEC)
             try:
-                # Zeros to the end: where the last byte is none, the kernel reads on into the environment.
+                # Fill with zeros to the end: if the last byte is not zero, the kernel reads on into the
+                # environment.
                 os.pwrite(memory, title[: end - begin - 1].ljust(end - begin, b"\0"), begin)
             finally:
                 os.close(memory)
@@ -122,7 +128,7 @@ def set_title(who: str, script: str) -> None:
 
 
 class _Script:
-    """The state of this process's end; there is one, as there is one interpreter."""
+    """The state of this process's end. There is one, because there is one interpreter."""
 
     def __init__(self) -> None:
         self.end: Callable[[BaseException | None], None] | None = None
@@ -136,17 +142,17 @@ _script = _Script()
 
 
 def show_errors_in_words() -> None:
-    """Installs the exception hook that shows errors as sentences, unless the script has its own."""
+    """Installs an exception hook that shows errors as sentences, unless the script has its own hook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _on_exception
 
 
 def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: Callable[[], bool]) -> None:
-    """Calls ``end`` once the script ends, before anything else does, with what ends it.
+    """Calls ``end`` first when the script ends, with the error that ends it.
 
     Args:
-        end: never raises. None: the script has come to its end.
-        was_interrupted: whether Ctrl-C is no surprise: its traceback is not shown then.
+        end: must not raise. Its argument is None if the script ran to its end.
+        was_interrupted: returns whether Ctrl-C was expected, so that its traceback is not shown.
     """
     if _script.end is not None:
         return
@@ -161,30 +167,30 @@ def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: 
         leave(code)
 
     sys.exit = exit_noting_its_code
-    for name in ("exit", "quit"):  # what the site module adds; each raises SystemExit by itself
+    for name in ("exit", "quit"):  # Added by the site module; each raises SystemExit by itself.
         if hasattr(builtins, name):
             setattr(builtins, name, exit_noting_its_code)
     atexit.register(_at_exit)
 
 
 def _forget_the_end() -> None:
-    """Lets a forked child end as its own: it has not the threads that would say goodbye, nor the right to."""
+    """Removes the hooks in a forked child, which may not say goodbye for its parent."""
     _script.end = None
 
 
 def note_exit(code: str | int | None, trace: TracebackType | None = None) -> None:
-    """Notes the code that the main thread is about to exit with: SystemExit itself reaches no hook.
+    """Records the code with which the main thread is about to exit: SystemExit reaches no hook.
 
-    Where that is 1, which says nothing, it is logged which line of the script asks for it. A program of
-    Muster's own has said why: one that passes on how its command ended, say.
+    For code 1, which has no specific meaning, logs the line of the script that asks for it. Programs of
+    Muster itself have already printed the reason, for example one that passes on its command's exit code.
 
     Args:
-        code: what the process is to exit with.
-        trace: where the exit was raised; None: the caller's caller asks for it.
+        code: the exit code.
+        trace: where the exit was raised; None if the caller's caller asks for it.
     """
     if threading.current_thread() is threading.main_thread():
         _script.exit = SystemExit(code)
-        if code == 1 and not _script.explained:  # what Python ends with by itself says why
+        if code == 1 and not _script.explained:  # An error that Python itself ends with is shown by Python.
             _script.explained = True
             file, line = _place_that_exits(trace)
             if not file.startswith(_OURS):
@@ -203,7 +209,7 @@ def _place_that_exits(trace: TracebackType | None) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def exit_noted() -> Iterator[None]:
-    """Context that notes the code of a SystemExit, for scripts that the launcher runs in a fork."""
+    """Context that records the code of a SystemExit, for scripts that the launcher runs in a fork."""
     try:
         yield
     except SystemExit as error:
@@ -214,7 +220,7 @@ def exit_noted() -> Iterator[None]:
 def _at_exit() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # The script is over: nothing is left to stop, and its exit code says more than the signal would.
-        # To ignore it holds to the interpreter's very end; a handler would not.
+        # Ignoring the signal lasts until the very end of the interpreter, while a handler would not.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _script.end is not None:
         _script.end(_script.exit)
@@ -222,20 +228,20 @@ def _at_exit() -> None:
 
 def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if _script.end is not None:
-        _script.end(error)  # first: the peers learn at once
+        _script.end(error)  # First, so that the peers are told immediately.
     _script.explained = True
     plain = _script.hook is sys.__excepthook__
     if isinstance(error, KeyboardInterrupt) and plain and _script.was_interrupted():
-        say("interrupted", as_text="interrupted")  # no traceback; Python goes on to end by SIGINT
+        say("interrupted", as_text="interrupted")  # No traceback; Python continues and ends by SIGINT.
     elif isinstance(error, WorkerError) and is_good_end(error) and _script.end is not None:
         if not getattr(error, "logged", False):
             log.info("%s", error)
-        sys.exit(error.exit_code)  # Python takes this for the script's own exit, where its hook raises it
+        sys.exit(error.exit_code)  # If the hook raises it, Python takes this for the script's own exit.
     elif plain:
         in_words(kind, error, trace)
     else:
         _script.hook(kind, error, trace)
-        if isinstance(error, WorkerError):  # the script's own hook has shown it
+        if isinstance(error, WorkerError):  # The script's own hook has shown it.
             sys.exit(error.exit_code)
 
 
@@ -247,10 +253,10 @@ def is_good_end(error: BaseException) -> bool:
 
 
 def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Shows an error that nobody has caught: one of Muster's as a sentence, any other with its traceback.
+    """Shows an uncaught error: one of Muster's as a sentence, any other with its traceback.
 
-    MS_LOG_LEVEL=DEBUG shows all of them with their tracebacks. So is one that Muster raised because of an
-    error in the script's own code, whose place the traceback alone shows.
+    With MS_LOG_LEVEL=DEBUG, all have a traceback. So has an error that Muster raised because of an error in
+    the script's own code, whose place only the traceback shows.
 
     Raises:
         SystemExit: with the exit code of Muster's error.
@@ -272,7 +278,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _has_foreign_cause(error: BaseException) -> bool:
-    """Whether an error was caused by one that is neither Muster's nor the operating system's."""
+    """Whether an error was caused by an error of neither Muster nor the operating system."""
     from muster.certs.errors import CertificateError
 
     known = (WorkerError, CertificateError, OSError)
@@ -285,7 +291,10 @@ def _has_foreign_cause(error: BaseException) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The place in the script where an error came up, unless it is a setting's: ``train.py, line 12: ``."""
+    """The place in the script where an error occurred, as ``train.py, line 12: ``.
+
+    Empty for errors of settings.
+    """
     place = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -298,45 +307,45 @@ def _place(trace: TracebackType | None) -> str:
 
 
 TWIN_S = 0.1
-"""How long after a SIGTERM another is the same request.
+"""How many seconds after a SIGTERM another one counts as the same request.
 
-GNU timeout, for one, sends it to the process and to its group, both at once.
+GNU timeout, for example, sends it to the process and to its group at the same time.
 """
 
 
 def _absorb_twin() -> None:
-    """Waits until a second SIGTERM of the same request, if there is one, has come.
+    """Waits until a second SIGTERM of the same request has come, if there is one.
 
-    The handler that is there afterwards is the caller's to set.
+    The caller sets the handler that is used afterwards.
     """
     signal.signal(signal.SIGTERM, _nothing)
     pause_for_twin()
 
 
 def pause_for_twin() -> None:
-    """Waits as long as a second SIGTERM of the same request may take."""
+    """Waits for as long as a second SIGTERM of the same request may take."""
     time.sleep(TWIN_S)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Ignores the signal: the request is known."""
+    """Ignores the signal, because the request is known."""
 
 
 @contextlib.contextmanager
 def on_sigterm(react: Callable[[], None], *, before_own: bool = False) -> Iterator[None]:
     """Context that calls ``react`` at the first SIGTERM; a second one ends the process as usual.
 
-    Only the main thread gets signals: in another, this does nothing.
+    Only the main thread gets signals; in other threads, this does nothing.
 
     Args:
-        react: called while the main thread does whatever it does.
-        before_own: also where the script has a handler of its own. Otherwise that stays, since it knows what
-            to do.
+        react: called in the main thread, at any point of its execution.
+        before_own: replace the script's own handler too. Otherwise, such a handler stays, because it knows
+            what to do.
     """
     own = signal.getsignal(signal.SIGTERM)
     on_main_thread = threading.current_thread() is threading.main_thread()
     if not on_main_thread or own is None or (own is not signal.SIG_DFL and not before_own):
-        yield  # None: it is not Python's, and could not be put back
+        yield  # None: the handler is not Python's, and could not be restored.
         return
 
     def handler(number: int, frame: FrameType | None) -> None:

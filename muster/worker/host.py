@@ -1,8 +1,8 @@
-"""What this worker reports of its machine: identity, address, devices, and what must agree across ranks.
+"""What a worker reports about its machine: identity, address, devices, facts that must agree.
 
-Versions, drivers and NCCL's settings must or should agree: :func:`join_facts` is on every worker's way into a
-job and costs next to nothing; :func:`all_facts` is for ``muster check`` and looks everything up. Nothing here
-imports torch, CuPy or NumPy.
+The facts are versions, drivers and NCCL's settings. :func:`join_facts` is part of every join and takes very
+little time; :func:`all_facts` looks everything up, for ``muster check``. Nothing here imports torch, CuPy or
+NumPy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from muster.errors import SettingsError, WorkerError
 from muster.version import __version__
 from muster.wire.messages import NCCL_NET, VERSION_FACT, Device, Host, Value
 from muster.worker.config import Settings
+from muster.worker.gpu_health.identity import GpuIdentity
 
 if TYPE_CHECKING:
     from muster.communicators.base import Backend
@@ -33,16 +34,17 @@ _SIOCGIFADDR = 0x8915
 
 
 class UnresolvedHostError(SettingsError):
-    """MS_SCHED_HOST has no address yet: a mistake, or a name service that is behind."""
+    """MS_SCHED_HOST has no address yet, because it is wrong or the name service does not know it yet."""
 
 
 class DeviceChoice(Value):
     """The device of this worker.
 
     Attributes:
-        device: as the scheduler gets it; its index is that of the host, not of CUDA_VISIBLE_DEVICES.
-        ordinal: index among the devices that this process sees, as CUDA counts; -1: its local rank.
-        visible_count: devices that this process sees; 0: it computes on the CPU.
+        device: the device as reported to the scheduler. Its index is that on the host, not that in
+            CUDA_VISIBLE_DEVICES.
+        ordinal: CUDA's index among the devices that this process sees; -1 for its local rank.
+        visible_count: number of devices that this process sees; 0 if it computes on the CPU.
     """
 
     device: Device
@@ -51,7 +53,7 @@ class DeviceChoice(Value):
 
 
 def host_identity() -> str:
-    """A hash of what differs between machines: boot id and network namespace, not the host name."""
+    """A hash of values that differ between machines: boot id and network namespace, but not the host name."""
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         with contextlib.suppress(OSError):
@@ -80,9 +82,9 @@ def describe_host(settings: Settings) -> Host:
 
 
 def node_identity(settings: Settings, host: Host, random_hex: str) -> str:
-    """The node id: as set, else of host and local index, else of host and chance.
+    """The node id: as set; otherwise made of host and local index, or of host and a random number.
 
-    A part of the host's identity keeps two machines with one name apart.
+    A part of the host's identity distinguishes machines with the same name.
     """
     if settings.node_id:
         return settings.node_id
@@ -110,7 +112,7 @@ def _address_towards(scheduler: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0]).partition("%")[0]
-    except UnicodeError:  # no name service will ever know it
+    except UnicodeError:  # No name service will ever know it.
         raise SettingsError(
             "MS_SCHED_HOST must be an address or a host name, whose parts have 1 to 63 characters;"
             f" it is {scheduler!r}."
@@ -124,10 +126,11 @@ def _address_towards(scheduler: str, port: int) -> str:
 
 
 def _find_interface(wanted: str, *, six_first: bool = False) -> tuple[str, str]:
-    """A network interface by its name, or the first one with an address in a network, such as 10.0.0.0/16.
+    """Finds a network interface by name, or the first one with an address in a network (10.0.0.0/16).
 
     Returns:
-        Its name, and an address of it: in the network, or of the scheduler's kind if it has one (Linux).
+        The interface's name and one of its addresses: the one in the network, else one of the scheduler's
+        address family if there is one (Linux).
     """
     kinds = (_interface_ipv6, _interface_ipv4) if six_first else (_interface_ipv4, _interface_ipv6)
     names = [name for _, name in socket.if_nameindex()]
@@ -162,26 +165,26 @@ def _interface_ipv6(name: str) -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             digits, _, _, scope, _, interface = line.split()
-            if interface == name and scope != "20":  # link-local addresses need a zone
+            if interface == name and scope != "20":  # Link-local addresses need a zone.
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return ""
 
 
 def choose_device(settings: Settings, root: Path = Path("/")) -> DeviceChoice:
-    """Finds out which device this worker computes on, without loading a GPU library.
+    """Determines the device of this worker, without loading a GPU library.
 
     Args:
         settings: CUDA_VISIBLE_DEVICES, DEVICE_ID and MS_LOCAL_INDEX.
-        root: where ``dev`` and ``proc`` lie.
+        root: directory that contains ``dev`` and ``proc``.
 
     Raises:
-        SettingsError: DEVICE_ID or MS_LOCAL_INDEX names a device that is not there.
+        SettingsError: DEVICE_ID or MS_LOCAL_INDEX names a device that does not exist.
     """
     present = nvidia_devices(root)
     names = settings.visible_devices
     visible = [str(i) for i in range(len(present))] if names is None else list(names)
     if not present or not visible:
-        # It is only a name here, but rank tables list devices by it.
+        # The device is only a name here, but rank tables list devices by it.
         index = settings.device_id if settings.device_id >= 0 else settings.local_index
         return DeviceChoice(Device(kind="cpu", index=index))
     ordinal = _ordinal(settings, len(visible))
@@ -205,8 +208,31 @@ def _ordinal(settings: Settings, count: int) -> int:
     return 0 if count == 1 else -1
 
 
+def visible_gpu(settings: Settings, ordinal: int, root: Path = Path("/")) -> GpuIdentity:
+    """Identifies the GPU that has CUDA's number ``ordinal`` in this process."""
+    names = settings.visible_devices
+    name = str(ordinal) if names is None or ordinal >= len(names) else names[ordinal]
+    if not name.isdigit():
+        return GpuIdentity(uuid=name)
+    present, index = nvidia_devices(root), int(name)
+    bus_id = present[index][0] if index < len(present) else ""
+    return GpuIdentity(index, bus_id, _uuid_at(root, bus_id))
+
+
+def _uuid_at(root: Path, bus_id: str) -> str:
+    """The driver's uuid of the GPU at this PCI bus id; empty if /proc does not have it."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (root / f"proc/driver/nvidia/gpus/{bus_id}/information").read_text(encoding="utf-8")
+        found = _UUID.search(text) if bus_id else None
+        return found[1] if found else ""
+    return ""
+
+
 def nvidia_devices(root: Path) -> list[tuple[str, str]]:
-    """(PCI bus id, model) of each GPU, in the order of their device files; a container may have but some."""
+    """(PCI bus id, model) of each GPU, in the order of the device files.
+
+    A container may have only some of them.
+    """
     names = (path.name[6:] for path in root.glob("dev/nvidia[0-9]*"))
     minors = sorted(int(name) for name in names if name.isdigit())
     if not minors:
@@ -221,10 +247,10 @@ def nvidia_devices(root: Path) -> list[tuple[str, str]]:
 
 
 SOFT = "~"
-"""Begins the name of a fact whose difference is worth a warning and no more."""
+"""Prefix of the name of a fact for which a difference causes only a warning."""
 
 MUST_AGREE_LIBRARIES = ("torch", "cupy", "cuda")
-"""Libraries with which ranks that have different versions may compute, or talk, differently."""
+"""Libraries that may compute or communicate differently in different versions."""
 
 MUST_AGREE_NCCL = (
     "NCCL_ALGO",
@@ -242,7 +268,7 @@ MUST_AGREE_NCCL = (
     "NCCL_NVLS_ENABLE",
     "NCCL_CROSS_NIC",
 )
-"""Settings of NCCL with which ranks that differ hang or fail; the others may differ from host to host."""
+"""Settings of NCCL with which ranks that differ hang or fail; other settings may differ between hosts."""
 
 PROJECTS = {
     **{name: (name,) for name in ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")},
@@ -250,8 +276,9 @@ PROJECTS = {
     "nccl": ("nvidia_nccl_cu13", "nvidia_nccl_cu12"),
     "cuda": ("nvidia_cuda_runtime", "nvidia_cuda_runtime_cu13", "nvidia_cuda_runtime_cu12"),
 }
-"""Of each package that is compared, the projects that may install it; the first one found counts."""
+"""For each package that is compared, the projects that may install it; the first one found is used."""
 _INSTALLED = re.compile(r"([\w.]+)-([\w.+!]{1,64})(?:-.*)?\.(?:dist|egg)-info", re.ASCII)
+_UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]{36})\s*$", re.M)
 _DRIVER = re.compile(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)\s", re.M)
 
 
@@ -263,19 +290,19 @@ def join_facts(
 ) -> dict[str, str]:
     """The facts that a worker sends when it joins.
 
-    The scheduler refuses a worker in which one of them differs from the others', and warns only about
-    those whose name begins with ``~``.
+    The scheduler refuses a worker if one of its facts differs from the others'. If the name begins with
+    ``~``, it only warns.
 
     Args:
-        plane: the data plane; may have ``facts`` of its own.
+        plane: the data plane; may add ``facts`` of its own.
         env: the process's environment.
-        root: where ``proc`` lies.
-        path: folders in which packages are installed; None: those of this process.
+        root: directory that contains ``proc``.
+        path: folders in which packages are installed; None for those of this process.
     """
     facts = {VERSION_FACT: __version__, **plane.facts}
     if plane.on_device:
         nccl = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
-        if nccl["NCCL_NET"] == NCCL_NET:  # Muster's plug-in may lie elsewhere on each host
+        if nccl["NCCL_NET"] == NCCL_NET:  # Muster's plug-in may be in a different place on each host.
             del nccl["NCCL_NET_PLUGIN"]
         facts |= {name: value[:256] for name, value in nccl.items() if value and value.isprintable()}
         facts |= package_versions(MUST_AGREE_LIBRARIES, path)
@@ -286,11 +313,11 @@ def join_facts(
 
 
 def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """Everything that ``muster check`` compares; what is not there is left out.
+    """All facts that ``muster check`` compares; missing ones are left out.
 
     Args:
         env: the process's environment.
-        root: where ``proc`` and ``dev`` lie.
+        root: directory that contains ``proc`` and ``dev``.
     """
     import platform
 
@@ -310,7 +337,7 @@ def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """The NVIDIA driver's version, from /proc; empty where there is none."""
+    """The NVIDIA driver's version, from /proc; empty if there is none."""
     try:
         found = _DRIVER.search((root / "proc/driver/nvidia/version").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -332,20 +359,20 @@ def gpu_models(root: Path = Path("/")) -> list[str]:
 def package_versions(names: Iterable[str], path: Iterable[str] | None = None) -> dict[str, str]:
     """The versions of installed packages, from the names of their metadata folders.
 
-    ``importlib.metadata`` would take longer to import than all of this takes.
+    Importing ``importlib.metadata`` would take longer than this function.
 
     Args:
-        names: of :data:`PROJECTS`.
+        names: keys of :data:`PROJECTS`.
         path: folders to look in; None: ``sys.path``.
 
     Returns:
-        Those that are installed, by name.
+        The versions of those that are installed, by name.
     """
     installed: dict[str, str] = {}
     for folder in sys.path if path is None else path:
         try:
             listed = os.listdir(folder or ".")  # noqa: PTH208 - iterdir() makes a Path of each
-        except OSError:  # not there, or an archive
+        except OSError:  # The folder does not exist, or is an archive.
             continue
         metadata = sorted(entry for entry in listed if entry.endswith("-info"))
         for found in filter(None, map(_INSTALLED.fullmatch, metadata)):
@@ -361,5 +388,6 @@ def bind_libraries(interface: str) -> None:
     """
     if interface:
         interface = _find_interface(interface)[0] if "/" in interface else interface
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this one, not all that begin so
+        # "=" selects exactly this name, not all that begin with it.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

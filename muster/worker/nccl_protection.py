@@ -1,7 +1,7 @@
-"""Looks at this process before NCCL is loaded, and carries out what was decided about its encryption.
+"""Examines this process before NCCL is loaded, and applies what was decided about NCCL's encryption.
 
-The decision is :mod:`muster.communicators.nccl.encryption`'s. Where NCCL runs in this process, its
-environment is set here; an agent hands it to the program that it starts.
+:mod:`muster.communicators.nccl.encryption` decides. If NCCL runs in this process, its environment is set
+here; an agent passes it to the program that it starts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SETTING = "MS_NCCL_ENCRYPTION"
 
 
 class NcclHost(NamedTuple):
-    """What this host has.
+    """The relevant facts of this host.
 
     Attributes:
-        version: of NCCL; empty: not known.
-        infiniband: whether it has devices for it.
+        version: version of NCCL; empty if not known.
+        infiniband: whether it has InfiniBand devices.
         nvlink_between_hosts: whether it is in an NVLink domain of several hosts.
-        look: finds or builds the plug-in.
-        load: loads it into this process.
+        look: a function that finds or builds the plug-in.
+        load: a function that loads it into this process.
     """
 
     version: str
@@ -50,7 +50,7 @@ class NcclHost(NamedTuple):
 
 
 def look_at_host() -> NcclHost:
-    """What there is here, without loading a GPU library."""
+    """Collects these facts without loading a GPU library."""
     from muster.communicators.nccl import library
     from muster.worker.host import package_versions
 
@@ -64,13 +64,13 @@ def look_at_host() -> NcclHost:
 
 
 def decide_here(mode: str, env: Mapping[str, str], host: NcclHost, *, tls: bool) -> NcclProtection:
-    """Decides for this host; the plug-in is looked for, or built, where nothing else is in the way.
+    """Decides for this host; the plug-in is looked for, or built, only if nothing else prevents encryption.
 
     Args:
         mode: MS_NCCL_ENCRYPTION.
-        env: what the user has set.
-        host: what there is.
-        tls: whether the generations' secrets come over mutual TLS.
+        env: the user's environment.
+        host: the facts of this host.
+        tls: whether the generations' secrets are received over mutual TLS.
     """
     facts = NcclFacts(tls, env, host.version, host.infiniband, host.nvlink_between_hosts)
     hindered = mode == OFF or obstacle_before_build(mode, facts) is not None
@@ -86,18 +86,18 @@ def protect_nccl(
     tls: bool,
     look_at_host: Callable[[], NcclHost] = look_at_host,
 ) -> NcclProtection:
-    """Decides, and sees to it that NCCL in this process finds what it needs; before it is loaded.
+    """Decides, and prepares NCCL's environment in this process, before NCCL is loaded.
 
     Args:
         settings: MS_NCCL_ENCRYPTION.
-        plane: the data plane; one that never runs NCCL has nothing to decide.
-        env: what the user has set.
+        plane: the data plane; for one that never runs NCCL, there is nothing to decide.
+        env: the user's environment.
         process_env: this process's environment, which NCCL reads.
-        tls: whether the generations' secrets come over mutual TLS.
-        look_at_host: what there is.
+        tls: whether the generations' secrets are received over mutual TLS.
+        look_at_host: collects the facts of this host.
 
     Raises:
-        SettingsError: encryption is required and cannot be had; says why and what to do.
+        SettingsError: encryption is required but not possible; the message says why and what to do.
     """
     mode = settings.nccl_encryption
     if mode == OFF or not plane.may_run_nccl:
@@ -118,7 +118,7 @@ def protect_nccl(
 
 
 def encryption_facts(protection: NcclProtection, plane: Backend) -> dict[str, str]:
-    """What all workers of a job must have alike of it; nothing where it is off."""
+    """The facts about encryption that all workers of a job must share; empty if it is off."""
     if protection.mode == OFF:
         return {}
     effective = {NCCL_FACT: SEALED if protection.sealed else PLAIN} if plane.may_run_nccl else {}

@@ -1,4 +1,4 @@
-"""What an unmodified torch program reads in its environment, as torchrun would set it."""
+"""The environment variables that an unmodified torch program reads, as torchrun would set them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Protocol
 from muster.errors import SettingsError
 
 STORE_VARIABLE = "MUSTER_STORE"
-"""``host:port`` of the store's listener on loopback, in programs that Muster has started."""
+"""``host:port`` of the store's listener on loopback, in programs started by Muster."""
 
 GENERATION_VARIABLE = "MUSTER_GENERATION"
 AGENT_VARIABLE = "MUSTER_AGENT_FD"
-"""The program's end of its line to the agent, a descriptor."""
+"""The program's end of its connection to the agent, as a descriptor number."""
 
 AGENT_PID_VARIABLE = "MUSTER_AGENT_PID"
 NODE_VARIABLE = "MUSTER_NODE_ID"
 """The worker's stable name."""
 
 NCCL_SECRET_VARIABLE = "MUSTER_NCCL_SECRET"
-"""Where torchrun's workers open the secret of NCCL's connections, in /proc: they inherit no descriptor."""
+"""Path in /proc where torchrun's workers open the secret of NCCL's connections, because they inherit no
+descriptor.
+"""
 
 GLOO_VARIABLE = "MS_TORCH_GLOO"
-"""The user's: "muster" where groups of Gloo's are to be Muster's."""
+"""Set by the user: "muster" to replace Gloo's groups by Muster's."""
 
 JAX_PROGRAM = "muster.programs.jax_program"
-"""The module that runs a script of JAX, which does not know that variable."""
+"""The module that runs a JAX script, which does not read those variables."""
 
 HOST = "127.0.0.1"
 
@@ -52,9 +54,9 @@ class Place:
     """One worker of a generation.
 
     Attributes:
-        group_rank: number of its host, in the order of their first ranks.
-        group_count: hosts.
-        restarts: how many generations its script has lived through before.
+        group_rank: number of its host, in the order of the hosts' first ranks.
+        group_count: number of hosts.
+        restarts: how many earlier generations its script has had.
     """
 
     job_id: str
@@ -86,19 +88,19 @@ def place_of(job_id: str, generation: int, members: Sequence[_Member], rank: int
 
 
 def torch_variables(place: Place, port: int, gloo: str = "") -> Mapping[str, str]:
-    """The variables for a worker whose store listens on this port of loopback.
+    """The variables for a worker whose store listens on this port of the loopback interface.
 
-    With TORCHELASTIC_USE_AGENT_STORE torch is a client of the store that is there and never opens one of its
-    own, also where Muster's plug-in for torch is switched off.
+    With TORCHELASTIC_USE_AGENT_STORE, torch is a client of the existing store and never opens one of its own,
+    even if Muster's plug-in for torch is switched off.
 
     Args:
-        place: the worker's.
-        port: of the listener.
-        gloo: what MS_TORCH_GLOO says. Where Gloo's groups are to be Muster's, Gloo itself finds no network:
-            without the plug-in it would talk in plain text.
+        place: the worker's place.
+        port: the listener's port.
+        gloo: the value of MS_TORCH_GLOO. If Gloo's groups are to be replaced by Muster's, Gloo itself gets no
+            network interface, because without the plug-in it would communicate in plain text.
 
     Raises:
-        SettingsError: it says what there is not.
+        SettingsError: MS_TORCH_GLOO has an unknown value.
     """
     if gloo not in ("", "muster"):
         raise SettingsError(f"{GLOO_VARIABLE} is {gloo!r}; legal is 'muster', or nothing.")

@@ -1,6 +1,6 @@
 """The default session of this process: ``init``, ``release``, and its end with the script.
 
-The functions of the public API act on it: module-level state, so that scripts need not hand it around.
+The functions of the public API use it. It is module-level state, so that scripts need not pass it around.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 from muster.worker.uplink.door import OUTER
 
 if TYPE_CHECKING:
-    from muster.wire.messages import Device, Host, Profile
+    from muster.wire.messages import Host, Profile
+    from muster.worker.gpu_health.check import GpuCheck
+    from muster.worker.gpu_health.watch import GpuWatch
+    from muster.worker.host import DeviceChoice
     from muster.worker.session.session import Session
 
 log = logging.getLogger("muster.worker")
@@ -58,10 +61,10 @@ class ProcessState:
     """The state of ``init`` and ``release`` in this process.
 
     Attributes:
-        context: what the script has set.
-        session: the default one; None: none yet.
+        context: what the script has set by ``set_ps_context``.
+        session: the default session; None if there is none yet.
         interrupted: Ctrl-C ended ``init``.
-        said: what ended the worker is noted for its launcher.
+        said: the reason for the worker's end has been recorded for its launcher.
     """
 
     def __init__(self) -> None:
@@ -71,11 +74,14 @@ class ProcessState:
         self.said = False
 
     def was_interrupted(self) -> bool:
-        """Whether Ctrl-C met ``init`` or a session: a script without either keeps its traceback."""
+        """Whether Ctrl-C came during ``init`` or in a session.
+
+        A script without either keeps its traceback.
+        """
         return self.interrupted or (self.session is not None and self.session.interrupted)
 
     def end(self, error: BaseException | None) -> None:
-        """Releases the session at the script's end; never raises, and Ctrl-C cuts it short."""
+        """Releases the session at the script's end; never raises, and Ctrl-C shortens it."""
         if error is not None and not self.said and not is_good_exit(error):
             self.said = True
             error = self._cause(error)
@@ -91,7 +97,7 @@ class ProcessState:
         return session.error or error if isinstance(error, SystemExit) and session is not None else error
 
     def _passes_leave_on(self, error: BaseException) -> bool:
-        """Whether a script that has caught LeaveGranted exits with the code that stands for it."""
+        """Whether a script that has caught LeaveGranted exits with the corresponding code."""
         asked = isinstance(error, SystemExit) and error.code == SIGTERM_EXIT_CODE
         return asked and self.session is not None and self.session.leaves
 
@@ -108,21 +114,22 @@ def set_ps_context(
     enable_ps: bool | None = None,
     scheduler_manage_port: int | None = None,
 ) -> None:
-    """Sets TLS up from the script instead of the environment; call it before ``init``.
+    """Configures TLS in the script instead of the environment; call it before ``init``.
 
-    What is given replaces what an earlier call gave; what is not given stays.
+    Arguments that are given replace those of earlier calls; the others are kept.
 
     Args:
         config_file_path: config.json; wins over MS_CONFIG_FILE.
-        enable_ssl: True demands TLS, False switches it off even where MS_CONFIG_FILE is set.
+        enable_ssl: True requires TLS; False switches it off even if MS_CONFIG_FILE is set.
         client_password: password of the worker's PKCS#12 file; wins over MS_CLIENT_PASSWORD.
         server_password: password of the scheduler's PKCS#12 file, for ``init`` under MS_ROLE=MS_SCHED; wins
             over MS_SERVER_PASSWORD. A worker has no use for it.
-        enable_ps: switch of this way to start in MindSpore; checked, and without effect: there is no other.
-        scheduler_manage_port: refused: no scheduler here is managed over HTTP.
+        enable_ps: MindSpore's switch for this way of starting. It is checked but has no effect, because there
+            is no other way.
+        scheduler_manage_port: refused, because Muster's scheduler is not managed over HTTP.
 
     Raises:
-        SettingsError: an argument is not of its type, or is ``scheduler_manage_port``.
+        SettingsError: an argument has the wrong type, or ``scheduler_manage_port`` is given.
     """
     show_errors_in_words()
     if scheduler_manage_port is not None:
@@ -146,11 +153,11 @@ def set_ps_context(
 
 
 def init(backend: str | None = None) -> Session:
-    """Joins the job as a worker; see :func:`muster.init`, which serves it in the scheduler's role.
+    """Joins the job as a worker; see :func:`muster.init`, which also handles the scheduler's role.
 
     Raises:
-        WorkerError: as written there.
-        SystemExit: likewise.
+        WorkerError: as documented there.
+        SystemExit: as documented there.
     """
     if process.session is not None and not process.session.released:
         return process.session
@@ -160,7 +167,7 @@ def init(backend: str | None = None) -> Session:
         return process.session
     watch_the_end(process.end, process.was_interrupted)
     answer_signal(os.environ)
-    if NOTES_VARIABLE not in os.environ:  # else the launcher has said it
+    if NOTES_VARIABLE not in os.environ:  # Otherwise the launcher has reported it.
         for sentence in misspelt(os.environ):
             log.warning("%s", sentence)
     leaving = Leaving()
@@ -178,14 +185,14 @@ def init(backend: str | None = None) -> Session:
     except (LeaveNow, WorkerError) as ended:
         if not is_good_end(ended):
             raise
-        abandon(ended)  # no news, unless the signal came when the session was just open
+        abandon(ended)  # Nothing new, unless the signal came just when the session had opened.
         log.info("%s", ended)
         sys.exit(SIGTERM_EXIT_CODE if leaving.is_asked and not isinstance(ended, JobEndedError) else 0)
     return session
 
 
 def _adopted(backend: str | None) -> Session:
-    """The session that this program's agent holds."""
+    """The session of a program whose agent is the member."""
     if backend not in (None, "torch"):
         raise SettingsError(
             f"This program has an agent that holds its session, without the communicator {backend}.",
@@ -197,26 +204,27 @@ def _adopted(backend: str | None) -> Session:
 
 
 class Leaving:
-    """Notes a SIGTERM during ``init`` and passes it on to what waits.
+    """Records a SIGTERM during ``init`` and passes it on to the code that waits.
 
-    A handler must not raise there: what it interrupts may be an import, whose lock would stay locked for
-    ever, or something whose errors Python drops, and the request with them.
+    A handler must not raise there: it may interrupt an import, whose lock would stay locked for ever, or code
+    whose errors Python drops, and with them the request.
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.is_asked = False
-        self._wakes: SimpleQueue[None] = SimpleQueue()  # a signal handler may put one, wherever it interrupts
+        # A signal handler may add to it, wherever it interrupts.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def ask(self) -> None:
-        """Notes the request."""
+        """Records the request."""
         self.is_asked = True
         self._wakes.put(None)
         if self.session is not None:
             self.session.leave_now("SIGTERM")
 
     def sleep(self, seconds: float) -> None:
-        """Waits, but no longer than until the request."""
+        """Waits, but only until there is a request."""
         with contextlib.suppress(Empty):
             self._wakes.get(timeout=seconds)
         self.check()
@@ -228,7 +236,7 @@ class Leaving:
 
 
 def release() -> None:
-    """Says that this worker has finished, or left as asked, and frees everything; idempotent."""
+    """Reports that this worker has finished, or left as asked, and frees everything; idempotent."""
     if process.session is not None:
         process.session.release()
 
@@ -251,7 +259,7 @@ def open_session(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Session:
-    """Makes a session from the settings, not yet joined; ``sleep`` waits for what may pass by itself.
+    """Creates a session from the settings, not joined yet; ``sleep`` waits when something may resolve itself.
 
     Raises:
         SettingsError: a setting is wrong.
@@ -263,14 +271,17 @@ def open_session(
     from muster.worker.host import UnresolvedHostError, choose_device, describe_host
 
     device = choose_device(settings)
+    check = _gpu_check(settings, device)  # In parallel with what follows, because it takes longer.
     name = backend or settings.backend or _default_backend(device.visible_count)
     from muster.communicators import create_backend, tls_policies, warm_up
 
-    warmed = warm_up(name, -1 if settings.spare else device.ordinal)  # beside what follows: it takes as long
-    keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
+    # In parallel with what follows, because it takes as long.
+    warmed = warm_up(name, -1 if settings.spare else device.ordinal)
+    keyring = load_keyring(settings, env)  # Sets the ciphers; must come before anything imports grpc.
     from muster.communicators.tcp.probe import Prober, answer_probes
     from muster.worker.host import bind_libraries, join_facts
     from muster.worker.nccl_protection import encryption_facts, protect_nccl
+    from muster.worker.session.own_gpu import OwnGpu
     from muster.worker.session.session import Session
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
@@ -286,7 +297,7 @@ def open_session(
         else answer_probes(policies, host.address, allow_insecure=insecure)
     )
     facts = {**join_facts(plane, env), **encryption_facts(protection, plane)}
-    profile = _profile_of(settings, name, host, device.device, data_address, probe_address, facts)
+    profile = _profile_of(settings, name, host, device, data_address, probe_address, facts)
     dial = grpc_dial(settings, keyring)
     return Session(
         settings,
@@ -299,22 +310,47 @@ def open_session(
         answering=answering,
         prepare=None if warmed is None else warmed.load,
         nccl=protection,
+        gpu=OwnGpu(lambda ordinal: _gpu_watch(settings, ordinal), check),
     )
+
+
+def _gpu_watch(settings: Settings, ordinal: int) -> GpuWatch:
+    """Reads the health of this worker's GPU."""
+    from muster.worker.gpu_health.watch import GpuWatch
+    from muster.worker.host import visible_gpu
+
+    return GpuWatch(visible_gpu(settings, ordinal), settings.gpu_limits)
+
+
+def _gpu_check(settings: Settings, device: DeviceChoice) -> GpuCheck | None:
+    """The check of this worker's GPU, which has started; None if no check is wanted."""
+    if settings.gpu_check != "on" or not device.visible_count:
+        return None
+    if device.ordinal < 0:
+        log.warning(
+            "the GPU is not checked: several are visible, and MS_LOCAL_INDEX does not say which it is"
+        )
+        return None
+    from muster.worker.gpu_health.check import GpuCheck
+
+    check = GpuCheck(device.ordinal)
+    check.begin()
+    return check
 
 
 def _profile_of(
     settings: Settings,
     backend: str,
     host: Host,
-    device: Device,
+    device: DeviceChoice,
     data_address: str,
     probe_address: str,
     facts: Mapping[str, str],
 ) -> Profile:
-    """What this worker says of itself in its Join."""
+    """This worker's description in its Join."""
     from muster.wire.messages import Profile
-    from muster.worker.host import node_identity
-    from muster.worker.session.session import new_incarnation
+    from muster.worker.host import node_identity, visible_gpu
+    from muster.worker.session.incarnation_number import new_incarnation
 
     return Profile(
         job_id=settings.job_id,
@@ -323,7 +359,7 @@ def _profile_of(
         worker_num=settings.worker_num,
         worker_min=settings.worker_min,
         host=host,
-        device=device,
+        device=device.device,
         backend=backend,
         local_index=settings.local_index,
         data_address=data_address,
@@ -331,6 +367,7 @@ def _profile_of(
         last_call_s=settings.last_call_s,
         spare=settings.spare,
         facts=tuple(sorted(facts.items())),
+        gpu_uuid=visible_gpu(settings, device.ordinal).uuid if device.ordinal >= 0 else "",
     )
 
 
@@ -341,11 +378,11 @@ def retried(
     pauses_s: Sequence[float] = NAME_SERVICE_PAUSES_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Tries again while an error may pass by itself: a cluster's name service learns of new hosts late.
+    """Retries while an error may be temporary: a cluster's name service may learn of new hosts late.
 
     Args:
-        attempt: what to do.
-        passing: the error that may pass.
+        attempt: the function to call.
+        passing: the error that may be temporary.
         pauses_s: how long to wait after each failure, in seconds; after the last the error is raised.
         sleep: waits.
     """
@@ -370,9 +407,10 @@ def _default_backend(gpu_count: int) -> str:
 
 
 def begin_lines(component: str) -> None:
-    """Has this process log JSON lines from here on, if the environment asks for them.
+    """From now on logs JSON lines, if the environment asks for them.
 
-    Also where the script has set up logging itself, but not for Muster's loggers: it was asked for.
+    Because the user asked for it, this applies also if the script has set up logging itself, but not if it
+    has done so for Muster's loggers.
     """
     if wanted(os.environ):
         process_lines.begin(component, os.environ.get("MS_JOB_ID") or None)
@@ -391,5 +429,5 @@ def _set_up_log(level: str) -> None:
 
 
 def abandon(error: BaseException) -> None:
-    """Lets the scheduler know that this worker is gone, and why. Never raises."""
+    """Tells the scheduler that this worker is gone, and why. Never raises."""
     process.end(error)

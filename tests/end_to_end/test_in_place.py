@@ -23,8 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 kind, backend, dies_in = sys.argv[1], sys.argv[2], int(sys.argv[3])
-assert muster.torch.keep_alive()
+assert os.environ.get("MS_IN_PLACE") or muster.torch.keep_alive()
 first = os.environ["MUSTER_GENERATION"] == "1"
+dying = os.environ.get("DYING", "2").split(",")
+copying = {"every": 4, "copies": int(os.environ.get("COPIES", "1"))}
+if "CHECKPOINT" in os.environ:
+    copying |= {"checkpoint": os.environ["CHECKPOINT"], "checkpoint_every": 4}
 dist.init_process_group(backend)
 rank = dist.get_rank()
 pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -42,11 +46,13 @@ optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
 rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4, shuffle=True)
 losses = {}
-for step, (batch,) in muster.torch.steps({"net": net, "optimizer": optimizer}, loader, epochs=3, every=4):
+for step, (batch,) in muster.torch.steps({"net": net, "optimizer": optimizer}, loader, epochs=3, **copying):
     with step:
         optimizer.zero_grad()
         loss = (net(batch) - batch).square().mean()
-        if int(step) == dies_in and rank == 2 and first:
+        if int(step) == dies_in and os.environ["MUSTER_GENERATION"] == "1":  # all die at once
+            dist.barrier()
+        if int(step) == dies_in and str(rank) in dying and first:
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         total = loss.detach().clone()
@@ -71,14 +77,33 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki.make(tmp_path_factory.mktemp("pki"))
 
 
-def train(directory: Path, pki: Pki, kind: str, backend: str, dies_in: int) -> tuple[dict[str, str], ...]:
-    """Losses by rank and step, weights by rank, and by rank whether its first process came to the end."""
+WITHOUT_LOOP = """
+import os, signal, torch, torch.distributed as dist
+
+first = os.environ["MUSTER_GENERATION"] == "1"
+dist.init_process_group("gloo")
+for step in range(5):
+    if first and step == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+print("ended", dist.get_rank(), first, flush=True)
+"""
+
+
+def train(
+    directory: Path, pki: Pki, kind: str, backend: str, dies_in: int, **env: str
+) -> tuple[dict[str, str], ...]:
+    """Losses by rank and step, weights by rank, and by rank whether its first process came to the end.
+
+    DDP is told to live on by the option, FSDP2 by a line.
+    """
     (directory / "job.py").write_text(PROGRAM)
     command = (sys.executable, "job.py", kind, backend, str(dies_in))
-    options = ("-n", str(RANKS), "--max-restarts", "1")
-    done = run(directory, pki, *command, options=options, timeout_s=280)
+    options = ("-n", str(RANKS), "--max-restarts", "1", *(["--in-place"] if kind == "ddp" else []))
+    done = run(directory, pki, *command, options=options, timeout_s=280, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = dict(re.findall(r"loss (\d \d+): (.*)", done.stdout))
+    (directory / "out").write_text(done.stdout + done.stderr)
     ends = re.findall(r"ended (\d) \d+ (\w+) (\w+)", done.stdout)
     assert len(ends) == RANKS, done.stdout
     return losses, {rank: weights for rank, _, weights in ends}, {rank: first for rank, first, _ in ends}
@@ -109,6 +134,42 @@ def test_a_rank_that_is_lost_after_the_last_step_does_not_wait_for_the_others(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nended ") + done.stdout.count("] ended ") == RANKS - 1, done.stdout
     assert "The others have completed the training" in done.stdout
+
+
+@pytest.mark.parametrize("case", ["two copies", "one copy and a checkpoint", "one copy"])
+def test_two_ranks_that_hold_each_other_s_copies_are_lost_at_once(
+    pki: Pki, tmp_path: Path, case: str
+) -> None:
+    """On one host of four ranks, with one copy each, rank 0 has that of 2, and 2 that of 0."""
+    pytest.importorskip("torch")
+    losses, weights, _ = train(tmp_path, pki, "fsdp2", "gloo", -1)
+    env = {"DYING": "0,2", "COPIES": "2" if case == "two copies" else "1"}
+    if "checkpoint" in case:
+        env["CHECKPOINT"] = str(tmp_path / "kept")
+    found, ended_with, lived = train(tmp_path, pki, "fsdp2", "gloo", 10, **env)
+    assert ended_with == weights
+    assert found.items() <= losses.items()
+    said = (tmp_path / "out").read_text()
+    if case == "one copy":
+        assert set(lived.values()) == {"False"}
+        assert "Of step 8 the parts of ranks 0, 2 are in nobody's memory." in said
+        return
+    assert lived == {"0": "False", "1": "True", "2": "False", "3": "True"}
+    assert ("The state is that of the checkpoint" in said) is ("checkpoint" in case)
+    if "checkpoint" in case:  # and a further run begins with it
+        found, ended_with, _ = train(tmp_path, pki, "fsdp2", "gloo", -1, **env)
+        assert ended_with == weights
+        assert set(found) == {f"{rank} {step}" for rank in range(RANKS) for step in range(12, STEPS)}
+        assert found.items() <= losses.items()
+
+
+def test_a_program_without_the_loop_is_started_again(pki: Pki, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "job.py").write_text(WITHOUT_LOOP)
+    options = ("-n", "3", "--max-restarts", "1", "--in-place")
+    done = run(tmp_path, pki, sys.executable, "job.py", options=options, timeout_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"ended (\d \w+)", done.stdout)) == ["0 False", "1 False", "2 False"]
 
 
 def test_a_spare_takes_the_lost_rank_s_number(pki: Pki, tmp_path: Path) -> None:

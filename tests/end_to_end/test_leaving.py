@@ -112,7 +112,8 @@ def test_a_leave_below_the_minimum_is_granted_and_the_others_wait_for_a_replacem
         assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, stayer.log
         assert running.wait() == 0
         assert "node 0 on host" not in running.await_log(COMPLETED)
-        assert stayer.saved.read_text() == leaver.saved.read_text()  # too few were left: the state is safe
+        # Too few were left: the state is safe. Who is still within the step as the other goes makes it again.
+        assert int(leaver.saved.read_text()) - int(stayer.saved.read_text()) in (0, 1)
 
 
 def test_who_leaves_while_it_waits_for_members_has_not_completed_the_training(tmp_path: Path) -> None:

@@ -257,12 +257,15 @@ def test_a_replacement_joins_the_survivors(pki: Pki, tmp_path: Path) -> None:
 
 
 REBUILDING = """
+import signal
 from muster.programs.generations import on_new_generation
 
 def train(generation):
     print("pid", os.getpid(), "rank", generation.rank, "of", generation.world_size, flush=True)
     if generation.number > 1:
         return "trained"
+    if RANK == 0 and "asked" in sys.argv:  # its agent, and while the generation stands
+        os.kill(os.getppid(), signal.SIGTERM)
     store.meet() if store.add(b"again") < SIZE else store.say(1, b"both", b"1")
     store.wait(b"both")
     if RANK == 1 and "dies" in sys.argv:
@@ -295,11 +298,12 @@ def test_a_program_that_asks_for_it_goes_on_in_the_same_process(pki: Pki, tmp_pa
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("when", ["afterwards", "asked"])
 def test_a_program_that_waits_for_the_next_generation_ends_when_it_is_asked_to(
-    pki: Pki, tmp_path: Path
+    pki: Pki, tmp_path: Path, when: str
 ) -> None:
     (tmp_path / "job.py").write_text(STORE.replace("SystemExit", "OSError") + REBUILDING)
-    done = run(tmp_path, pki, sys.executable, "job.py", "dies", options=("-n", "2"))
+    done = run(tmp_path, pki, sys.executable, "job.py", "dies", when, options=("-n", "2"))
     assert done.returncode == 4, done.stdout + done.stderr
     assert "worker 0 left as it was asked to" in done.stderr
 

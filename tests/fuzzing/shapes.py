@@ -75,7 +75,7 @@ def _fill(message: Message, each: Any, chance: random.Random, depth: int) -> Non
     place = getattr(message, each.name)
     if each.message_type is not None and each.message_type.GetOptions().map_entry:
         for _ in range(chance.choice((0, 1, 3, 40))):
-            place[chance.choice(TEXTS[:9])] = chance.choice(TEXTS)
+            place[chance.choice(TEXTS[:9])] = _value(each.message_type.fields_by_name["value"], chance)
     elif hasattr(place, "append"):
         for _ in range(chance.choice((0, 1, 2, 3, 70))):
             if each.message_type is not None:

@@ -171,6 +171,13 @@ def _wire() -> list[Target]:
             lambda chance: _message(pb.DrainRequest, chance),
         ),
         Target(
+            "admit requests",
+            codec.decode_admit_request,
+            (codec.WireError,),
+            (pb.AdmitRequest(job_id="default", name="gpu-17").SerializeToString(),),
+            lambda chance: _message(pb.AdmitRequest, chance),
+        ),
+        Target(
             "messages to the worker",
             functools.partial(codec.decode_scheduler_message, held=held),
             (codec.WireError,),

@@ -21,6 +21,7 @@ NAMES = (
     "messages to the scheduler",
     "status requests",
     "drain requests",
+    "admit requests",
     "messages to the worker",
     "a job's conversation",
     "a worker's conversation",

@@ -167,7 +167,9 @@ def environment(run: str, rank: int, plugin: Path, recorder: Path, record: Path)
     )
     env |= {"NCCL_HOSTID": f"sealed{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "WARN"}
-    env |= {"LD_PRELOAD": str(recorder), "WIRE_RECORD": str(record), "WIRE_PATTERN": PATTERN}
+    # Beside what the tests were started with: another NCCL than torch's comes in that way.
+    preloaded = f"{recorder} {os.environ.get('LD_PRELOAD', '')}".rstrip()
+    env |= {"LD_PRELOAD": preloaded, "WIRE_RECORD": str(record), "WIRE_PATTERN": PATTERN}
     env["NCCL_PROTO"] = run.removeprefix("sealed-") if run.startswith("sealed-") else "Simple"
     if run == "off":
         return env | {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}

@@ -100,6 +100,17 @@ def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> No
     assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
 
 
+def test_programs_that_are_to_live_on_are_told_and_get_agents(tmp_path: Path) -> None:
+    by_option, by_variable = launch("-n", "2", "--in-place"), launch("-n", "2", MS_IN_PLACE="1")
+    assert all(recipe.env["MS_IN_PLACE"] == "1" for recipe in by_option.recipes)
+    for recipe in (*by_option.recipes, *by_variable.recipes):
+        assert "muster.programs.agent" in recipe.argv
+    with pytest.raises(SettingsError, match="--in-place is for torch programs, and --program is jax"):
+        launch("--in-place", "--program", "jax")
+    with pytest.raises(SettingsError, match="MS_IN_PLACE must be 0 or 1"):
+        launch("-n", "2", MS_IN_PLACE="yes")
+
+
 @pytest.mark.parametrize(("own", "places"), [("", "2"), ("1", "2"), ("5", None)])
 def test_the_scheduler_has_a_place_for_each_spare_and_a_rank_table_has_none(
     tmp_path: Path, own: str, places: str | None

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from muster.errors import NotInitializedError
-from muster.launch.programs import MOST_BYTES, MOST_FILES, program_kind, with_agent
+from muster.launch.programs import AGENT, MOST_BYTES, MOST_FILES, program_kind, with_agent
 from muster.programs.generations import on_new_generation
-from muster.worker.program_environment import AGENT_VARIABLE, place_of, torch_variables
+from muster.worker.program_environment import AGENT_VARIABLE, JAX_PROGRAM, place_of, torch_variables
 from tests.scheduler.processes import ROOT
 
 
@@ -47,6 +47,20 @@ def test_a_script_that_imports_torch_and_not_muster_gets_an_agent(
     made = started(command, "auto")
     assert list(made[-len(command) :]) == command
     assert (made[1:4] == ("-m", "muster.programs.agent", "--")) is agent
+
+
+@pytest.mark.parametrize(
+    ("command", "agent"),
+    [("python train.py", True), ("python flow.py", True), ("torchrun --nproc-per-node 2 train.py", False)],
+)
+def test_a_program_that_is_to_live_on_gets_an_agent_although_it_imports_muster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, agent: bool
+) -> None:
+    write(tmp_path, {"train.py": "import torch, muster.torch", "flow.py": "import jax"})
+    monkeypatch.chdir(tmp_path)
+    made = with_agent(command.split(), "auto", in_place=True)
+    assert (AGENT in made) is agent
+    assert (JAX_PROGRAM in made) is ("flow.py" in command)
 
 
 @pytest.mark.parametrize(

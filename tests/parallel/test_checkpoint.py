@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from muster.errors import SettingsError
 from muster.parallel.api import parallelize
-from muster.parallel.checkpoint import load_divided, save_divided
+from muster.parallel.checkpoint import load_divided, save_divided, saved_at
 from muster.parallel.module import ParallelModule
 from muster.parallel.planning.parts import Part, overlap, parts_of
 from muster.parallel.planning.search import solve
@@ -362,3 +363,8 @@ def test_the_parts_of_all_ranks_cover_each_tensor() -> None:
                 covered[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
                 assert all(a is b or overlap(a, b) is None for a in [box] for b in boxes)
             assert bool((covered == 1).all()), name
+
+
+def test_an_address_is_refused() -> None:
+    with pytest.raises(SettingsError, match="'s3://bucket/run' is an address"):
+        saved_at("s3://bucket/run")

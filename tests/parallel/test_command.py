@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from muster import parallelize
 from muster.__main__ import main
 from muster.errors import SettingsError
 from muster.parallel.measure import load_machine, measure
+from muster.parallel.planning.costs import Hardware
 from tests.launch.launching import Place, environment
 from tests.parallel.ranks import RankCommunicator, run_ranks
 from tests.scheduler.processes import ROOT
@@ -183,7 +185,7 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["models:make", "--survive", "1", "--hosts", "3"], "which share 8 GPUs evenly"),
+        (["models:make", "--survive", "1", "--hosts", "1"], "which share 8 GPUs evenly"),
         (["models:none"], "models:none cannot be found"),
         (["models"], "a model is named MODULE:FUNCTION, not 'models'"),
         (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),
@@ -214,7 +216,7 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
             ["models:make", "--strategy", "fc={'n': 8}", "--mode", "data_parallel"],
             "the strategy of 'fc' needs",
         ),
-        (["models:make", "--hosts", "2"], "--hosts counts with --survive 1 only"),
+        (["models:make", "--hosts", "3"], "--hosts are some that share 8 GPUs evenly, not 3"),
         (["models:make", "--optimizer-states", "-1"], "--optimizer-states is at least 0"),
         (["models:make", "--out", "none/plan.json"], "none/plan.json cannot be written"),
     ],
@@ -258,6 +260,24 @@ def test_collectives_are_measured_by_size_and_group() -> None:
     between = first.collective_s("all_gather", 2, 30000)
     assert min(rows[0][1], rows[1][1]) <= between <= max(rows[0][1], rows[1][1])
     assert first.collective_s("all_gather", 2, 131072) == pytest.approx(2 * rows[1][1])
+
+
+def test_groups_across_hosts_are_measured_apart() -> None:
+    def go(communicator: RankCommunicator) -> Hardware:
+        peers = tuple(
+            replace(peer, host_id=f"host {peer.rank // 2}") for peer in communicator.membership.peers
+        )
+        communicator.membership = replace(communicator.membership, peers=peers)
+        return measure(communicator, sizes=(1024, 65536), side=64)
+
+    machine = run_ranks(4, go)[0]
+    for groups in machine.measured.values():
+        assert set(groups) == {"2", "2 on 2 hosts", "4 on 2 hosts"}
+    rows = machine.measured["all_reduce"]["2 on 2 hosts"]
+    assert machine.host_ranks == 2
+    assert machine.network_latency_s == pytest.approx(rows[0][1] / 2)
+    assert machine.network_bytes_per_s == pytest.approx(65536 / rows[1][1])
+    assert machine.along_s("all_reduce", (0,), (2, 2), 65536) == pytest.approx(rows[1][1])
 
 
 # ---------------------------------------------------------------- real processes, and the page

@@ -30,6 +30,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]
     "linear": (F.linear, ((4, 6), (8, 6), (8,)), "b0 n k"),
     "linear without bias": (lambda x, w: F.linear(x, w), ((2, 4, 6), (8, 6)), "b0 b1 n k"),
     "addmm": (torch.addmm, ((8,), (4, 6), (6, 8)), "m k n"),
+    "addmm with a bias of one element": (torch.addmm, ((1,), (4, 6), (6, 8)), ""),
     "matmul of a batch": (torch.matmul, ((2, 4, 6), (2, 6, 8)), "b0 m k n"),
     "matmul that repeats": (torch.matmul, ((2, 4, 6), (6, 8)), "b0 m k n"),
     "bmm": (torch.bmm, ((2, 4, 6), (2, 6, 8)), "b0 m k n"),
@@ -76,6 +77,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]
         lambda x, y: F.cross_entropy(x, y.softmax(1), label_smoothing=0.1), ((8, 4), (8, 4)), "m"),
     "embedding_bag": (
         lambda w: F.embedding_bag(torch.arange(12).view(4, 3) % 6, w, mode="sum"), ((6, 4),), "b n"),
+    "embedding_bag that scales by frequency": (
+        lambda w: F.embedding_bag(
+            torch.arange(12).view(4, 3) % 5, w, mode="sum", scale_grad_by_freq=True), ((6, 4),), "n"),
     "index of each": (lambda x: x[torch.arange(8), LABELS], ((8, 4),), "i0 each"),
     "nll_loss": (lambda x: F.nll_loss(x.log_softmax(1), LABELS, ignore_index=1), ((8, 4),), "m"),
     "mse_loss": (F.mse_loss, ((4, 6), (4, 6)), "d0 d1"),
@@ -207,6 +211,15 @@ def test_an_operator_along_each_axis(name: str) -> None:
             assert mode.size == 0 or mode.size % 2
             continue
         one.check(one.plan(pinned, solution.choice))
+
+
+def test_a_table_of_bags_whose_gradients_are_sparse_is_kept_whole() -> None:
+    def bags(table: Any) -> Any:
+        return F.embedding_bag(torch.arange(12).view(4, 3) % 6, table, mode="sum", sparse=True)
+
+    graph = trace(One(bags, ((6, 4),)), (torch.zeros(2),)).graph
+    node = next(each for each in graph.nodes if each.op == "embedding_bag")
+    assert not [mode for mode in modes_of(graph, node)[0] if mode.size]
 
 
 def test_a_recurrence_whose_states_were_recorded_in_another_shape_is_kept_whole() -> None:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     pytest.skip("needs torch 2.9", allow_module_level=True)
 
-from muster.programs.lasting_world import unlike
+from muster.programs.lasting_world import lacking_nccl, unlike
 from tests.scheduler.processes import ROOT, environment
 
 PROGRAM = """
@@ -50,7 +50,13 @@ for each in (dist.group.WORLD, group):
         assert "it is over" in str(error), error
         failed += 1
 assert failed == (0 if world.rehearses else 2), failed
-if not world.rehearses:
+if world.rehearses:  # as pipelines do
+    sent, received = torch.ones(1), torch.zeros(1)
+    messages = [dist.P2POp(dist.isend, sent, 1), dist.P2POp(dist.irecv, received, 1)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    assert received.tolist() == [1.0]
+else:
     world.connect(dist.HashStore(), 2)
     assert total(dist.group.WORLD) == total(group) == [1.0, 1.0]
     assert [name for name, _ in world.groups] == names
@@ -87,3 +93,11 @@ def test_functional_collectives_meshes_and_subgroups_find_the_lasting_group(how:
         check=False,
     )
     assert done.stdout == "well\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [(None, False), ((2, 28, 2), False), ((2, 28, 3), True), ((2, 28, 8), True), ((2, 28, 9), False)],
+)
+def test_an_nccl_that_hangs_in_an_abort_is_refused(version: tuple[int, ...] | None, lacks: bool) -> None:
+    assert ("can hang" in lacking_nccl(version)) is lacks

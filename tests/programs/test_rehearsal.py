@@ -42,13 +42,13 @@ def test_what_is_scattered_is_this_rank_s_part() -> None:
     assert [each.tolist() for each in outputs] == [[RANK, RANK]] * 3
 
 
-def test_sums_and_broadcasts_leave_what_is_there_and_messages_are_zeros() -> None:
-    tensor, received, resized = torch.arange(2.0), torch.ones(2), torch.ones(3)
+def test_sums_and_broadcasts_leave_what_is_there_and_messages_are_ones() -> None:
+    tensor, received, resized = torch.arange(2.0), torch.zeros(2), torch.ones(3)
     for name in ("allreduce", "broadcast", "reduce", "send"):
         rehearse(name, ([tensor],), RANK, SIZE)
     rehearse("recv", ([received], 0, 0), RANK, SIZE)
     rehearse("alltoall", ([resized], [tensor]), RANK, SIZE)
     rehearse("barrier", (), RANK, SIZE)
     assert tensor.tolist() == [0, 1]
-    assert received.tolist() == [0, 0]
+    assert received.tolist() == [1, 1]
     assert resized.tolist() == [0, 0, 0]

@@ -85,6 +85,7 @@ class FakeJob:
     postponed: list[Event] = field(default_factory=list)
     silent: tuple[SessionId, ...] = ()
     workers: tuple[WorkerView, ...] = ()
+    spent: tuple[tuple[str, float], ...] = ()
 
     def step(self, event: Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
@@ -98,7 +99,8 @@ class FakeJob:
         return self.silent
 
     def view(self, now: float) -> JobView:
-        return JobView("job", "forming", 0, 2, 2, self.workers, ("2 workers",), "")
+        missing = ("2 workers",)
+        return JobView("job", "forming", 0, 2, 2, self.workers, missing, "", time_by_cause=self.spent)
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
         return "It costs nothing."

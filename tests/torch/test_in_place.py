@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -26,9 +28,9 @@ def test_what_a_step_raises_by_itself_is_raised() -> None:
                 raise ValueError("mine")
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"epochs": 0}])
-def test_settings_below_1_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(SettingsError, match="must be 1 or more"):
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"epochs": 0}, {"copies": 0}, {"checkpoint_every": 0}])
+def test_settings_below_1_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="it must be 1 or more"):
         muster.torch.steps({}, [1], **wrong)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.torch.peer_copies import PeerCopies, newest_whole, partners_on
+from muster.torch.peer_copies import PeerCopies, collective_device, newest_whole, partners_on, parts_that_lack
+from tests.torch.worlds import end_rank, end_world
 
 
 def holds(*steps: tuple[int, int], rank: int, size: int = 3) -> list[list[int]]:
@@ -18,24 +19,60 @@ def holds(*steps: tuple[int, int], rank: int, size: int = 3) -> list[list[int]]:
     return [[owner, *step] for step in steps for owner in (rank, (rank - 1) % size)]
 
 
+def sources(said: Any, active: Any = None, like: Any = ()) -> Any:
+    """Key and holders, where all take their own parts."""
+    active = range(len(said)) if active is None else active
+    found = newest_whole(said, active, like or [str(rank) for rank in range(len(said))])
+    if found is None:
+        return None
+    assert all(owner == rank for rank, (owner, _) in found[1].items())
+    return found[0], [holder for _, holder in found[1].values()]
+
+
+def test_ranks_that_are_missing_need_no_part_and_one_that_comes_takes_a_replica_s() -> None:
+    said = [holds((1, 4), rank=0), [], holds((1, 4), rank=2)]
+    left = [[each for each in parts if each[0] != 1] for parts in said]
+    assert sources(left) is None
+    assert sources(left, [0, 2]) == ((1, 4), [0, 2])
+    assert newest_whole(left, range(3), ["a", "b", "b"]) == ((1, 4), {0: (0, 0), 1: (2, 2), 2: (2, 2)})
+    assert newest_whole(left, range(3), ["a", "b", "a"]) is None
+    assert newest_whole(said, range(3), ["a"] * 3) == ((1, 4), {0: (0, 0), 1: (1, 2), 2: (2, 2)})
+
+
 def test_a_lost_rank_s_part_comes_from_the_rank_after_it() -> None:
     said = [holds((1, 4), rank=0), [], holds((1, 4), rank=2)]
-    assert newest_whole(said) == ((1, 4), [0, 2, 2])
+    assert sources(said) == ((1, 4), [0, 2, 2])
 
 
 def test_two_lost_ranks_beside_each_other_take_a_part_along() -> None:
-    assert newest_whole([holds((1, 4), rank=0), [], []]) is None
-    assert newest_whole([[], [], []]) is None
+    assert sources([holds((1, 4), rank=0), [], []]) is None
+    assert sources([[], [], []]) is None
+
+
+def test_with_two_copies_any_two_ranks_may_be_lost_and_else_the_parts_that_lack_are_named() -> None:
+    for copies, ranks_apart in ((2, (1, 2, 3)), (1, (2,))):
+        table = partners_on([0] * 4, copies)
+        assert all(len(mine) == copies for mine in table)
+        said = [[[o, 1, 4] for o in range(4) if o == rank or rank in table[o]] for rank in range(4)]
+        for apart in ranks_apart:
+            left = [[] if rank in (0, apart) else each for rank, each in enumerate(said)]
+            if copies == 2:
+                assert sources(left) is not None
+            else:
+                assert sources(left) is None
+                assert parts_that_lack(left, range(4)) == (4, [0, 2])
+    assert parts_that_lack([[], []], range(2)) is None
+    assert parts_that_lack([[[0, 1, 4], [1, 1, 4]], [[1, 2, 2]], []], range(3)) == (4, [2])
 
 
 def test_a_copy_that_not_all_have_taken_does_not_count() -> None:
     said = [holds((1, 4), (1, 8), rank=0), holds((1, 4), rank=1), holds((1, 4), rank=2)]
-    assert newest_whole(said) == ((1, 4), [0, 1, 2])
+    assert sources(said) == ((1, 4), [0, 1, 2])
 
 
 def test_of_two_generations_the_later_counts() -> None:
     both = [holds((1, 8), (2, 4), rank=rank) for rank in range(3)]
-    assert newest_whole(both) == ((2, 4), [0, 1, 2])
+    assert sources(both) == ((2, 4), [0, 1, 2])
 
 
 def test_partners_are_on_another_host_where_there_is_one() -> None:
@@ -58,9 +95,8 @@ def _two_hosts(rank: int, path: str) -> None:
         copies = PeerCopies(rank, 4)
     said: list[Any] = [None] * 4
     torch.distributed.all_gather_object(said, copies.holds)
-    found = newest_whole(said)
-    assert found == ((1, 4), [2, 3, 2, 3])
-    got = copies.restore(*found)
+    assert sources(said) == ((1, 4), [2, 3, 2, 3])
+    got = copies.restore((1, 4), {0: (0, 2), 1: (1, 3), 2: (2, 2), 3: (3, 3)})
     assert torch.equal(got, torch.full_like(got, rank))
     copies.take((2, 4), got)
     assert len(copies.holds) == 2
@@ -68,11 +104,23 @@ def _two_hosts(rank: int, path: str) -> None:
         got[-1] ^= 1
         assert copies.holds == [[3, 2, 4]]
     torch.distributed.all_gather_object(said, copies.holds)
-    assert newest_whole(said) == ((2, 4), [0, 3, 2, 3])  # the damaged copy is not used, the partner's is
-    torch.distributed.destroy_process_group()
+    assert sources(said) == ((2, 4), [0, 3, 2, 3])  # the damaged copy is not used, the partner's is
+    end_rank()
 
 
 def test_a_lost_host_s_parts_come_from_the_other_one_and_a_flipped_copy_is_not_used(tmp_path: Path) -> None:
     from torch.multiprocessing import spawn
 
     spawn(_two_hosts, (str(tmp_path / "meeting"),), nprocs=4)
+
+
+def test_a_group_of_gpus_alone_takes_tensors_on_this_rank_s_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("cuda:gloo", init_method=store, rank=0, world_size=1)
+    try:
+        assert collective_device() == torch.device("cuda", 1)
+    finally:
+        end_world()

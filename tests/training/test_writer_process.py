@@ -84,6 +84,7 @@ def folder_of(tmp_path: Path) -> Any:
     yield build
     for pid in writers(os.getpid()):
         os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)  # the next test counts them
 
 
 def test_the_file_is_that_of_a_synchronous_save_of_the_same_step(

@@ -282,3 +282,33 @@ def test_durations_in_words(seconds: float, told: str) -> None:
 )
 def test_numbers_in_words(value: float | None, told: str) -> None:
     assert words.number(value) == told
+
+
+# ---------------------------------------------------------------- time and numbers
+
+
+def test_the_script_s_own_numbers_have_plots_on_which_changes_of_members_are_marked() -> None:
+    made = ObservedJob(line())
+    for second in range(11):
+        made.take_line(line(step=second + 1, numbers={"accuracy": second / 10, "<b>": 1.0}), 100.0 + second)
+    made.events.append(pb.Happening(kind="formed", generation=1, count=3, text="all in", time=100.0))
+    made.events.append(pb.Happening(kind="formed", generation=2, count=2, text="rank 2 is lost", time=105.0))
+    made.events.append(pb.Happening(kind="formed", generation=3, count=3, text="too late", time=999.0))
+    drawn = {each.title: each for each in plots.plots(made.series, made.generations())}
+    assert [*drawn][4:] == ["<b>", "accuracy"]
+    assert drawn["accuracy"].latest == "1" and drawn["accuracy"].path
+    [mark] = drawn["accuracy"].marks
+    assert mark.at == (plots.LEFT + plots.WIDTH - plots.RIGHT) / 2
+    assert mark.text.endswith(": generation 2, 2 members: rank 2 is lost")
+
+
+def test_shares_of_the_time_lie_side_by_side_and_fill_the_bar() -> None:
+    spent = {"suspended": 1.0, "training": 2.0, "checkpoints": 0.01, "of a newer scheduler": 5.0}
+    found = plots.shares(spent)
+    assert [(each.cause, each.percent) for each in found] == [
+        ("training", "66 %"),
+        ("checkpoints", "< 1 %"),
+        ("suspended", "33 %"),
+    ]
+    assert found[0].x == 0.0 and found[-1].x + found[-1].width == pytest.approx(1000, abs=0.2)
+    assert plots.shares({}) == []

@@ -19,6 +19,8 @@ from muster.web.live import Cell, Live
 from muster.web.logs import Log, logs_of, tail
 from muster.web.model import Followed
 from muster.web.pages import CARDS_AT_MOST, JobPage, JobsPage, cell_id
+from muster.web.past import command_of
+from muster.wire.launches import RunRecord
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
 
@@ -162,6 +164,31 @@ def test_the_copies_of_the_state_stand_in_the_head_and_with_each_worker() -> Non
     assert "step 120, 13 s ago, at rank 1, 750 B in 0.5 s" in one and "step 100, 3 min ago" in one
 
 
+def test_a_gpu_stands_beside_its_rank_and_what_speaks_against_it_above() -> None:
+    found = known(("0", "1"))
+    columns = pb.Progress()
+    columns.CopyFrom(found.jobs["0"].progress)
+    well = rendezvous_pb.GpuReport(state="well", busy_percent=98, celsius=61, clock_mhz=1980)
+    columns.gpus.add(seat=0, gpu=well)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    assert "GPU" not in page.html(flash="") + page.worker("0")
+    found.take_of("0", pb.WatchReply(progress=columns), 12.0)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    assert "<dt>GPU</dt><dd>98 %, 61 C</dd>" in page.html(flash="")
+    assert "98 % busy, 1980 MHz, 61 C" in page.worker("0") and "GPU" not in page.worker("1")
+    columns.refused_gpus.add(gpu="GPU-1", host_name="<gpu-17>", node_id="3", device_index=3, reason="7 words")
+    columns.gpus[0].gpu.MergeFrom(rendezvous_pb.GpuReport(state="ill", reasons=["<Xid 79>"]))
+    found.take_of("0", pb.WatchReply(progress=columns), 12.0)
+    page = JobPage(found, "0")
+    page.refresh(13.0)
+    whole = page.html(flash="")
+    assert "<dt>GPU</dt><dd><em>ill</em></dd>" in whole and "s-member unwell" in whole
+    assert "Rank 0 (node 0 on host 0): its GPU is ill: &lt;Xid 79&gt;." in whole
+    assert "GPU GPU-1 of host &lt;gpu-17&gt;, number 3 (node 3) is refused: 7 words." in whole
+
+
 def test_the_page_says_where_the_evidence_of_a_hang_lies() -> None:
     found = known(("0", "1"))
     page = JobPage(found, "0")
@@ -303,3 +330,71 @@ def test_addresses_that_name_no_job_or_ever_others_end_nothing(monkeypatch: pyte
         pages.feed.close()
 
     asyncio.run(test())
+
+
+def test_the_page_shows_where_the_time_went_and_the_script_s_own_numbers() -> None:
+    found = known(("0", "1"))
+    columns = pb.Progress()
+    columns.CopyFrom(found.jobs["0"].progress)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    assert "The scheduler has not said so." in page.html(flash="")
+    columns.seconds_by_cause.update({"training": 90.0, "waiting for data": 10.0})
+    columns.job.numbers["<accuracy>"] = 0.97
+    found.take_of("0", pb.WatchReply(progress=columns), 13.0)
+    page.refresh(13.0)
+    whole = page.html(flash="")
+    assert "waiting for data <b>10 %</b> <small>10 s</small>" in whole
+    assert '<rect class="c-waiting-for-data" x="900.0" y="2" width="100.0"' in whole
+    assert "left, at this pace" not in whole
+    found.jobs["0"].line.steps, found.jobs["0"].line.remaining_s = 1000, 65.0
+    page.refresh(14.0)
+    whole = page.html(flash="")
+    assert "3 of 1,000</dd>" in whole and "<dt>left, at this pace</dt><dd>1 min 5 s</dd>" in whole
+    assert "<figcaption>&lt;accuracy&gt; <b>0.97</b>" in whole
+
+
+def test_red_is_for_a_job_in_trouble_alone() -> None:
+    """One that trains on with fewer workers is not."""
+    found = known(("0", "1"))
+    job, page = found.jobs["0"], JobPage(found, "0")
+
+    def trouble(now: float) -> str:
+        page.refresh(now)
+        return str(json.loads(page.live.since(0))["parts"]["trouble"])
+
+    job.line.reason = "Generation 1 stands with 2 members."
+    assert 'class="notice warn">1 of 3 workers is missing.' in trouble(12.0)
+    job.line.state, job.line.reason = "suspended", "Too few."
+    assert 'class="notice bad">Too few.' in trouble(13.0)
+    job.line.state, job.line.missing = "ended", 0
+    assert "bad" not in trouble(14.0)
+    job.events.append(pb.Happening(kind="ended", code="failed", text="Too few."))
+    assert 'class="notice bad">Too few.' in trouble(15.0)
+
+
+def test_planned_drains_stand_on_the_page_until_they_are_over() -> None:
+    found = known(("0", "1"))
+    columns = pb.Progress()
+    columns.CopyFrom(found.jobs["0"].progress)
+    columns.drains.add(number=1, at_s=7212.0, hosts=["gpu-17", "<b>"], node_ids=["3"], reason="new disks.")
+    columns.drains.add(number=2, at_s=7212.0, node_ids=[str(i) for i in range(10)], reason="x")
+    found.take_of("0", pb.WatchReply(progress=columns), 12.0)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    told = str(json.loads(page.live.since(0))["parts"]["trouble"])
+    assert "Host gpu-17, host &lt;b&gt; and node 3 are to be drained at 1970-01-01 " in told
+    assert ", in 2 h: new disks.</p>" in told and "node 7 and 2 more are to be drained" in told
+    del columns.drains[:]
+    found.take_of("0", pb.WatchReply(progress=columns), 13.0)
+    page.refresh(13.0)
+    assert "to be drained" not in str(json.loads(page.live.since(0))["parts"]["trouble"])
+
+
+def test_a_launch_on_this_host_is_shown_with_its_command_and_directory(tmp_path: Path) -> None:
+    RunRecord(tmp_path, "a").note("began", job_id="0", host="a", workers=2, command="python <train>.py")
+    assert command_of(tmp_path) == "python <train>.py"
+    assert command_of(tmp_path / "nowhere") == ""
+    page = JobPage(known(("0", "1")), "0", (), None, (command_of(tmp_path), "/runs/x"))
+    page.refresh(12.0)
+    assert "python &lt;train&gt;.py</bdi></code> <small>in <bdi>/runs/x<" in page.html(flash="")

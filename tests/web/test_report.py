@@ -16,6 +16,7 @@ from muster.web.past import load, scheduler_log
 from muster.web.report import main, page
 from muster.wire.json_lines import LineContext, json_line
 from muster.wire.launches import RunRecord
+from muster.wire.log_lines import bounded
 from tests.scheduler.processes import environment
 
 SCRIPT = """
@@ -231,9 +232,22 @@ def test_a_scheduler_log_is_read_line_by_line(tmp_path: Path) -> None:
     said = list(scheduler_log(path))
     assert [(each.kind, each.text) for each in said] == [
         ("decided", 'Generation 1 is "formed".'),
-        ("lost", "silence"),
+        ("lost", "node 0: silence"),
     ]
     assert said[0].time_s == pytest.approx(1769860800.123)
+
+
+def test_a_line_of_the_scheduler_s_that_was_too_long_is_whole_and_says_who_it_is_about(
+    tmp_path: Path,
+) -> None:
+    long = "words " * 200
+    head = "2026-01-31T12:00:00.123Z INFO "
+    facts = 'job_id=j peer=127.0.0.1:5 rank=2 node_id=3 host="gpu 17" host_id=abc'
+    lines = bounded(head, f'drained {facts} text="{long}end"'), bounded(head, f"joined {facts}")
+    (tmp_path / "scheduler.log").write_text("\n".join(lines) + f"\n{head}+ of nothing\n")
+    first, second, *more = scheduler_log(tmp_path / "scheduler.log")
+    assert first.text == f"rank 2, node 3 on gpu 17: {long}end"
+    assert (second.kind, second.text, more) == ("joined", "rank 2, node 3 on gpu 17", [])
 
 
 def test_a_scheduler_log_in_json_is_read_likewise(tmp_path: Path) -> None:
@@ -256,3 +270,26 @@ def test_a_directory_without_a_record_is_told_so(tmp_path: Path, capsys: pytest.
     record(tmp_path)
     assert main([str(tmp_path), "--output", str(tmp_path / "none" / "x.html")]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_where_the_time_went_is_added_up_over_schedulers_and_own_numbers_are_plotted(tmp_path: Path) -> None:
+    record(tmp_path)
+    html = page(tmp_path)
+    assert html is not None and "does not lie in this directory" in html and "mark-change" in html
+    kept = RunRecord(tmp_path, "b", lambda: 1200.0)
+    kept.figures(step=300, numbers={"accuracy": 0.9, "hostile": [], "<b>": 1})
+    kept = RunRecord(tmp_path, "b", lambda: 1300.0)
+    kept.figures(step=400, numbers={"accuracy": 0.95}, loss=0.1)
+    told = (
+        ("12:00", "training 90.0 s, forming 10.0 s"),
+        ("12:10", "training 190.0 s, forming 10.0 s"),
+        ("12:20", "training 5.0 s, redoing 1.5 s"),  # of the next scheduler
+    )
+    lines = [f'2026-01-31T{at}:00.000Z INFO time job_id=job text="{text}"' for at, text in told]
+    (tmp_path / "scheduler.log").write_text("\n".join(lines) + "\n")
+    run_ = load(tmp_path)
+    assert run_.time_by_cause == {"training": 195.0, "redoing": 1.5, "forming": 10.0}
+    assert run_.scheduler_said == []
+    html = page(tmp_path)
+    assert html is not None and "training <b>94 %</b>" in html
+    assert "<figcaption>accuracy <b>0.95</b>" in html and "&lt;b&gt; <b>1</b>" in html

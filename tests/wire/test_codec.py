@@ -34,6 +34,8 @@ PROFILE = messages.Profile(
     job_id="job",
     probe_address="[fe80::1]:4001",
     last_call_s=30.0,
+    gpu_uuid="GPU-1",
+    gpu_fault="7 words differ",
 )
 MEMBERS = (
     messages.Member(0, "a", 7, HOST, DEVICE, 0, 2, "x:1"),
@@ -56,6 +58,10 @@ MESSAGES = (
         messages.SnapshotReport(2, 4, 5, True, 3, 1.5, 4096, 0.5, (1, 3)),
         messages.CheckpointReport(5, 1.5, 4096, 0.5),
         messages.StepTimes(3, (0.5, 0.25, 1.5, 1.0, 0.125, 0.125, 0.5), 2),
+        messages.GpuReport("ill", ("Xid 79",), 0, 10, 80, 1980, 61, 1, 2, 3, (48, 79)),
+        1.5,
+        (("accuracy", 0.5), ("val/loss", -1.0)),
+        1000,
     ),
     messages.Quiesced(2, 7),
     messages.SuspectPeer(2, 1, "reset"),
@@ -63,7 +69,7 @@ MESSAGES = (
     messages.Probed(7, (("b", "reset"),), True, True, "evaluation", 3.5),
     messages.Stacks(7, "Thread 0x1\n  in train"),
     messages.RequestLeave(2, "SIGTERM"),
-    messages.Leave(2, True, "done", True, 3),
+    messages.Leave(2, True, "done", True, 3, "7 words differ"),
     messages.Welcome(1.0, 5.0, 60.0, True, 1.5),
     messages.Waiting(1, 2, "b is missing", (1, 3), undecided=True),
     messages.Assignment(2, 1, MEMBERS, 1, (0,), 1, "b replaces c", 12, ("c was lost",), 2**64 - 1, LOST),

@@ -207,6 +207,12 @@ def test_a_join_out_of_bounds_is_refused_naming_the_field(changes: dict[str, obj
         {"heartbeat": pb.Heartbeat(snapshot=pb.SnapshotReport(partners=[65_536]))},
         {"heartbeat": pb.Heartbeat(checkpoint=pb.CheckpointReport(age_s=float("inf")))},
         {"heartbeat": pb.Heartbeat(times=[1, *[1.0] * 6, 0])},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport())},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport(state="poorly"))},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport(state="ill", reasons=["x"] * 9))},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport(state="ill", reasons=["x" * 121]))},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport(state="ill", reasons=["two\nlines"]))},
+        {"heartbeat": pb.Heartbeat(gpu=pb.GpuReport(state="ill", xids=[48] * 17))},
         {"heartbeat": pb.Heartbeat(times=[1, *[1.0] * 8, 0])},
         {"heartbeat": pb.Heartbeat(times=[float("nan"), *[1.0] * 7, 0])},
         {"heartbeat": pb.Heartbeat(times=[float("inf"), *[1.0] * 7, 0])},
@@ -248,6 +254,7 @@ def test_random_bytes_end_in_a_typed_error(data: bytes) -> None:
         lambda: codec.decode_worker_message(data),
         lambda: codec.decode_status_request(data),
         lambda: codec.decode_drain_request(data),
+        lambda: codec.decode_admit_request(data),
     ):
         try:
             read()
@@ -556,6 +563,8 @@ def test_status_comes_through_whole() -> None:
                 snapshot=messages.SnapshotReport(3, 5, partners=(1,)),
                 checkpoint=messages.CheckpointReport(4, 1.0, 10, 0.5),
                 shares=messages.StepShares(0.5, 0.25, 0.125),
+                gpu=messages.GpuReport("suspect", ("95 C, over 90 C",), 0, celsius=95),
+                gpu_age_s=1.5,
             ),
         ),
         stragglers=(messages.Straggler("a", 1, "link", 5.0, 0.5, 2.0, 2, "Slow."),),
@@ -590,8 +599,21 @@ def test_status_comes_through_whole() -> None:
     assert (worker.silent_s, worker.step, worker.samples_per_s, worker.state) == (0.5, 10, 99.5, "member")
     assert (worker.topology, worker.address, worker.last_collective.sequence) == ("rack-1", "10.0.0.1", 9)
     assert (worker.snapshot.agreed, list(worker.snapshot.partners), worker.checkpoint.step) == (5, [1], 4)
+    assert (worker.gpu.state, worker.gpu.celsius, worker.gpu_age_s) == ("suspect", 95, 1.5)
+    assert worker.gpu.HasField("busy_percent") and not worker.gpu.HasField("clock_mhz")
     assert reply.copies.HasField("snapshot_step") and reply.copies.snapshot_bytes == 4096
     assert (reply.copies.checkpoint.step, reply.copies.checkpoint_rank) == (4, 0)
+
+
+def test_admit_request() -> None:
+    assert codec.decode_admit_request(pb.AdmitRequest(job_id="job", name="gpu-17").SerializeToString()) == (
+        "job",
+        "gpu-17",
+    )
+    for wrong in ("", "two words", "x" * 301):
+        with pytest.raises(codec.WireError):
+            codec.decode_admit_request(pb.AdmitRequest(name=wrong).SerializeToString())
+    assert pb.AdmitReply.FromString(codec.encode_admit_reply("Done.")).sentence == "Done."
 
 
 def test_drain_request() -> None:

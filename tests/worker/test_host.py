@@ -11,6 +11,7 @@ import pytest
 from muster.errors import SettingsError
 from muster.wire.messages import Device, Host
 from muster.worker.config import Settings
+from muster.worker.gpu_health.identity import GpuIdentity
 from muster.worker.host import (
     DeviceChoice,
     bind_libraries,
@@ -18,6 +19,7 @@ from muster.worker.host import (
     describe_host,
     host_identity,
     node_identity,
+    visible_gpu,
 )
 
 HOST = Host("id-1", "alpha", "10.0.0.1")
@@ -79,6 +81,19 @@ def test_a_container_with_some_gpus_tells_those(tmp_path: Path) -> None:
         (0, "0000:60:00.0"),
         (1, "0000:40:00.0"),
     ]
+
+
+def test_a_gpu_is_named_by_where_it_sits_and_by_its_uuid(tmp_path: Path) -> None:
+    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+    machine(tmp_path, 2)
+    file = tmp_path / "proc/driver/nvidia/gpus/0000:80:00.0/information"
+    file.write_text(f"{file.read_text()}GPU UUID: \t {uuid}\n")
+    assert visible_gpu(settings(), 1, tmp_path) == GpuIdentity(1, "0000:80:00.0", uuid)
+    assert visible_gpu(settings(), 0, tmp_path) == GpuIdentity(0, "0000:90:00.0")
+    hidden = settings(visible_devices=("1", "GPU-x"))
+    assert visible_gpu(hidden, 0, tmp_path) == GpuIdentity(1, "0000:80:00.0", uuid)
+    assert visible_gpu(hidden, 1, tmp_path) == GpuIdentity(uuid="GPU-x")
+    assert visible_gpu(settings(), 7, tmp_path) == GpuIdentity(7)
 
 
 def test_hidden_gpus_are_not_used(tmp_path: Path) -> None:

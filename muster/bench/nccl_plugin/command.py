@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures and returns the results; GB/s in one direction, and microseconds one way."""
     with tempfile.TemporaryDirectory(prefix="muster-nccl-plugin-") as folder:
         programs = _build(Path(folder))
-        bandwidths: dict[tuple[int, str], list[dict[str, float]]] = {}
+        bandwidths: dict[tuple[int, str], list[dict[str, Any]]] = {}
         latencies: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.turns):
             for variant in VARIANTS:
@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         **conditions,
+        "plugin": bandwidths[options.connections[0], "sealed"][0]["plugin"],
         "bandwidth": [_bandwidth_row(*key, turns) for key, turns in bandwidths.items()],
         "latency": [_latency_row(variant, turns) for variant, turns in latencies.items()],
         "ratios": {
@@ -98,6 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> None:
     """Prints the figures."""
+    print(f"sealed by {result['plugin']}")
     print(f"messages of {result['bytes']:,} bytes, one way, GB/s (processor seconds a GB: sender, receiver)")
     for row in result["bandwidth"]:
         print(
@@ -165,7 +167,7 @@ def _compile(compiler: str, output: Path, *arguments: str) -> None:
 
 def _measure(
     programs: dict[str, Path], what: str, variant: str, connections: int, size: int, seconds: float
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """One figure of one variant.
 
     Raises:
@@ -177,7 +179,7 @@ def _measure(
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     if done.returncode:
         raise RuntimeError(f"{what} of {variant} failed with {done.returncode}: {done.stderr[-1000:]}")
-    measured: dict[str, float] = json.loads(done.stdout)
+    measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 
 
@@ -211,7 +213,7 @@ def _latency_row(variant: str, turns: Sequence[dict[str, float]]) -> dict[str, A
 
 
 def _ratio(
-    measured: dict[tuple[int, str], list[dict[str, float]]], connections: int, one: str, other: str
+    measured: dict[tuple[int, str], list[dict[str, Any]]], connections: int, one: str, other: str
 ) -> float:
     """Of the medians: a turn's two figures are seconds apart, and neither belongs to the other."""
     return _median(measured[connections, one], "gb_per_s") / _median(measured[connections, other], "gb_per_s")

@@ -68,11 +68,16 @@ static void hear(void *data, size_t count) {
   }
 }
 
+/* The plug-in's own word, which names the OpenSSL that it runs with: the loader may have found another than Python's. */
+static const char *no_plugin(void) { return ""; }
+static const char *(*plugin)(void) = no_plugin;
+
 static void report_bandwidth(double bytes, double time, double processor) {
   double peer_processor;
   hear(&peer_processor, sizeof peer_processor);
-  printf("{\"gb_per_s\": %.4f, \"bytes\": %.0f, \"seconds\": %.4f, \"sender_cpu_s\": %.3f, \"receiver_cpu_s\": %.3f}\n",
-         bytes / time / 1e9, bytes, time, peer_processor, processor);
+  printf("{\"gb_per_s\": %.4f, \"bytes\": %.0f, \"seconds\": %.4f, \"sender_cpu_s\": %.3f, \"receiver_cpu_s\": %.3f, "
+         "\"plugin\": \"%s\"}\n",
+         bytes / time / 1e9, bytes, time, peer_processor, processor, plugin());
 }
 
 static int compare(const void *one, const void *other) {
@@ -108,8 +113,9 @@ static void load(const char *library) {
   int (*use_secret)(uint64_t, const unsigned char *);
   *(void **)&use_secret = dlsym(loaded, "muster_nccl_use_secret");
   net = dlsym(loaded, "ncclNetPlugin_v8");
+  *(void **)&plugin = dlsym(loaded, "muster_nccl_version");
   static const unsigned char secret[32] = {1, 2, 3};
-  if (net == NULL || use_secret == NULL || use_secret(1, secret) != 0) die("%s is not the plug-in", library);
+  if (net == NULL || plugin == NULL || use_secret == NULL || use_secret(1, secret) != 0) die("%s is not the plug-in", library);
   good(net->init(log_line), "init");
 }
 

@@ -20,8 +20,9 @@ from muster.worker.config import Settings, load_settings
 from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.credentials import load_keyring
 from muster.worker.session.dialing import grpc_dial
+from muster.worker.session.incarnation_number import new_incarnation
 from muster.worker.session.schedulers import connect_timeout_s
-from muster.worker.session.session import Session, new_incarnation
+from muster.worker.session.session import Session
 from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 

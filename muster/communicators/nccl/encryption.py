@@ -25,17 +25,22 @@ _OTHER_WAYS_OFF = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_COLLNET_ENABLE": "0",
     "NCCL_GIN_ENABLE": "0",
+    "NCCL_RMA_DISABLE": "1",
     "NCCL_RAS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
 }
-"""What else would leave the host, off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs."""
+"""What else would leave the host, off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs, and
+one-sided transfers, for which NCCL 2.32 has sockets of its own."""
 
 _CHOSEN_WAYS = {
-    "NCCL_MNNVL_ENABLE": "NVLink between hosts",
-    "NCCL_COLLNET_ENABLE": "CollNet",
-    "NCCL_GIN_ENABLE": "GPU-initiated transfers",
+    ("NCCL_MNNVL_ENABLE", "1"): "NVLink between hosts",
+    ("NCCL_COLLNET_ENABLE", "1"): "CollNet",
+    ("NCCL_GIN_ENABLE", "1"): "GPU-initiated transfers",
+    ("NCCL_RMA_DISABLE", "0"): "one-sided transfers",
 }
-"""Ways past the plug-in that a user who only prefers encryption may choose, by what chooses them with 1."""
+"""Ways past the plug-in that a user who only prefers encryption may choose, by what chooses them."""
+
+_OFF_UNLESS_CHOSEN = ("NCCL_GIN_ENABLE", "NCCL_RMA_DISABLE", "NCCL_RAS_ENABLE")
 
 
 class SealingPlugin(NamedTuple):
@@ -197,13 +202,13 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
     environment = {"NCCL_NET_PLUGIN": plugin.path, "NCCL_NET": NCCL_NET}
     if mode == REQUIRE:
         return NcclProtection(mode, True, {**environment, **_OTHER_WAYS_OFF}, words=SEALED_WORDS)
-    quiet = {name: "0" for name in ("NCCL_GIN_ENABLE", "NCCL_RAS_ENABLE") if not facts.env.get(name)}
-    plain = [words for name, words in _CHOSEN_WAYS.items() if _is_taken(name, facts)]
+    quiet = {name: _OTHER_WAYS_OFF[name] for name in _OFF_UNLESS_CHOSEN if not facts.env.get(name)}
+    plain = [words for (name, chosen), words in _CHOSEN_WAYS.items() if _is_taken(name, chosen, facts)]
     words = f"{SEALED_WORDS}, {', '.join(plain)} {PLAIN_WORDS}" if plain else SEALED_WORDS
     return NcclProtection(mode, True, {**environment, **quiet}, tuple(plain), words)
 
 
-def _is_taken(name: str, facts: NcclFacts) -> bool:
+def _is_taken(name: str, chosen: str, facts: NcclFacts) -> bool:
     """Whether NCCL may take a way past the plug-in; NVLink it takes unasked."""
     value = facts.env.get(name, "")
-    return value == "1" or (name == "NCCL_MNNVL_ENABLE" and value != "0" and facts.nvlink_between_hosts)
+    return value == chosen or (name == "NCCL_MNNVL_ENABLE" and value != "0" and facts.nvlink_between_hosts)

@@ -28,6 +28,7 @@ from muster.launch.screen import say
 from muster.launch.slurm.allocation import Allocation, Division, Questions, Sequel, decide, lost_nodes
 from muster.launch.slurm.questions import QUESTION_S, ask, run
 from muster.launch.slurm.watch import FIRST_NODE, start_watch, watch_first_node, why_not_reached
+from muster.wire.settings import Environment
 
 READY = b"\nscheduler ready "
 START_S = 120.0
@@ -124,7 +125,8 @@ def become_worker(command: Sequence[str], env: dict[str, str]) -> int:
     spare_from = env.pop(SPARE_FROM, "")
     if spare_from and int(env.get("SLURM_NODEID", "0")) >= int(spare_from):
         env["MS_WORKER_SPARE"] = "1"
-    argv = with_agent(resolved(command, env), "auto", env.get("PATH"))
+    in_place = Environment(env, SettingsError).flag("MS_IN_PLACE")
+    argv = with_agent(resolved(command, env), "auto", env.get("PATH"), in_place=in_place)
     start_watch((*_own_command(), "--watch"), env)
     os.execvpe(argv[0], argv, env)
 

@@ -16,6 +16,7 @@ from muster.parallel.planning.layouts import (
     Mesh,
     Placements,
     RedistributionStep,
+    hosts_of,
     local_shape,
     parts,
 )
@@ -54,11 +55,14 @@ class Hardware:
         memory_bytes_per_s: of reading and writing memory.
         column_bytes_per_s: of reading rows to add them up, as gradients of biases and norms do.
         bus_bytes_per_s: of collectives, as nccl-tests define it.
-        latency_s: of a collective that has to be waited for.
+        latency_s: of a collective within a host that has to be waited for.
+        host_ranks: how many neighbouring ranks share a host.
+        network_bytes_per_s: of each rank's own link to other hosts.
+        network_latency_s: of a step of a collective from host to host.
         launch_s: of a kernel of a captured step, beside what it computes.
         memory_bytes: of one rank.
         exposed: the share of gradient communication that is not hidden behind the backward pass, 0 to 1.
-        measured: seconds of collectives: kind -> ranks as text -> [bytes, seconds] rows, smallest first.
+        measured: seconds of collectives: kind -> :func:`group_text` -> [bytes, seconds] rows, smallest first.
     """
 
     name: str = "H200, assumed"
@@ -67,32 +71,69 @@ class Hardware:
     column_bytes_per_s: float = 1e12
     bus_bytes_per_s: float = 355e9
     latency_s: float = 15e-6
+    host_ranks: int = 8
+    network_bytes_per_s: float = 50e9
+    network_latency_s: float = 10e-6
     launch_s: float = 2e-6
     memory_bytes: float = 139e9
     exposed: float = 0.7
     measured: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
 
-    def collective_s(self, kind: str, ranks: int, nbytes: float, *, latency: bool = True) -> float:
-        """Seconds of one collective; ``nbytes`` is that of the larger buffer."""
+    def collective_s(
+        self, kind: str, ranks: int, nbytes: float, *, hosts: int = 1, latency: bool = True
+    ) -> float:
+        """Seconds of one collective.
+
+        On several hosts, rings go over all links between these at once, one for each of the ranks that a host
+        has in the group; the slower of links and bus holds up the rest. Small sums go by trees, gathering and
+        scattering go around all hosts.
+
+        Args:
+            kind: one of ``COLLECTIVES``.
+            ranks: that take part.
+            nbytes: of the larger buffer.
+            hosts: on which these ranks are, as many on each.
+            latency: whether it has to be waited for.
+        """
         if ranks == 1 or not nbytes:
             return 0.0
-        rows = self.measured.get(kind, {}).get(str(ranks))
+        rows = self.measured.get(kind, {}).get(group_text(ranks, hosts))
         if rows:
             seconds = _interpolated(rows, nbytes)
             return seconds if latency else max(0.0, seconds - rows[0][1])
-        factor = {"all_reduce": 2.0, "all_to_all": 1.3}.get(kind, 1.0)
-        moved = factor * (ranks - 1) / ranks * nbytes / self.bus_bytes_per_s
-        return moved + (self.latency_s if latency else 0.0)
+        waiting = self.wait_s(kind, hosts) if latency else 0.0
+        if kind == "all_to_all":
+            away = (hosts - 1) / hosts * nbytes / self.network_bytes_per_s
+            return max(1.3 * (ranks - 1) / ranks * nbytes / self.bus_bytes_per_s, away) + waiting
+        bus = self.bus_bytes_per_s
+        if hosts > 1:
+            bus = min(bus, ranks / hosts * self.network_bytes_per_s)
+        factor = 2.0 if kind == "all_reduce" else 1.0
+        return factor * (ranks - 1) / ranks * nbytes / bus + waiting
+
+    def wait_s(self, kind: str, hosts: int = 1) -> float:
+        """Seconds of a collective of next to nothing."""
+        around = {"all_reduce": 2 * math.ceil(math.log2(hosts)), "all_to_all": min(1, hosts - 1)}
+        return self.latency_s + around.get(kind, hosts - 1) * self.network_latency_s
+
+    def hosts_along(self, dims: Sequence[int], mesh: Mesh) -> int:
+        """On how many hosts the ranks are that differ along these mesh dimensions only."""
+        return hosts_of(tuple(dims), mesh, self.host_ranks)
+
+    def along_s(self, kind: str, dims: Sequence[int], mesh: Mesh, nbytes: float) -> float:
+        """Seconds of one collective of the ranks that differ along these mesh dimensions only."""
+        ranks = math.prod(mesh[d] for d in dims)
+        return self.collective_s(kind, ranks, nbytes, hosts=self.hosts_along(dims, mesh))
 
     def move_s(self, steps: Sequence[RedistributionStep], nbytes: float, mesh: Mesh) -> float:
         """Seconds of a move of a tensor that has ``nbytes`` as a whole."""
         return sum(
-            self.collective_s(step.kind, math.prod(mesh[d] for d in step.dims), nbytes / step.divisor)
+            self.along_s(step.kind, step.dims, mesh, nbytes / step.divisor)
             for step in steps
             if step.kind in COLLECTIVES
         )
 
-    def gradients_s(self, ranks: int, nbytes: float, *, sharded: bool) -> float:
+    def gradients_s(self, ranks: int, nbytes: float, *, sharded: bool, hosts: int = 1) -> float:
         """Seconds of what a parameter adds to its bucket, as far as the backward pass does not hide it.
 
         With ``sharded`` (ZeRO-1) gradients are reduced and scattered, and the updated parameters gathered.
@@ -100,16 +141,34 @@ class Hardware:
         if ranks == 1:
             return 0.0
         share = min(1.0, nbytes / BUCKET_BYTES)  # of a bucket's latency
+
+        def once(kind: str) -> float:
+            sent = self.collective_s(kind, ranks, nbytes, hosts=hosts, latency=False)
+            return sent + share * self.wait_s(kind, hosts)
+
         if not sharded:
-            whole = self.collective_s("all_reduce", ranks, nbytes, latency=False)
-            return self.exposed * (whole + share * self.latency_s)
-        scatter = self.collective_s("reduce_scatter", ranks, nbytes, latency=False)
-        gather = self.collective_s("all_gather", ranks, nbytes, latency=False)
-        return self.exposed * (scatter + share * self.latency_s) + gather + share * self.latency_s
+            return self.exposed * once("all_reduce")
+        return self.exposed * once("reduce_scatter") + once("all_gather")
 
     def to_json(self) -> dict[str, Any]:
         """All attributes, as a measurement is saved."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+H200 = Hardware()
+H100 = Hardware(
+    "H100, assumed",
+    memory_bytes_per_s=2.7e12,
+    launch_s=1.3e-6,
+    memory_bytes=85e9,
+)
+MACHINES = {"h200": H200, "h100": H100}
+"""Hosts of eight GPUs with 400 Gb/s a GPU between them, by the names that ``muster plan`` takes."""
+
+
+def group_text(ranks: int, hosts: int) -> str:
+    """A group's size, as measurements are filed."""
+    return str(ranks) if hosts == 1 else f"{ranks} on {hosts} hosts"
 
 
 def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
@@ -355,14 +414,6 @@ class _OperatorTime:
             else:
                 backward += self._moves(self.out + 2 * size + extra)
         return Seconds(forward, backward)
-
-
-def kept_bytes(graph: Graph, node: Node, outs: Sequence[Placements], mesh: Mesh) -> float:
-    """Bytes that an operator's results hold on one rank until the backward pass has used them."""
-    if node.kind != "call" or node.op in LINEAR_VIEWS:
-        return 0.0
-    values = [graph.values[v] for v in node.outputs]
-    return sum(value.nbytes / parts(layout, mesh) for value, layout in zip(values, outs, strict=True))
 
 
 def inner_collectives(

@@ -28,8 +28,11 @@ def _embedding_bag(call: OperatorCall) -> list[Axis] | None:
     bags, mode = call.outs[0][0], call.argument(4, "mode", 0)
     others = (EXCHANGED,) * (len(call.outs) - 1)
     more = len(call.ins) - 3
+    if call.argument(5, "sparse", False):
+        return None
+    scaled = call.argument(3, "scale_grad_by_freq", False)  # gradients count a word in all bags
     axes = []
-    if words_per_bag(call.makers[2]) * bags == call.ins[1][0]:
+    if not scaled and words_per_bag(call.makers[2]) * bags == call.ins[1][0]:
         outs = tuple(0 if shape else None for shape in call.outs[1:])
         axes.append(Axis("b", bags, (None, 0, 0, *(0,) * more), (0, *outs)))
     if mode in (0, 1):  # sum and mean: the third, the maximum, gives places in the table too

@@ -99,6 +99,14 @@ def group_ranks(dims: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in groups.values()]
 
 
+@functools.lru_cache(maxsize=10_000)
+def hosts_of(dims: tuple[int, ...], mesh: Mesh, host_ranks: int) -> int:
+    """On how many hosts the ranks are that differ along ``dims`` only, where neighbours share hosts."""
+    if math.prod(mesh) <= host_ranks:
+        return 1
+    return max(len({rank // host_ranks for rank in ranks}) for ranks in group_ranks(dims, mesh))
+
+
 def factorisations(world: int, dimensions: int = 2) -> list[Mesh]:
     """The meshes of ``world`` ranks with at most this many dimensions, those with fewer first."""
     found: list[Mesh] = [(world,)]

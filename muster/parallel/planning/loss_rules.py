@@ -29,6 +29,7 @@ REDUCTION_AT = {
     "binary_cross_entropy": 3,
     "binary_cross_entropy_with_logits": 4,
     "cosine_embedding_loss": 4,
+    "ctc_loss": 5,
     "margin_ranking_loss": 4,
     "triplet_margin_loss": 7,
 }
@@ -74,3 +75,12 @@ def _of_pairs(call: OperatorCall) -> list[Axis] | None:
         for d, size in enumerate(call.ins[0])
         if d != gone
     ]
+
+
+@rule("ctc_loss")
+def _ctc_loss(call: OperatorCall) -> list[Axis] | None:
+    """By samples, where each has targets of its own; their mean is one of samples."""
+    if [len(shape) for shape in call.ins] != [3, 2, 1, 1]:
+        return None
+    reduction = call.argument(REDUCTION_AT[call.op], "reduction", MEAN)
+    return [Axis("m", call.ins[0][1], (1, 0, 0, 0), (0 if reduction == 0 else None,))]

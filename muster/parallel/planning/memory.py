@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
-from muster.parallel.planning.graph import FAN_OUT, Graph, Node, TensorValue, names
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, TensorValue
+from muster.parallel.planning.kept import (
+    SAVES_INPUTS,
+    SAVES_NOTHING,
+    SAVES_OUTPUTS,
+    cast_width,
+    is_view,
+    turns,
+)
 from muster.parallel.planning.layouts import Mesh, Placements, parts
 from muster.parallel.planning.precision import (
     FUSED_FROM,
-    RUNS_EXACT,
     RUNS_LOW,
-    feeds_a_loss,
     is_plain_loss,
     reads_alone,
 )
-from muster.parallel.planning.problem import State
-from muster.parallel.planning.rules import LINEAR_VIEWS
-
-_SAVES_INPUTS = names(
-    "linear matmul mm bmm addmm einsum conv1d conv2d conv3d batch_norm layer_norm group_norm gelu silu "
-    "elu mish softplus hardtanh hardswish hardsigmoid leaky_relu pow log log1p abs sin cos square clamp "
-    "clamp_min clamp_max mul div maximum minimum mse_loss l1_loss smooth_l1_loss huber_loss avg_pool1d "
-    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d "
-    "max_pool3d scaled_dot_product_attention rms_norm var std prelu embedding binary_cross_entropy "
-    "binary_cross_entropy_with_logits logsigmoid where masked_fill"
-)
-_SAVES_OUTPUTS = names(
-    "relu tanh sigmoid softmax log_softmax _softmax _log_softmax exp sqrt rsqrt reciprocal "
-    "scaled_dot_product_attention amax amin logsumexp expm1"
-)
-_SAVES_NOTHING = LINEAR_VIEWS | names(
-    "add sub neg rsub cat stack mean sum to _to_copy detach zeros_like ones_like full_like type_as pad "
-    "constant_pad_nd cumsum flip roll dropout cross_entropy_loss nll_loss nll_loss_nd eq ne lt gt le ge "
-    "floor ceil round sign arange zeros ones full"
-)
-_COPIES = names("contiguous clone")
-_TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
+from muster.parallel.planning.problem import Problem, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +56,24 @@ def step_memory(graph: Graph, states: Sequence[State], mesh: Mesh, *, optimizer_
     return _Play(graph, states, mesh).play(optimizer_states)
 
 
+def peak_of(problem: Problem, optimizer_states: int) -> Callable[[Sequence[int]], float]:
+    """The function that gives the peak of a choice's memory."""
+
+    def peak(choice: Sequence[int]) -> float:
+        states = problem.chosen(choice)
+        return step_memory(problem.graph, states, problem.mesh, optimizer_states=optimizer_states).peak
+
+    return peak
+
+
 class _Play:
     """One step, moment by moment. A storage is named by who made it; views are their source's storage."""
 
     def __init__(self, graph: Graph, states: Sequence[State], mesh: Mesh) -> None:
         self.graph, self.states, self.mesh = graph, states, mesh
+        self.last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
         self.storage: dict[int, tuple[str, int]] = {}  # by value
+        self.readers: dict[tuple[str, int], int] = {}  # by storage, how many values in it are still read
         self.turned: set[int] = set()
         self.live: dict[tuple[str, int], int] = {}
         self.saved: dict[int, list[tuple[str, int]]] = {}  # by node, what it keeps for its backward pass
@@ -86,11 +83,10 @@ class _Play:
     def play(self, optimizer_states: int) -> Memory:
         held = self._held(optimizer_states)
         self.now = self.peak = held
-        last_use = {value: index for index, node in enumerate(self.graph.nodes) for value in node.inputs}
         for index, node in enumerate(self.graph.nodes):
             self._forward(index, node)
-            for value in {v for v in node.inputs if last_use[v] == index}:
-                self._leave(value, last_use, index)
+            for value in {v for v in node.inputs if self.last_use[v] == index}:
+                self._leave(value)
         kept = self.now - held
         self._backward()
         return Memory(held, kept, self.peak)
@@ -117,12 +113,19 @@ class _Play:
     def _drop(self, name: tuple[str, int]) -> None:
         self.now -= self.live.pop(name, 0)
 
-    def _leave(self, value: int, last_use: dict[int, int], index: int) -> None:
+    def _name(self, value: int, name: tuple[str, int]) -> None:
+        """A value is in this storage."""
+        self.storage[value] = name
+        if value in self.last_use:
+            self.readers[name] = self.readers.get(name, 0) + 1
+
+    def _leave(self, value: int) -> None:
         """A value has had its last use; its storage goes with the last of its views that nobody keeps."""
         name = self.storage.get(value)
-        if name is None or self.owners.get(name):
+        if name is None:
             return
-        if all(last_use.get(v, -1) <= index for v, other in self.storage.items() if other == name):
+        self.readers[name] -= 1
+        if not self.readers[name] and not self.owners.get(name):
             self._drop(name)
 
     # ------------------------------------------------------------ the forward pass
@@ -135,30 +138,23 @@ class _Play:
             if before != after:
                 moved[position] = (f"{node.name}<", position)
                 self._take(moved[position], self._local(self.graph.values[value_index], after))
-        view = self._is_view(node)
+        view = is_view(self.graph, node, self.turned)
         for number, value_index in enumerate(node.outputs):
             if node.kind in ("parameter", "buffer", "input"):
                 continue
             if view:
                 source = moved.get(0, self.storage.get(node.inputs[0]))
                 if source is not None:
-                    self.storage[value_index] = source
-                if node.op in _TURNS or (node.kind == FAN_OUT and node.inputs[0] in self.turned):
+                    self._name(value_index, source)
+                if turns(node, self.turned):
                     self.turned.add(value_index)
                 continue
-            self.storage[value_index] = (node.name, number)
+            self._name(value_index, (node.name, number))
             self._take((node.name, number), self._local(self.graph.values[value_index], state.outs[number]))
         self._save(index, node, moved)
         for position, name in moved.items():
             if not self.owners.get(name) and not (view and position == 0):
                 self._drop(name)
-
-    def _is_view(self, node: Node) -> bool:
-        if node.kind == FAN_OUT or node.op == "detach" or feeds_a_loss(self.graph, node):
-            return True
-        if node.op in ("reshape", "flatten") and node.inputs[0] in self.turned:
-            return False  # a copy, in the order of the new shape
-        return node.op in LINEAR_VIEWS and node.op not in _COPIES
 
     def _is_fused(self, index: int) -> bool:
         """Whether a cross entropy keeps its scores and no more."""
@@ -174,10 +170,10 @@ class _Play:
         if node.kind != "call" or not any(graph.values[v].needs_grad for v in node.outputs):
             return
         keeps: list[tuple[str, int]] = []
-        known = node.op in _SAVES_INPUTS | _SAVES_OUTPUTS | _SAVES_NOTHING
+        known = node.op in SAVES_INPUTS | SAVES_OUTPUTS | SAVES_NOTHING
         fused = self._is_fused(index)
         synchronised = node.op == "batch_norm" and "b" in self.states[index].modes
-        if (node.op in _SAVES_INPUTS and not synchronised) or not known or fused:
+        if (node.op in SAVES_INPUTS and not synchronised) or not known or fused:
             for position, value in enumerate(node.inputs):
                 single = node.op in ("mul", "div") and len(node.inputs) == 1
                 name = moved.get(position, self.storage.get(value))
@@ -186,7 +182,7 @@ class _Play:
                     keeps.append(cast)
                 elif name is not None and not single:
                     keeps.append(name)
-        if node.op in _SAVES_OUTPUTS or not known:
+        if node.op in SAVES_OUTPUTS or not known:
             keeps += [self.storage[value] for value in node.outputs]
         extra = self._extra(index, node)
         if extra:
@@ -199,14 +195,8 @@ class _Play:
     def _cast(self, index: int, position: int) -> tuple[str, int] | None:
         """The copy of an input in the precision in which an operator runs; of a weight there is one."""
         node, value = self.graph.nodes[index], self.graph.values[self.graph.nodes[index].inputs[position]]
-        width = self.graph.values[node.outputs[0]].itemsize
-        if (
-            node.op not in RUNS_LOW | RUNS_EXACT
-            or node.op == "cross_entropy_loss"
-            or not value.floating
-            or value.itemsize == width
-            or len(value.shape) < 2
-        ):
+        width = cast_width(self.graph, node, position)
+        if not width:
             return None
         maker = self.graph.source(node.inputs[position])
         name = (f"{maker.name if maker.kind == 'parameter' else node.name}~", position)
@@ -273,9 +263,15 @@ class _Play:
     def _gradient(self, index: int, position: int, value: int) -> None:
         """One user of a value gives its gradient."""
         node, state = self.graph.nodes[index], self.states[index]
-        handed_on = node.op in ("add", "sub") or self._is_view(node)
+        handed_on = node.op in ("add", "sub") or is_view(self.graph, node, self.turned)
         scores = self.storage.get(value)
-        nbytes = self._local(self.graph.values[value], state.in_grads[position])
+        given, maker = state.in_grads[position], self.graph.values[value].node
+        place = self.graph.nodes[maker].outputs.index(value)
+        wanted = self.states[maker].out_grads[place]
+        nbytes = self._local(self.graph.values[value], wanted)
+        moved = given != wanted and parts(given, self.mesh) != parts(wanted, self.mesh)
+        if moved:
+            self._take(("moved", value), self._local(self.graph.values[value], given))
         name = ("grad", value)
         width = self.graph.values[node.outputs[0]].itemsize if node.outputs else 0
         itemsize = self.graph.values[value].itemsize
@@ -286,13 +282,14 @@ class _Play:
             if not handed_on:
                 self._take(("sum", value), nbytes)
                 self._drop(("sum", value))
-        elif handed_on and ("grad", node.outputs[0]) in self.live:
+        elif handed_on and not moved and ("grad", node.outputs[0]) in self.live:
             self.live[name] = self.live.pop(("grad", node.outputs[0]))
-        elif scores is not None and self._is_fused(index) and reads_alone(self.graph, node):
+        elif scores is not None and not moved and self._is_fused(index) and reads_alone(self.graph, node):
             self.live[name] = self.live.pop(scores, 0)  # it takes the scores' memory
         elif node.kind != "output":
             self._take(name, nbytes)
         self._drop(("low", value))
+        self._drop(("moved", value))
 
     def _arrived(
         self, name: str, buckets: list[tuple[set[str], tuple[str, ...]]], sizes: dict[str, int]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 
+from muster.parallel.planning.memory import peak_of
 from muster.parallel.planning.problem import Problem
+from muster.parallel.planning.search import leanest
 from muster.parallel.planning.words import size_text
 
 
-def too_large(problem: Problem, limit: float) -> tuple[float, str]:
-    """The bytes that a rank needs at least, and a sentence about what does not fit into ``limit``."""
+def too_large(problem: Problem, limit: float, optimizer_states: int) -> tuple[float, str]:
+    """The peak of the plan that needs the least, and a sentence about what does not fit into ``limit``."""
     graph, mesh = problem.graph, problem.mesh
-    least = [min(state.nbytes for state in states) for states in problem.states]
+    choice, needed = leanest(problem, peak_of(problem, optimizer_states))
+    chosen = problem.chosen(choice)
+    sizes = [state.nbytes + state.grad_nbytes for state in chosen]
     of_parameters = sum(
         nbytes
-        for node, nbytes in zip(graph.nodes, least, strict=True)
+        for node, nbytes in zip(graph.nodes, sizes, strict=True)
         if node.kind in ("parameter", "buffer")
     )
-    largest = max(range(len(least)), key=least.__getitem__)
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
     node = graph.nodes[largest]
     value = graph.values[node.outputs[0]] if node.outputs else None
     shape = f" {list(value.shape)}" if value is not None else ""
@@ -28,15 +32,23 @@ def too_large(problem: Problem, limit: float) -> tuple[float, str]:
     if node.kind in ("parameter", "buffer"):
         what = f"the {node.kind} {node.name}{shape}, with gradient and optimizer"
     else:
-        what = f"the result{shape} of {node.op}{place}"
+        what = f"what {node.op}{place} keeps, with the result{shape}"
     cut = "which nothing divides" if whole and math.prod(mesh) > 1 else "divided as far as it can be"
-    if of_parameters >= sum(least) / 2:
-        help_ = "take more ranks, or an optimizer that keeps less"
-    else:
-        help_ = "take a smaller batch, or more ranks"
     sentence = (
-        f"no plan fits into {limit / 1e9:.1f} GB a rank: on {' x '.join(map(str, mesh))} ranks at least"
-        f" {size_text(sum(least))} are needed, the most of it by {what}: {size_text(least[largest])},"
-        f" {cut}; {help_}"
+        f"no plan fits into {size_text(limit)} a rank: on {' x '.join(map(str, mesh))} ranks at least"
+        f" {size_text(needed)} are needed, {size_text(of_parameters)} of it by parameters with gradients and"
+        f" optimizer; the largest part is {what}: {size_text(sizes[largest])}, {cut};"
+        f" {_help(math.prod(mesh), of_parameters, needed, limit)}"
     )
-    return sum(least), sentence
+    return needed, sentence
+
+
+def _help(ranks: int, of_parameters: float, needed: float, limit: float) -> str:
+    """What to do. Parameters are divided by the number of ranks at best, the rest by the batch too."""
+    if of_parameters > limit:
+        return (
+            f"a smaller batch would not help: take {math.ceil(ranks * of_parameters / limit)} ranks or more,"
+            " or an optimizer that keeps less"
+        )
+    rest = (limit - of_parameters) / max(1.0, needed - of_parameters)
+    return f"take a smaller batch, {min(rest, 0.99):.0%} of this one or less, or more ranks"

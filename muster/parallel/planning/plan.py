@@ -15,7 +15,7 @@ from muster.parallel.planning.buckets import collectives, parameter_shards, spli
 from muster.parallel.planning.costs import Hardware, PlannedCollective
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh, parts
-from muster.parallel.planning.memory import step_memory
+from muster.parallel.planning.memory import peak_of, step_memory
 from muster.parallel.planning.page import page
 from muster.parallel.planning.parts import gone_with
 from muster.parallel.planning.plan_file import FORMAT
@@ -275,8 +275,11 @@ class Plan:
     def _facts(self) -> list[str]:
         mesh = " x ".join(map(str, self.mesh))
         searched = " on the meshes that were searched" if self.skipped else ""
+        world = math.prod(self.mesh)
+        hosts = -(-world // self.machine.host_ranks)
+        where = f" on {hosts} hosts" if hosts > 1 else ""
         facts = [
-            f"{math.prod(self.mesh)} ranks as {mesh}; mode {self.mode}; gradients are {self.gradients}"
+            f"{world} ranks as {mesh}{where}; mode {self.mode}; gradients are {self.gradients}"
             f" over the parts of the batch; costs of: {self.machine.name}",
             f"predicted {self.seconds * 1e3:.3f} ms a step, {size_text(self.nbytes)} a rank; at most"
             f" {self.gap:.2%} from the best possible{searched}",
@@ -351,7 +354,7 @@ class Plan:
         problem = self._problem()
         for state in problem.states[index]:
             pinned = self._problem({name: lambda _, other, key=state.key: other.key == key})  # type: ignore[misc]
-            solution = solve(pinned, self.limit_bytes)
+            solution = solve(pinned, self.limit_bytes, peak_of(pinned, self.options.optimizer_states))
             if solution is not None:
                 found.append(
                     Alternative(

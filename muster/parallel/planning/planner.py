@@ -20,6 +20,7 @@ from muster.parallel.planning.layouts import (
     factorisations,
     replicated,
 )
+from muster.parallel.planning.memory import peak_of
 from muster.parallel.planning.obstacles import too_large
 from muster.parallel.planning.plan import SAME, Plan
 from muster.parallel.planning.problem import ALWAYS, Options, Pin, Problem, State, build
@@ -210,7 +211,7 @@ def _best_of(
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
             problem = build(graph, mesh, machine, options, fixed)
-            solution = solve(problem, limit)
+            solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
             if search == "propagation" and solution is not None:
                 solution = _propagated(problem, options, fixed, limit, solution)
         except KeyError as error:
@@ -224,7 +225,9 @@ def _best_of(
             skipped.append(" x ".join(map(str, mesh)))
             continue
         if solution is None:
-            smallest = min(smallest, too_large(problem, limit), key=operator.itemgetter(0))
+            smallest = min(
+                smallest, too_large(problem, limit, options.optimizer_states), key=operator.itemgetter(0)
+            )
             continue
         bound = min(bound, solution.bound_s)
         if best is None or solution.seconds < best[1][0].seconds * (1 - 1e-9):
@@ -244,11 +247,10 @@ def _propagated(
     """The choice with the fewest bytes to send, with what it really costs; the best one stays the bound."""
     volume = replace(problem.machine, latency_s=0.0, measured={})
     least = build(problem.graph, problem.mesh, volume, replace(options, communication_only=True), pins)
-    found = solve(least, limit)
+    found = solve(least, limit, peak_of(problem, options.optimizer_states))
     if found is None:
         return best
-    choice = found.choice
-    return Solution(choice, problem.seconds(choice), problem.nbytes(choice), best.bound_s)
+    return Solution(found.choice, problem.seconds(found.choice), found.nbytes, best.bound_s)
 
 
 def _data_parallel(
@@ -261,7 +263,7 @@ def _data_parallel(
     always = options.shard_updates == ALWAYS
     options = replace(options, whole_parameters=True, shard_updates=ALWAYS if always else False)
     problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
-    solution = solve(problem)
+    solution = solve(problem, peak=peak_of(problem, options.optimizer_states))
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)
 
 

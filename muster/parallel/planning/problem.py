@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.parallel.planning.axes import WHOLE, Mode
-from muster.parallel.planning.costs import Hardware, OperatorTimes, inner_collectives, kept_bytes
+from muster.parallel.planning.costs import Hardware, OperatorTimes, inner_collectives
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
+from muster.parallel.planning.kept import KeptPart, kept_bytes, kept_parts
 from muster.parallel.planning.layouts import (
     PARTIAL,
     REPLICATE,
@@ -45,7 +46,8 @@ class State:
         outs: layouts of the outputs.
         out_grads: layouts of their gradients.
         seconds: of a step.
-        nbytes: of memory on each rank.
+        nbytes: of memory on each rank when the forward pass ends.
+        grad_nbytes: of a parameter, what its gradient takes when the backward pass ends.
         sharded: a parameter's update is divided among the ranks that hold the same part (ZeRO-1).
     """
 
@@ -58,6 +60,7 @@ class State:
     seconds: float
     nbytes: float
     sharded: bool = False
+    grad_nbytes: float = 0.0
 
 
 ALWAYS = "always"
@@ -108,8 +111,18 @@ class Problem:
         return float(total + sum(matrix[choice[u], choice[v]] for u, v, matrix in self.edges))
 
     def nbytes(self, choice: Sequence[int]) -> float:
-        """Predicted bytes of memory on each rank."""
-        return float(sum(states[c].nbytes for states, c in zip(self.states, choice, strict=True)))
+        """Bytes of memory on each rank: of the ends of both passes the larger, so at most a step's peak."""
+        first, last = self.nbytes_at_ends(choice)
+        return max(first, last)
+
+    def nbytes_at_ends(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Bytes of memory on each rank when the forward pass ends, and when the backward pass does."""
+        first = last = 0.0
+        for node, states, c in zip(self.graph.nodes, self.states, choice, strict=True):
+            first += states[c].nbytes
+            if node.kind in ("parameter", "buffer"):
+                last += states[c].nbytes + states[c].grad_nbytes
+        return first, last
 
     def chosen(self, choice: Sequence[int]) -> list[State]:
         """The states of a choice."""
@@ -149,9 +162,9 @@ def build(
     """
     problem, times = Problem(graph, mesh, machine), OperatorTimes(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
-    used = _dims_used(graph)
+    used, kept = _dims_used(graph), kept_parts(graph)
     alike: dict[str, list[State]] = {}  # layers come again and again
-    for node in graph.nodes:
+    for index, node in enumerate(graph.nodes):
         if node.kind == "input":
             layout = next(inputs)
             states = [State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, 0.0)]
@@ -166,10 +179,10 @@ def build(
                 problem.without_rule.append(node.name)
             shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
             grad = [graph.values[v].needs_grad for v in node.outputs]
-            place = times.traits(node)
+            place = (times.traits(node), kept[index])
             memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs} {place}"
             if memo not in alike:
-                alike[memo] = _ways(problem, times, node, modes, options)
+                alike[memo] = ways_of(problem, times, node, modes, options, kept[index])
             states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
@@ -197,9 +210,15 @@ def _dims_used(graph: Graph) -> dict[int, set[int]]:
     return used
 
 
-def _ways(
-    problem: Problem, times: OperatorTimes, node: Node, modes: Sequence[Mode], options: Options
+def ways_of(
+    problem: Problem,
+    times: OperatorTimes,
+    node: Node,
+    modes: Sequence[Mode],
+    options: Options,
+    kept: Sequence[KeptPart],
 ) -> list[State]:
+    """The states of an operator: one for each way to give axes to mesh dimensions that fits its sizes."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     ins = [graph.values[v].shape for v in node.inputs]
     outs = [graph.values[v].shape for v in node.outputs]
@@ -226,7 +245,7 @@ def _ways(
         work = times.seconds(node, state_ins, state_outs, divided)
         seconds = 0.0 if options.communication_only else work.forward + work.backward
         for each in inner_collectives(graph, node, names, state_ins, mesh, local_norm=options.local_norm):
-            seconds += machine.collective_s(each.kind, math.prod(mesh[d] for d in each.dims), each.nbytes)
+            seconds += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         found.append(
             State(
                 ",".join(names),
@@ -236,7 +255,7 @@ def _ways(
                 state_outs,
                 layouts([mode.out_grads for mode in combination], len(outs)),
                 seconds,
-                kept_bytes(graph, node, state_outs, mesh),
+                kept_bytes(kept, state_ins, state_outs, mesh),
             )
         )
     return found
@@ -260,6 +279,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
         choices = [(REPLICATE, PARTIAL) if entry == REPLICATE else (entry,) for entry in layout]
         for grad in itertools.product(*choices):
             ranks = math.prod(n for n, entry in zip(mesh, grad, strict=True) if entry == PARTIAL)
+            hosts = machine.hosts_along([d for d, entry in enumerate(grad) if entry == PARTIAL], mesh)
             if node.layerwise:
                 ranks = 1
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
@@ -274,11 +294,12 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                 if options.hosts and not _on_two_hosts(apart, mesh, options.hosts):
                     continue
                 update = 0.0 if options.communication_only else traffic / (ranks if sharded else 1)
-                own = (1 + options.optimizer_states) * local
-                memory = 2 * local + own / ranks if sharded else local + own
-                seconds = update + machine.gradients_s(ranks, local, sharded=sharded)
+                own = local / ranks if sharded else local
+                memory = local + options.optimizer_states * own + (own if sharded else 0)
+                grads = local * (2 if ranks > 1 else 1)  # and its part of a bucket
+                seconds = update + machine.gradients_s(ranks, local, sharded=sharded, hosts=hosts)
                 key = f"{layout_text(layout)}|{layout_text(grad)}" + ("|sharded" if sharded else "")
-                possible.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded))
+                possible.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded, grads))
             always = options.shard_updates == ALWAYS
             found += [state for state in possible if always and state.sharded] or possible
     return found

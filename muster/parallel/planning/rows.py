@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,8 +114,7 @@ def _row(
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
             moved[each.kind, each.dims] = moved.get((each.kind, each.dims), 0) + each.nbytes
         for each in move_collectives(graph, states, mesh, index):
-            ranks = math.prod(mesh[d] for d in each.dims)
-            seconds += machine.collective_s(each.kind, ranks, each.nbytes)
+            seconds += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
     held = parameter_shards(graph, states, mesh)
     for index in own:
         each_held = held.get(graph.nodes[index].name)

@@ -125,7 +125,7 @@ def _matmul(call: OperatorCall) -> list[Axis] | None:
 @rule("addmm")
 def _addmm(call: OperatorCall) -> list[Axis] | None:
     bias, a, b = call.ins
-    if len(bias) != 1 or call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
+    if bias != (b[1],) or call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
         return None
     return [
         Axis("m", a[0], (None, 0, None), (0,)),

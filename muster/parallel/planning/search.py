@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,9 @@ from muster.parallel.planning.problem import Matrix, Problem
 
 WIDEST_TABLE = 40_000_000
 _ROUNDS = 30
+_CUTS = 25
+_MOMENTS = (1.0, 0.5)
+"""By how much the end of the forward pass counts beside that of the backward pass, where memory is priced."""
 
 
 class TooWide(ValueError):  # noqa: N818 - says what is wrong with the problem
@@ -40,94 +44,198 @@ class Solution:
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
 
 
-def solve(problem: Problem, limit_bytes: float | None = None) -> Solution | None:
+Peak = Callable[[Sequence[int]], float]
+
+
+def solve(problem: Problem, limit_bytes: float | None = None, peak: Peak | None = None) -> Solution | None:
     """The fastest choice whose memory stays within the limit; None: none does.
 
     Without a binding limit it is the exact optimum. With one it comes from the exact optima with a price on
     memory, which also bound what is possible, and is then refined.
 
+    Args:
+        problem: the states and costs.
+        limit_bytes: of a rank; None: no limit.
+        peak: the most bytes at any moment of a step of a choice, at least ``problem.nbytes``; None: that.
+
     Raises:
         TooWide: a table of the elimination would not fit into memory.
     """
-    eliminator = _Eliminator(problem)
-    free = eliminator.best(0.0)
+    eliminator = Eliminator(problem)
+    free = eliminator.best()
     free_s = problem.seconds(free)
-    if limit_bytes is None or problem.nbytes(free) <= limit_bytes:
-        return None if math.isinf(free_s) else Solution(free, free_s, problem.nbytes(free), free_s)
-    return _within(problem, eliminator, free, limit_bytes)
+    within = _Within(problem, eliminator, free, math.inf if limit_bytes is None else limit_bytes, peak)
+    free_bytes = within.peak(free)
+    if free_bytes <= within.limit:
+        return None if math.isinf(free_s) else Solution(free, free_s, free_bytes, free_s)
+    return within.best()
 
 
-def _within(
-    problem: Problem, eliminator: _Eliminator, free: list[int], limit_bytes: float
-) -> Solution | None:
-    lean = _leanest(problem, eliminator)
-    if problem.nbytes(lean) > limit_bytes or math.isinf(problem.seconds(lean)):
-        return None
-    bound, fast, best = problem.seconds(free), free, lean
-    for _ in range(_ROUNDS):
-        excess = problem.nbytes(fast) - problem.nbytes(lean)
-        price = (problem.seconds(lean) - problem.seconds(fast)) / excess if excess > 0 else 0.0
-        if price <= 0:
-            break
-        found = eliminator.best(price)
-        seconds, nbytes = problem.seconds(found), problem.nbytes(found)
-        bound = max(bound, seconds + price * (nbytes - limit_bytes))
-        line = problem.seconds(fast) + price * problem.nbytes(fast)
-        if nbytes <= limit_bytes:
-            lean = found
-            best = found if seconds < problem.seconds(best) else best
-        else:
-            fast = found
-        if seconds + price * nbytes >= line - 1e-12 * abs(line):
-            break  # the price at which both are best: the bound cannot rise
-    best = _refined(problem, best, fast, limit_bytes)
-    return Solution(best, problem.seconds(best), problem.nbytes(best), bound)
+def leanest(problem: Problem, peak: Peak) -> tuple[list[int], float]:
+    """The choice that needs the least memory as far as prices find it, and its peak."""
+    eliminator = Eliminator(problem)
+    within = _Within(problem, eliminator, [0] * len(problem.states), 0.0, peak)
+    choices = [within.lean(share) for share in _MOMENTS]
+    return min(((choice, peak(choice)) for choice in choices), key=operator.itemgetter(1))
 
 
-def _leanest(problem: Problem, eliminator: _Eliminator) -> list[int]:
-    """The choice with the least memory, among those that can be run at all."""
-    states = [state for each in problem.states for state in each]
-    seconds = sum(max((s.seconds for s in each), default=0.0) for each in problem.states)
-    seconds += sum(float(m[np.isfinite(m)].max(initial=0.0)) for _, _, m in problem.edges)
-    smallest = min((s.nbytes for s in states if s.nbytes > 0), default=1.0)
-    return eliminator.best(1e3 * (seconds + 1e-9) / smallest)
+@dataclass(slots=True)
+class _Tried:
+    """A choice with its seconds, its price's bytes, and its peak."""
+
+    choice: list[int]
+    seconds: float
+    priced: float
+    nbytes: float
 
 
-def _refined(problem: Problem, lean: list[int], fast: list[int], limit_bytes: float) -> list[int]:
-    """Takes the fast choice layer by layer where memory allows, then node by node."""
-    best = lean
-    count = len(lean)
-    stride = max(1, count // 200)
-    for cut in range(0, count + 1, stride):
-        for mixed in (fast[:cut] + lean[cut:], lean[:cut] + fast[cut:]):
-            if problem.nbytes(mixed) <= limit_bytes and problem.seconds(mixed) < problem.seconds(best):
-                best = mixed
-    around: list[list[tuple[int, Matrix]]] = [[] for _ in range(count)]
-    for u, v, matrix in problem.edges:
-        around[u].append((v, matrix))
-        around[v].append((u, matrix.T))
-    choice, used = list(best), problem.nbytes(best)
-    for _ in range(4):
-        changed = False
-        for node, states in enumerate(problem.states):
-            costs = np.array([state.seconds for state in states])
-            for other, matrix in around[node]:
-                costs = costs + matrix[:, choice[other]]
-            memory = np.array([state.nbytes for state in states])
-            now = choice[node]
-            legal = used - states[now].nbytes + memory <= limit_bytes
-            better = np.where(legal, costs, np.inf)
-            found = int(better.argmin())
-            if better[found] < costs[now] - 1e-15:
-                used += states[found].nbytes - states[now].nbytes
-                choice[node] = found
-                changed = True
-        if not changed:
-            break
-    return choice
+class _Within:
+    """The search within a limit of memory.
+
+    Bytes that are there when the forward pass ends, and when the backward pass does, are sums over nodes, so
+    prices can be put on them; none is more than the peak, so the optima with a price bound what fits. What
+    fits is told by the peak itself.
+    """
+
+    def __init__(
+        self, problem: Problem, eliminator: Eliminator, free: list[int], limit: float, peak: Peak | None
+    ) -> None:
+        self.problem, self.limit = problem, limit
+        self._eliminator, self._free = eliminator, free
+        self._peak = peak or problem.nbytes
+        self._peaks: dict[tuple[int, ...], float] = {}
+        self._fast = free
+
+    def peak(self, choice: Sequence[int]) -> float:
+        """The most bytes at any moment."""
+        key = tuple(choice)
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(choice)
+        return self._peaks[key]
+
+    def best(self) -> Solution | None:
+        """The best choice that fits; None: there is none."""
+        best: _Tried | None = None
+        bound = self.problem.seconds(self._free)
+        for share in _MOMENTS:
+            best, bound = self._along(share, best, bound)
+            if best is not None and not self._backward_counts(best):
+                break
+        if best is None:
+            return None
+        choice = self._refined(best.choice)
+        return Solution(choice, self.problem.seconds(choice), self.peak(choice), bound)
+
+    def _backward_counts(self, found: _Tried) -> bool:
+        first, last = self.problem.nbytes_at_ends(found.choice)
+        return last > first
+
+    def _along(self, share: float, best: _Tried | None, bound: float) -> tuple[_Tried | None, float]:
+        """With prices on a mean of both moments, ``share`` of it that of the forward pass's end."""
+        weights = self._weights(share)
+
+        def found_at(price: float) -> _Tried:
+            choice = self._eliminator.best(price, weights)
+            priced = float(sum(w[c] for w, c in zip(weights, choice, strict=True)))
+            return _Tried(choice, self.problem.seconds(choice), priced, self.peak(choice))
+
+        lean, fast = found_at(self._dear(weights)), _Tried(self._free, bound, 0.0, math.inf)
+        fast.seconds = self.problem.seconds(self._free)
+        fast.priced = float(sum(w[c] for w, c in zip(weights, self._free, strict=True)))
+        if math.isinf(lean.seconds) or lean.nbytes > self.limit:
+            return best, bound
+        best = lean if best is None or lean.seconds < best.seconds else best
+        for _ in range(_ROUNDS):
+            excess = fast.priced - lean.priced
+            price = (lean.seconds - fast.seconds) / excess if excess > 0 else 0.0
+            if price <= 0:
+                break
+            found = found_at(price)
+            bound = max(bound, found.seconds + price * (found.priced - self.limit))
+            line = fast.seconds + price * fast.priced
+            if found.nbytes <= self.limit:
+                lean = found
+                best = found if found.seconds < best.seconds else best
+            else:
+                fast = found
+            if found.seconds + price * found.priced >= line - 1e-12 * abs(line):
+                break  # the price at which both are best: the bound cannot rise
+        self._fast = fast.choice
+        return best, bound
+
+    def lean(self, share: float) -> list[int]:
+        """The choice with the least of that mean."""
+        weights = self._weights(share)
+        return self._eliminator.best(self._dear(weights), weights)
+
+    def _weights(self, share: float) -> list[Matrix]:
+        return [
+            np.array([share * s.nbytes + (1 - share) * (s.nbytes + s.grad_nbytes) * held for s in states])
+            for states, held in zip(self.problem.states, self._held(), strict=True)
+        ]
+
+    def _held(self) -> list[bool]:
+        return [node.kind in ("parameter", "buffer") for node in self.problem.graph.nodes]
+
+    def _dear(self, weights: Sequence[Matrix]) -> float:
+        """A price at which memory is all that counts, among choices that can be run at all."""
+        problem = self.problem
+        seconds = sum(max((s.seconds for s in each), default=0.0) for each in problem.states)
+        seconds += sum(float(m[np.isfinite(m)].max(initial=0.0)) for _, _, m in problem.edges)
+        smallest = min((float(w[w > 0].min()) for w in weights if (w > 0).any()), default=1.0)
+        return 1e3 * (seconds + 1e-9) / smallest
+
+    # ------------------------------------------------------------ what prices leave
+
+    def _refined(self, lean: list[int]) -> list[int]:
+        """Takes the fast choice layer by layer where memory allows, then node by node."""
+        best, fast = lean, self._fast
+        seconds = self.problem.seconds(best)
+        count = len(lean)
+        for cut in range(0, count + 1, max(1, count // _CUTS)):
+            for mixed in (fast[:cut] + lean[cut:], lean[:cut] + fast[cut:]):
+                mixed_s = self.problem.seconds(mixed)
+                if mixed_s < seconds and self.peak(mixed) <= self.limit:
+                    best, seconds = mixed, mixed_s
+        refined = self._node_by_node(best)
+        return refined if self.peak(refined) <= self.limit else best
+
+    def _node_by_node(self, best: Sequence[int]) -> list[int]:
+        problem, held = self.problem, self._held()
+        around: list[list[tuple[int, Matrix]]] = [[] for _ in best]
+        for u, v, matrix in problem.edges:
+            around[u].append((v, matrix))
+            around[v].append((u, matrix.T))
+        choice = list(best)
+        first, last = problem.nbytes_at_ends(choice)
+        more = self.peak(choice) - max(first, last)  # moments in between, taken to stay as they are
+        for _ in range(4):
+            changed = False
+            for node, states in enumerate(problem.states):
+                if len(states) == 1:
+                    continue
+                costs = np.array([state.seconds for state in states])
+                for other, matrix in around[node]:
+                    costs = costs + matrix[:, choice[other]]
+                memory = np.array([state.nbytes for state in states])
+                later = np.array([(state.nbytes + state.grad_nbytes) * held[node] for state in states])
+                now = choice[node]
+                legal = (first - memory[now] + memory + more <= self.limit) & (
+                    last - later[now] + later + more <= self.limit
+                )
+                better = np.where(legal, costs, np.inf)
+                found = int(better.argmin())
+                if better[found] < costs[now] - 1e-15:
+                    first += memory[found] - memory[now]
+                    last += later[found] - later[now]
+                    choice[node] = found
+                    changed = True
+            if not changed:
+                break
+        return choice
 
 
-class _Eliminator:
+class Eliminator:
     """Minimises sums over nodes and edges by eliminating one node after the other.
 
     A node goes with all tables that mention it: they are added up, and replaced by the minimum over its
@@ -136,28 +244,29 @@ class _Eliminator:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._sizes = [len(states) for states in problem.states]
+        self.sizes = [len(states) for states in problem.states]
+        self._seconds = [np.array([state.seconds for state in states]) for states in problem.states]
         self._edges: dict[tuple[int, int], Matrix] = {}
         self._fixed: dict[int, Matrix] = {}  # what edges to nodes with one state add to the others
         for u, v, matrix in problem.edges:
-            if self._sizes[u] == 1 or self._sizes[v] == 1:
-                node, costs = (v, matrix[0]) if self._sizes[u] == 1 else (u, matrix[:, 0])
+            if self.sizes[u] == 1 or self.sizes[v] == 1:
+                node, costs = (v, matrix[0]) if self.sizes[u] == 1 else (u, matrix[:, 0])
                 self._fixed[node] = self._fixed[node] + costs if node in self._fixed else costs
                 continue
             pair, table = ((u, v), matrix) if u < v else ((v, u), matrix.T)
             self._edges[pair] = self._edges[pair] + table if pair in self._edges else table
-        self._order = self._plan()
+        self.order = self._plan()
 
     def _plan(self) -> list[tuple[int, tuple[int, ...]]]:
-        near: list[set[int]] = [set() for _ in self._sizes]
+        near: list[set[int]] = [set() for _ in self.sizes]
         for u, v in self._edges:
             near[u].add(v)
             near[v].add(u)
 
         def width(node: int) -> int:
-            return math.prod(self._sizes[other] for other in near[node]) * self._sizes[node]
+            return math.prod(self.sizes[other] for other in near[node]) * self.sizes[node]
 
-        widths = {node: width(node) for node, size in enumerate(self._sizes) if size > 1}
+        widths = {node: width(node) for node, size in enumerate(self.sizes) if size > 1}
         order = []
         while widths:
             node = min(widths, key=lambda each: widths[each])
@@ -176,10 +285,10 @@ class _Eliminator:
                 widths[other] = width(other)
         return order
 
-    def best(self, price: float) -> list[int]:
-        """The choice with the least seconds plus ``price`` times bytes."""
-        tables: list[list[tuple[tuple[int, ...], Matrix]]] = [[] for _ in self._sizes]
-        rank = {node: place for place, (node, _) in enumerate(self._order)}
+    def best(self, price: float = 0.0, weights: Sequence[Matrix] | None = None) -> list[int]:
+        """The choice with the least seconds plus ``price`` times the weights of states."""
+        tables: list[list[tuple[tuple[int, ...], Matrix]]] = [[] for _ in self.sizes]
+        rank = {node: place for place, (node, _) in enumerate(self.order)}
 
         def put(scope: tuple[int, ...], table: Matrix) -> None:
             tables[min(scope, key=lambda node: rank[node])].append((scope, table))
@@ -187,20 +296,20 @@ class _Eliminator:
         for pair, matrix in self._edges.items():
             put(pair, matrix)
         chosen: list[tuple[int, tuple[int, ...], Matrix]] = []
-        for node, scope in self._order:
+        for node, scope in self.order:
             axes = (node, *scope)
-            states = self._problem.states[node]
-            own = np.array([state.seconds + price * state.nbytes for state in states])
-            own = own + self._fixed.get(node, 0.0)
-            total = own.reshape(len(states), *(1,) * len(scope))
+            own = self._seconds[node] + self._fixed.get(node, 0.0)
+            if weights is not None:
+                own = own + price * weights[node]
+            total = own.reshape(len(own), *(1,) * len(scope))
             for names, table in tables[node]:
                 total = total + _aligned(names, table, axes)
             tables[node] = []
-            total = np.broadcast_to(total, tuple(self._sizes[each] for each in axes))
+            total = np.broadcast_to(total, tuple(self.sizes[each] for each in axes))
             chosen.append((node, scope, total.argmin(0)))
             if scope:
                 put(scope, total.min(0))
-        choice = [0] * len(self._sizes)
+        choice = [0] * len(self.sizes)
         for node, scope, pick in reversed(chosen):
             choice[node] = int(pick[tuple(choice[other] for other in scope)])
         return choice

@@ -74,8 +74,7 @@ def timeline(
         work = operator_times.seconds(node, state.ins, state.outs, divided)
         moved = {"forward": 0.0, "backward": 0.0}
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
-            ranks = math.prod(mesh[d] for d in each.dims)
-            moved[each.phase] += machine.collective_s(each.kind, ranks, each.nbytes)
+            moved[each.phase] += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         forward_s += work.forward + moved["forward"]
         times.append(work.backward + moved["backward"])
     ready: dict[int, float] = {}  # by value, when its gradient is there
@@ -104,13 +103,12 @@ def _with_gradients(
     values = {node.name: node.outputs[0] for node in graph.nodes if node.name in held}
     free = gradients_s = update_s = 0.0
     for bucket in gradient_buckets(list(held.values())):
-        ranks = math.prod(mesh[d] for d in bucket.dims)
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
-        seconds = machine.collective_s(kind, ranks, bucket.sent_nbytes)
+        seconds = machine.along_s(kind, bucket.dims, mesh, bucket.sent_nbytes)
         free = max(free, *(ready.get(values[name], backward_s) for name in bucket.nodes)) + seconds
         gradients_s += seconds
         if bucket.sharded:
-            update_s += machine.collective_s("all_gather", ranks, bucket.nbytes)
+            update_s += machine.along_s("all_gather", bucket.dims, mesh, bucket.nbytes)
     own = sum(each.own_bytes(0)[0] for each in held.values())
     update_s += (3 + 2 * optimizer_states) * own / machine.memory_bytes_per_s
     return Timeline(forward_s, backward_s, max(0.0, free - backward_s), gradients_s, update_s)

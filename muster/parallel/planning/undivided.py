@@ -59,8 +59,7 @@ def undivided(
             continue
         seconds = state.seconds
         for each in move_collectives(graph, states, mesh, index):
-            ranks = math.prod(mesh[d] for d in each.dims)
-            seconds += machine.collective_s(each.kind, ranks, each.nbytes)
+            seconds += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         share = seconds / total_s if total_s else 0.0
         if share >= MATTERS:
             found.append(Undivided(node.name, node.op, node.module or node.line, seconds, share))

@@ -1,4 +1,4 @@
-"""Notes the head of the audit log in the journal, so that lines that are missing at its end show."""
+"""Records the head of the audit log in the journal, so that lines missing at its end are detected."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from muster.scheduler.jobs.storage import Storage
 LOG = logging.getLogger("scheduler")
 
 ANCHOR_INTERVAL_S = 1.0
-"""What is written into the log for at most so long may be cut off without a trace."""
+"""Interval between two records of the head. Lines written within this time can be cut off without being
+detected.
+"""
 
 PREFIX = "audit/"
 
 
 class Anchors:
-    """The heads of an audit log in a journal.
+    """Records the heads of an audit log in a journal.
 
     Args:
         audit: the log.
-        storage: the journal; it is open from :meth:`begin` to :meth:`end`.
+        storage: the journal; must be open from :meth:`begin` to :meth:`end`.
     """
 
     def __init__(self, audit: AuditLog, storage: Storage) -> None:
@@ -33,7 +35,7 @@ class Anchors:
         self._keeping: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Says where lines that the journal knows of are missing, and keeps the head noted from now on."""
+        """Reports lines that the journal knows of and the log lacks, and starts recording the head."""
         head = self._audit.head
         text = (await self._storage.notes()).get(PREFIX + head.log, "")
         try:
@@ -50,7 +52,7 @@ class Anchors:
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def end(self) -> None:
-        """Notes the last head."""
+        """Records the last head."""
         if self._keeping is not None:
             self._keeping.cancel()
             await self._note()
@@ -67,5 +69,5 @@ class Anchors:
         try:
             await self._storage.note(PREFIX + head.log, head.encoded(self._audit.key))
             self._noted = head.number
-        except SchedulerError as error:  # there is no space, or another scheduler leads
+        except SchedulerError as error:  # The disk is full, or another scheduler leads.
             LOG.debug("the audit log's head is not noted: %s", error)

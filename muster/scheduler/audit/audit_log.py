@@ -1,9 +1,9 @@
 """The audit log: who joined, left, was refused, expelled or drained, and who was a member in which step.
 
-Each line is signed and names the one before it (``chain.py``). The key is made beside the log when it is
-first needed, ``FILE.key``, for this user alone; ``muster audit key`` shows the public half. A log that is
-renamed, as logrotate does, goes on in a new file of the old name; a scheduler that starts again goes on where
-the file ends.
+Each line is signed and names the previous line (``chain.py``). The key is created on first use in
+``FILE.key``, readable by this user only; ``muster audit key`` prints the public key. If the log is renamed,
+as logrotate does, the next line goes to a new file with the old name. A restarted scheduler appends to the
+existing file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.files import open_own, open_regular
 
 TAIL_BYTES = 8 * 1024 * 1024
-"""As much of a file's end is read to find its last line; the line of a generation of 4,096 has 0.5 MB."""
+"""How many bytes at the end of a file are read to find its last line. The line of a generation of 4,096
+members has 0.5 MB.
+"""
 
 _KEY_BYTES = 4096
 
@@ -40,7 +42,7 @@ class AuditLog:
     """JSON lines, appended, chained and signed.
 
     Args:
-        path: the file; made with mode 0600. No link is followed there, and it is no other user's.
+        path: the file; created with mode 0600. It must not be a symbolic link or belong to another user.
         wall_clock: the time of day.
 
     Raises:
@@ -52,7 +54,7 @@ class AuditLog:
     ) -> None:
         self._path = path
         self._wall_clock = wall_clock
-        self._lock = threading.Lock()  # of failed handshakes another thread writes
+        self._lock = threading.Lock()  # Failed handshakes are written from another thread.
         try:
             self._fd = open_own(path)
             self._key = _load_key(path.with_name(f"{path.name}.key"))
@@ -77,7 +79,7 @@ class AuditLog:
         return public_text(self._key)
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
-        """Appends one event; a single write, so that lines of two processes do not mix."""
+        """Appends one event with a single write, so that lines of two processes do not mix."""
         entry = {"time": self._wall_clock().isoformat(timespec="milliseconds"), "event": event, **facts}
         with self._lock:
             try:
@@ -97,7 +99,7 @@ class AuditLog:
         os.close(self._fd)
 
     def _follow_the_name(self) -> None:
-        """Opens a new file where the old one was renamed or removed."""
+        """Opens a new file if the old one was renamed or removed."""
         with contextlib.suppress(FileNotFoundError):
             now, own = self._path.lstat(), os.fstat(self._fd)
             if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
@@ -108,11 +110,11 @@ class AuditLog:
 
 
 def _load_key(path: Path) -> Ed25519PrivateKey:
-    """The key of a log, which is made if there is none yet.
+    """Loads the signing key of a log, and creates it if there is none yet.
 
     Raises:
-        OSError: it can neither be read nor made.
-        ValueError: it is no Ed25519 key.
+        OSError: the key can be neither read nor created.
+        ValueError: the file does not hold an Ed25519 key.
     """
     try:
         descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -139,7 +141,7 @@ def _load_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _last_line(path: Path, key: str) -> tuple[Head | None, bool]:
-    """The last line that this key has signed, if any; and whether the file ends within a line."""
+    """Returns the last line that this key has signed, and whether the file ends in the middle of a line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
@@ -151,5 +153,5 @@ def _last_line(path: Path, key: str) -> tuple[Head | None, bool]:
             return read.head, bool(lines[-1])
         with contextlib.suppress(ValueError, RecursionError):
             if line and "log" not in json.loads(line):
-                break  # an older version wrote it
+                break  # Written by an older version.
     return None, bool(lines[-1])

@@ -1,9 +1,10 @@
-"""The chain of an audit log: each line names the one before it by number and hash, and is signed.
+"""The chain of an audit log: each line has the number and hash of the previous line, and is signed.
 
-A line is a JSON object whose last fields are ``log`` (which log it is of, at random), ``number`` (from 1 on),
-``before`` (SHA-256 of the line before, 64 zeros in the first) and ``signature`` (Ed25519, RFC 8032), over all
-that stands before it. The signature shows who wrote a line; number and hash show that none is missing between
-two; the head, which the scheduler notes in its journal, shows that none is missing at the end.
+A line is a JSON object whose last fields are ``log`` (a random id of the log), ``number`` (from 1 on),
+``before`` (SHA-256 of the previous line; 64 zeros in the first line) and ``signature`` (Ed25519, RFC 8032),
+computed over everything before it in the line). The signature proves who wrote a line. Number and hash prove
+that no line between two others is missing. The head, which the scheduler records in its journal, proves that
+no line is missing at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 NOTHING = "0" * 64
-"""What stands for the line before the first."""
+"""The hash that the first line names as that of its predecessor."""
 
 _SIGNATURE = b', "signature": "'
 _END = b'"}'
@@ -31,8 +32,8 @@ class Head:
     """The last line of a log.
 
     Attributes:
-        log: which log.
-        number: the line's number; 0: there is none yet.
+        log: the random id of the log.
+        number: the line's number; 0 if the log is empty.
         digest: the line's hash, in hexadecimal digits.
     """
 
@@ -41,36 +42,36 @@ class Head:
     digest: str = NOTHING
 
     def encoded(self, key: str) -> str:
-        """As it stands in a journal, with the public key of the log."""
+        """The head as the journal stores it, with the public key of the log."""
         return f"{self.number} {self.digest} {key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A head and a public key, as a journal says that they were."""
+    """A head and a public key as recorded in a journal."""
 
     head: Head
     key: str
 
     @classmethod
     def decoded(cls, log: str, text: str) -> Anchor:
-        """Reads what :meth:`Head.encoded` has written.
+        """Parses what :meth:`Head.encoded` returned.
 
         Raises:
-            ValueError: it is nothing of that kind.
+            ValueError: the text is not in that form.
         """
         number, digest, key = text.split(" ")
         return cls(Head(log, int(number), digest), key)
 
 
 def public_text(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:
-    """A public key, or that of a private one, in 64 hexadecimal digits."""
+    """The public key, also of a private key, as 64 hexadecimal digits."""
     public = key.public_key() if isinstance(key, Ed25519PrivateKey) else key
     return public.public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
 
 def signed(entry: Mapping[str, object], head: Head, key: Ed25519PrivateKey) -> tuple[bytes, Head]:
-    """The line of an entry that follows a head, with its line break; and the head that it is then."""
+    """Signs an entry as the line after a head; returns the line with its line break, and the new head."""
     chained = {**entry, "log": head.log, "number": head.number + 1, "before": head.digest}
     body = json.dumps(chained, ensure_ascii=True).encode("ascii")
     signature = base64.b64encode(key.sign(body))
@@ -80,13 +81,13 @@ def signed(entry: Mapping[str, object], head: Head, key: Ed25519PrivateKey) -> t
 
 @dataclass(frozen=True, slots=True)
 class SignedLine:
-    """A line of a log, read; whether its signature is right depends on the key.
+    """A parsed line of a log. Its signature has not been checked yet.
 
     Attributes:
-        where: its file and line, for a sentence.
+        where: its file and line number, for messages.
         entry: its fields.
         head: its place in the log.
-        before: the hash of the line before it.
+        before: the hash of the previous line that it names.
     """
 
     where: str
@@ -97,7 +98,7 @@ class SignedLine:
     _signature: bytes
 
     def is_by(self, key: str) -> bool:
-        """Whether the holder of a key, in hexadecimal digits, has signed it."""
+        """Whether the line was signed with this public key (hexadecimal digits)."""
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(self._signature, self._body)
         except (InvalidSignature, ValueError):
@@ -106,7 +107,7 @@ class SignedLine:
 
 
 def read_line(line: bytes, where: str) -> SignedLine | None:
-    """Reads one line, without its line break; None: it is cut off, or not signed."""
+    """Parses one line, without its line break; returns None if it is incomplete or not signed."""
     front, mark, rest = line.rpartition(_SIGNATURE)
     try:
         if not mark or not rest.endswith(_END):
@@ -122,12 +123,12 @@ def read_line(line: bytes, where: str) -> SignedLine | None:
 
 @dataclass
 class AuditVerdict:
-    """What is found in the files of one or more logs.
+    """The result of checking the files of one or more logs.
 
     Attributes:
-        lines: the lines that are as they were written, in order.
+        lines: the lines that are unchanged, in order.
         problems: a sentence for each line, or run of lines, that is missing, changed or of another key.
-        unsigned: how many lines no key has signed: a version before 0.3 wrote them.
+        unsigned: how many lines are unsigned, because a version before 0.3 wrote them.
         keys: the public key of each log.
     """
 
@@ -138,13 +139,15 @@ class AuditVerdict:
 
 
 def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), key: str = "") -> AuditVerdict:
-    """Looks whether lines of audit logs are whole, unchanged and by the key that their log began with.
+    """Checks that lines of audit logs are complete, unchanged and signed with the log's first key.
 
     Args:
-        lines: where each stands, and its bytes without line break; files of one log in any order.
-        anchors: the heads that a journal knows.
-        key: the public key that all must be of, in hexadecimal digits; "": that of the anchor, else the one
-            that the log names in its first line, which only shows that all lines are by one hand.
+        lines: for each line its place (file and line number) and its bytes without line break. The files of a
+            log may come in any order.
+        anchors: the heads recorded in a journal.
+        key: the public key that must have signed all lines, in hexadecimal digits. If empty, the key of the
+            anchor is used. Without an anchor, the key named in the log's first line is used, which only
+            proves that all lines have the same author.
     """
     verdict = AuditVerdict()
     logs: dict[str, list[SignedLine]] = {}
@@ -167,7 +170,7 @@ def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), k
 
 
 def _is_older(data: bytes) -> bool:
-    """Whether it is a line of a version that did not sign."""
+    """Whether a version that did not sign wrote the line."""
     try:
         entry = json.loads(data)
     except (ValueError, RecursionError):
@@ -182,7 +185,7 @@ def _named_key(lines: list[SignedLine]) -> str:
 def _problems(
     log: str, lines: list[SignedLine], key: str, anchor: Anchor | None, good: list[SignedLine]
 ) -> Iterator[str]:
-    """The faults of one log, in order; its sound lines are added to ``good``."""
+    """Finds the faults of one log, in order; adds its valid lines to ``good``."""
     if lines and not key:
         yield f"The key of log {log} is not known: name it with --key, or add the file with its first line."
         return

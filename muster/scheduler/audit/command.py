@@ -1,4 +1,4 @@
-"""``muster audit``: looks whether an audit log is whole, and who was a member in which step."""
+"""``muster audit``: checks that an audit log is complete, and lists who was a member in which step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class UnreadableError(SchedulerError):
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """The members of one generation, and for which steps they were its members.
+    """The members of one generation, and the steps during which they were members.
 
     Attributes:
         job_id: the job.
         generation: its number.
-        first_step: the first step that it did, from 0 on.
-        end_step: the first step that it did not do; None: the log does not say.
+        first_step: the first step that it executed, from 0.
+        end_step: the step after its last one; None if the log does not say.
         members: by rank: rank, node_id, host, incarnation, certificate.
     """
 
@@ -90,7 +90,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tenures(lines: Iterable[SignedLine]) -> list[Tenure]:
-    """Who was a member when, by job and generation; a redone step belongs to who did it last."""
+    """Lists who was a member when, by job and generation.
+
+    A step that was redone belongs to the last generation that executed it.
+    """
     found: list[Tenure] = []
     for line in sorted(lines, key=lambda line: (str(line.entry.get("time")), line.head.number)):
         entry, event = line.entry, line.entry.get("event")
@@ -178,7 +181,7 @@ def _journal_anchors(name: str | None) -> Iterator[Anchor]:
 
 
 def _told_anchors(name: str | None) -> Iterator[Anchor]:
-    """What ``etcdctl get --prefix`` prints: a line with the key, and one with the value, in turns."""
+    """Parses the output of ``etcdctl get --prefix``: alternating lines of key and value."""
     if name is None:
         return
     try:

@@ -36,7 +36,7 @@ _SENTENCES = {
 REASONS = tuple(_SENTENCES)
 """The codes of all failures."""
 
-_SIGNS = {  # the first pattern that is found in gRPC's text decides
+_SIGNS = {  # The first pattern found in gRPC's text decides.
     "certificate has expired": "expired",
     "certificate is not yet valid": "not_yet_valid",
     "unsupported certificate purpose": "wrong_use",
@@ -47,7 +47,8 @@ _SIGNS = {  # the first pattern that is found in gRPC's text decides
     "WRONG_VERSION_NUMBER|ENCRYPTED_LENGTH_TOO_LONG": "no_tls",
     "ALPN": "no_grpc",
     "UNSUPPORTED_PROTOCOL|NO_(SHARED|COMMON)_|WRONG_CURVE": "no_common_settings",
-    # The second is an alert in the clear, where TLS 1.3 is past that: so OpenSSL's clients refuse a server.
+    # The second pattern is an alert in the clear, although TLS 1.3 encrypts at that point: OpenSSL's clients
+    # refuse a server in this way.
     "_ALERT_|BAD_PACKET_LENGTH": "refused_us",
     "Handshake (read|write) failed": HUNG_UP,
 }
@@ -55,7 +56,7 @@ _SIGNS = {  # the first pattern that is found in gRPC's text decides
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Handshakes that failed: the reason's code, the other side's address and port, a sentence, how many."""
+    """A failed handshake: the reason's code, the other side's address and port, a sentence, and a count."""
 
     reason: str
     peer: str
@@ -64,12 +65,12 @@ class Failure:
 
     @property
     def host(self) -> str:
-        """The address without its port."""
+        """The address without the port."""
         return self.peer.rpartition(":")[0]
 
 
 def explain(error: str, peer: str) -> Failure:
-    """Turns gRPC's text on a failed handshake into a code and a sentence."""
+    """Converts gRPC's text about a failed handshake into a code and a sentence."""
     return _failure(next((_SIGNS[sign] for sign in _SIGNS if re.search(sign, error)), OTHER), peer, error)
 
 
@@ -79,7 +80,7 @@ def _failure(code: str, peer: str, error: str = "") -> Failure:
 
 
 def _detail(error: str) -> str:
-    """What BoringSSL says of the certificate, else the name of its error, else what gRPC says."""
+    """Returns what BoringSSL says about the certificate, else the name of its error, else gRPC's text."""
     for pattern in (r"CERTIFICATE_VERIFY_FAILED: ([^:]+)", r"OPENSSL_internal:(\w+)", r"\((.+)\)$", "(.*)"):
         found = re.search(pattern, error)
         if found is not None:
@@ -97,13 +98,13 @@ _PEER = re.compile(rb"endpoint_peer_address=([^,}\s]{1,100})")
 
 
 class TraceReader:
-    """Finds the handshakes that failed among the records of gRPC's tracer."""
+    """Finds failed handshakes in the records of gRPC's tracer."""
 
     def __init__(self) -> None:
         self._timeouts = 0
 
     def read(self, record: GrpcRecord) -> Failure | None:
-        """Reads a record; returns the failure that it describes."""
+        """Parses a record; returns the failure that it describes, if any."""
         if _TIMED_OUT.match(record.data):
             self._timeouts += 1
         if not record.data.startswith(_FAILED) or record.data.startswith(_FAILED + b"OK "):
@@ -117,7 +118,7 @@ class TraceReader:
         )
         if not arguments.startswith(b"true"):
             return explain(error.partition(b"\n")[0].decode("ascii", "replace"), peer)
-        if not self._timeouts:  # it is us who stop
+        if not self._timeouts:  # The scheduler itself is stopping.
             return None
         self._timeouts -= 1
         return _failure(TIMED_OUT, peer)
@@ -128,9 +129,9 @@ MAX_HOSTS = 128
 
 
 class Thinner:
-    """Limits log lines: an address's first failure at once, then one line with a count in each interval.
+    """Limits log lines: logs the first failure of an address, then a count once in each interval.
 
-    Those who just hang up, as probes and port scans do, are counted apart from the others.
+    Peers that only disconnect, as probes and port scans do, are counted separately.
     """
 
     def __init__(self) -> None:
@@ -140,26 +141,26 @@ class Thinner:
         }
 
     def add(self, failure: Failure, now_s: float) -> list[Failure]:
-        """Notes a failure; returns what is to be logged now."""
+        """Counts a failure; returns what is to be logged now."""
         told, budget = [*self.due(now_s)], self._budgets[failure.reason == HUNG_UP]
         is_due = budget.take(failure.host, failure.reason, failure, now_s)
         return [*told, failure] if is_due else told
 
     def due(self, now_s: float) -> Iterator[Failure]:
-        """Ends the intervals that are over; yields what was suppressed in them.
+        """Closes the intervals that have ended; yields a summary of what was suppressed in each.
 
-        Without an end, ``float("inf")``, it ends all of them.
+        With ``float("inf")`` as the time, closes all of them.
         """
         for budget in self._budgets.values():
             yield from map(_summary, budget.due(now_s))
 
     def next_s(self) -> float | None:
-        """When :meth:`due` has something to yield; None: nothing was suppressed."""
+        """When :meth:`due` next has something to yield; None if nothing was suppressed."""
         return earliest(budget.next_s() for budget in self._budgets.values())
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
-    """The first of these times; None: there is none."""
+    """The earliest of these times; None if there is none."""
     return min((at for at in times if at is not None), default=None)
 
 

@@ -1,6 +1,6 @@
-"""Log lines, and what of them goes into the audit log.
+"""Log lines, and the events among them that also go into the audit log.
 
-One line per event, facts as key=value; nothing that a peer sends is able to forge a line.
+One line per event, facts as key=value; text from a peer is escaped, so that it cannot forge a line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("scheduler")
 CERTS_LOG = logging.getLogger("muster.certs")
 AUDITED = frozenset(
-    ("joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended", "expired")
+    ("joined", "left", "lost", "refused", "denied", "expelled", "drained", "admitted", "ended", "expired")
 )
 Follow = Callable[[str, str, str, Mapping[str, object]], None]
 FINGERPRINT_SHOWN = 23
@@ -37,10 +37,13 @@ _LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
 
 
 class LineFormatter(BoundedFormatter):
-    """Formats lines as ``2026-01-31T12:00:00.123Z INFO text``; no text can forge a second line."""
+    """Formats lines as ``2026-01-31T12:00:00.123Z INFO text``.
+
+    Line breaks are escaped, so that text cannot forge a second line.
+    """
 
     def head(self, record: logging.LogRecord) -> str:
-        """Time and level."""
+        """The time and the level."""
         moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
         stamp = f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
         return f"{stamp} {record.levelname} "
@@ -54,15 +57,15 @@ class LineFormatter(BoundedFormatter):
 
 
 class JournalFormatter(LineFormatter):
-    """The same with the prefix by which systemd's journal knows a line's priority."""
+    """The same format with the prefix from which systemd's journal reads a line's priority."""
 
     def head(self, record: logging.LogRecord) -> str:
-        """Priority, time and level."""
+        """The priority, the time and the level."""
         return systemd.priority_prefix(record.levelno) + super().head(record)
 
 
 class JournalJsonFormatter(JsonFormatter):
-    """The same as JSON. The journal takes the prefix off before it shows or passes on a line."""
+    """The same as JSON. The journal removes the prefix before it displays or forwards a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
@@ -77,10 +80,10 @@ def _formatter(format_: str, env: Mapping[str, str]) -> logging.Formatter:
 
 
 def set_up(level: str, env: Mapping[str, str], format_: str = "text") -> None:
-    """Sends the scheduler's log to standard error.
+    """Sets up the scheduler's log on standard error.
 
     Args:
-        level: the least severe lines.
+        level: the lowest level that is logged.
         env: the process's environment.
         format_: "text" or "json".
     """
@@ -93,7 +96,7 @@ def set_up(level: str, env: Mapping[str, str], format_: str = "text") -> None:
 
 
 def fields(**facts: object) -> str:
-    """Renders facts as ``key=value``, quoted where they hold blanks; leaves empty ones out."""
+    """Formats facts as ``key=value``, quoted if the value contains spaces; leaves out empty values."""
     parts = []
     for key, value in facts.items():
         text = one_line(str(value))
@@ -105,7 +108,7 @@ def fields(**facts: object) -> str:
 
 
 class AuditFile(Protocol):
-    """What is needed of :class:`muster.scheduler.audit.audit_log.AuditLog`."""
+    """The part of :class:`muster.scheduler.audit.audit_log.AuditLog` that is used here."""
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
         """Appends one event."""
@@ -115,17 +118,18 @@ class AuditFile(Protocol):
 
 
 class Recorder:
-    """Records events: each as a log line, security events also in the audit log, refusals also as a count."""
+    """Records events: each as a log line, security events in the audit log too, and refusals in a counter."""
 
     def __init__(self, audit: AuditFile | None = None) -> None:
         self._audit = audit
         self._followers: list[Follow] = []
         self.refusals: Counter[str] = Counter()
-        # All keys from the begin: another thread counts, and what is being read must not grow.
+        # All keys exist from the start: another thread counts, and the dictionary must not grow while it is
+        # read.
         self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def note(self, note: Note) -> None:
-        """Records what a job's driver saw."""
+        """Records an event of a job's driver."""
         session = note.session
         facts: dict[str, object] = {"job_id": note.job_id}
         if session is not None:
@@ -138,25 +142,25 @@ class Recorder:
         self._record(note.kind, note.text, note.code, facts, state=note)
 
     def membership(self, kind: str, job_id: str, text: str, facts: Mapping[str, object]) -> None:
-        """Writes into the audit log alone who is a member, or was; see ``audit/membership.py``."""
+        """Writes a change of membership into the audit log only; see ``audit/membership.py``."""
         if self._audit is not None:
             self._audit.write(kind, {"job_id": job_id, **facts, "text": one_line(text)})
 
     def denied(self, call: str, caller: Caller | None, address: str, code: str, sentence: str) -> None:
-        """Records a call that was turned away before it reached any job."""
+        """Records a call that was refused before it reached a job."""
         who = _who(caller) if caller is not None else {"peer": address}
         self._record("denied", sentence, code, {"call": call, **who})
 
     async def turn_away(
         self, call: str, context: Any, caller: Caller | None, error: BaseException
     ) -> NoReturn:
-        """Records that a call was not let in, or failed, and ends it; always raises, for gRPC.
+        """Records that a call was refused or failed, and ends it. Always raises, as gRPC's abort does.
 
         Args:
             call: its method.
             context: gRPC's context of the call.
-            caller: who calls, where that is known.
-            error: why.
+            caller: the caller, if it is known.
+            error: the reason.
         """
         if isinstance(error, SchedulerError):
             self.denied(call, caller, address_of(context.peer()), error.refusal, str(error))
@@ -165,34 +169,38 @@ class Recorder:
         await end_call(context, error)
 
     def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str, hosts: str = "") -> None:
-        """Records an operator's drain, planned or called off drains included."""
+        """Records an operator's drain; also one that is planned for later or cancelled."""
         whose = {name: value for name, value in (("node_id", node_id), ("hosts", hosts)) if value}
         self._record("drained", sentence, "", {"job_id": job_id, **whose, **_who(caller)})
 
     def stacks_asked(self, job_id: str, node_id: str, caller: Caller) -> None:
-        """Records that an operator asks where workers stand; no node id: all."""
+        """Records that an operator asked for workers' stacks; an empty node id means all workers."""
         facts: dict[str, object] = {"job_id": job_id, **({"node_id": node_id} if node_id else {})}
         self._record("stacks", "an operator asks for stacks", "", {**facts, **_who(caller)})
 
+    def admitted(self, job_id: str, name: str, caller: Caller, sentence: str) -> None:
+        """Records that an operator lets refused GPUs in again."""
+        self._record("admitted", sentence, "by_operator", {"job_id": job_id, "name": name, **_who(caller)})
+
     def lost(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
-        """Records whose word it was that a worker's process has ended, where that made it lose its place."""
+        """Records who reported the end of a worker's process, if the worker lost its place by it."""
         self._record("lost", sentence, "by_launcher", {"job_id": job_id, "node_id": node_id, **_who(caller)})
 
     def job_ended(self, job_id: str, caller: Caller, sentence: str) -> None:
-        """Records that an operator has a job end."""
+        """Records that an operator ended the job."""
         self._record("ended", sentence, "by_operator", {"job_id": job_id, **_who(caller)})
 
     def follow(self, follower: Follow) -> None:
-        """Calls ``follower`` with kind, text, code and facts of what is written from now on.
+        """Calls ``follower`` with kind, text, code and facts of everything recorded from now on.
 
-        Of failed handshakes that is in another thread.
+        For failed handshakes it is called from another thread.
         """
         self._followers.append(follower)
 
     def handshake_failed(self, failure: Failure) -> None:
-        """Records TLS handshakes that failed, in a thread of its own; the caller has counted them.
+        """Records failed TLS handshakes. Runs in a thread of its own; the caller has already counted them.
 
-        That the other side just hung up, as probes and port scans do, is for debugging only.
+        A peer that only disconnected, as probes and port scans do, is logged at debug level.
         """
         facts: dict[str, object] = {"call": "handshake", "peer": failure.peer}
         if failure.count > 1:
@@ -232,7 +240,7 @@ class Recorder:
 def _as_json(
     kind: str, text: str, code: str, facts: dict[str, object], state: Note | None
 ) -> dict[str, object]:
-    """The facts of an event as fields of a JSON line."""
+    """Converts the facts of an event to fields of a JSON line."""
     rest = {name: value for name, value in facts.items() if name != "job_id"}
     told: dict[str, object] = {"job": facts.get("job_id"), **rest, "event": kind, "text": text or kind}
     if code:
@@ -244,9 +252,9 @@ def _as_json(
 
 
 def _brief(facts: dict[str, object]) -> dict[str, object]:
-    """The facts for a log line: of a fingerprint as much as ``certs revoke --fingerprint`` asks for.
+    """Shortens facts for a log line: a fingerprint to the length that ``certs revoke --fingerprint`` needs.
 
-    The audit log has it whole.
+    The audit log has the full fingerprint.
     """
     certificate = facts.get("certificate")
     return facts if certificate is None else {**facts, "certificate": str(certificate)[:FINGERPRINT_SHOWN]}

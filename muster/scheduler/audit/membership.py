@@ -1,4 +1,4 @@
-"""What the audit log says of membership: who is a member of which generation, and from which step on."""
+"""Audit log entries on membership: who is a member of which generation, and from which step on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from muster.scheduler.core import records
 from muster.scheduler.jobs.driver import JobDriver
 
 FORMED, OVER = "formed", "over"
-"""Events of the audit log: a generation is formed; it is over, and none follows for now."""
+"""Events of the audit log: a generation was formed; a generation is over and no other has been formed yet."""
 
 Write = Callable[[str, str, str, Mapping[str, object]], None]
 
 
 def follow(driver: JobDriver, write: Write) -> None:
-    """Writes from now on what a job's durable records say of membership.
+    """Writes what a job's durable records say about membership, from now on.
 
     Args:
-        driver: the job's.
-        write: gets event, job id, sentence and facts.
+        driver: the driver of the job.
+        write: called with event, job id, sentence and facts.
     """
 
     def on_record(record: records.Record) -> None:

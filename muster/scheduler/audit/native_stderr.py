@@ -1,7 +1,7 @@
-"""Reads failed TLS handshakes from the scheduler's standard error: gRPC reports them only there.
+"""Reads failed TLS handshakes from the scheduler's standard error, the only place where gRPC reports them.
 
-Failed handshakes go to the log, the rest of that trace goes nowhere, and whatever else C code says goes to
-the log as well: escaped, few, and marked as what it is (:mod:`muster.wire.grpc_stderr`).
+Failed handshakes are logged and the rest of the trace is dropped. Other output of C code is logged as well:
+escaped, limited in number, and marked as such (:mod:`muster.wire.grpc_stderr`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ASKED_LINES = 200
 
 @contextlib.contextmanager
 def handshakes_watched(env: MutableMapping[str, str], *, tls: bool) -> Iterator[HandshakeWatch | None]:
-    """Has gRPC trace handshakes, and reads what it writes, for as long as the context lasts.
+    """Turns on gRPC's trace of handshakes, and reads its output while the context is open.
 
-    Enter it before grpc is imported, which reads the environment then. An operator who set GRPC_VERBOSITY or
-    GRPC_TRACE himself gets what he asked for, escaped and marked, and no lines about handshakes. Where there
-    is nothing to read it by, gRPC says nothing.
+    Enter it before grpc is imported, because grpc reads the environment at import. If the operator has set
+    GRPC_VERBOSITY or GRPC_TRACE, the requested output is logged, escaped and marked, and there are no lines
+    about handshakes. Where standard error cannot be captured, gRPC's output is turned off.
     """
     asked = bool({"GRPC_VERBOSITY", "GRPC_TRACE"} & env.keys())
     watch = None
@@ -42,10 +42,10 @@ def handshakes_watched(env: MutableMapping[str, str], *, tls: bool) -> Iterator[
 
 
 class HandshakeWatch:
-    """Reads standard error of C code, and reports.
+    """Reads C code's standard error and reports failed handshakes.
 
     Args:
-        asked: the trace was asked for by the operator, who gets it in the log.
+        asked: whether the operator asked for the trace, which then goes to the log.
     """
 
     def __init__(self, *, asked: bool = False) -> None:
@@ -57,19 +57,19 @@ class HandshakeWatch:
         self.native = NativeStderr(self, (LOG,))
 
     def report_to(self, recorder: Recorder) -> None:
-        """Reports to this one from now on."""
+        """Sets the recorder that receives reports from now on."""
         with self.native.lock:
             self._recorder = recorder
 
     def finish_reports(self) -> None:
-        """Reports what has been written until now, and no handshake afterwards."""
+        """Reports what has been written so far, and no handshakes afterwards."""
         with self.native.lock:
             self.native.drain()
             self._tell(self._thinner.due(float("inf")))
             self._recorder = None
 
     def close(self) -> None:
-        """Puts everything back as it was; nothing that was written is lost."""
+        """Restores standard error; nothing that was written is lost."""
         self.native.close()
         self._say(self._sayings.due(float("inf")))
 

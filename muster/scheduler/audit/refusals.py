@@ -1,4 +1,4 @@
-"""Limits log and audit lines per caller: a few of its refusals are written, then how many more came."""
+"""Limits log and audit lines per caller: writes the first few refusals, then only their number."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
 WINDOW_S = 60.0
 LINES = 20
-"""Refusals of one caller that are written in a window."""
+"""How many refusals of one caller are written within a window."""
 
 MAX_CALLERS = 1024
 
 DECISIONS = 200
-"""Most sentences about one job in :data:`DECISIONS_WINDOW_S`: its workers can cause them."""
+"""The most sentences about one job within :data:`DECISIONS_WINDOW_S`. They are limited because its workers
+can cause them.
+"""
 
 DECISIONS_WINDOW_S = 10.0
 
@@ -25,19 +27,20 @@ Facts = Mapping[str, object]
 
 
 def caller_of(facts: Facts) -> str:
-    """The key under which refusals are counted: the certificate, or else the address without its port."""
+    """The key under which a caller's refusals are counted: certificate, else address without the port."""
     return str(facts.get("certificate") or str(facts.get("peer", "")).rpartition(":")[0])
 
 
 class ThinnedRecorder(Recorder):
-    """A recorder in whose log and audit log the refusals of each caller have a budget.
+    """A recorder that limits how many refusals of each caller go to the log and the audit log.
 
-    Failed handshakes pass: their reporter has thinned them, and does so from another thread. What a job
-    has decided has a budget for each job, because refusals are among it.
+    Failed handshakes are not limited here: their reporter already limits them, in another thread. Decisions
+    of a job are limited per job, because refusals are among them.
 
     Args:
-        audit: the audit log; None for none.
-        clock: the time, and calls back; the event loop, from whose thread all but handshakes come.
+        audit: the audit log, if there is one.
+        clock: the event loop, for the time and for callbacks. Everything but failed handshakes is recorded
+            from its thread.
     """
 
     def __init__(self, audit: AuditFile | None, clock: Clock) -> None:
@@ -67,7 +70,7 @@ class ThinnedRecorder(Recorder):
             self._wait()
 
     def close(self) -> None:
-        """Logs what was suppressed, and closes the audit log."""
+        """Logs the counts of suppressed refusals, and closes the audit log."""
         if self._timer is not None:
             self._timer.cancel()
         self._tell(float("inf"))

@@ -1,1 +1,1 @@
-"""``status`` and ``drain``: commands that ask a scheduler."""
+"""Commands that query or control a scheduler, such as ``status`` and ``drain``."""

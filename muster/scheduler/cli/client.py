@@ -1,4 +1,4 @@
-"""A synchronous client of the scheduler for the operator's commands."""
+"""A synchronous client of the scheduler, for the operator's commands."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WATCHING_SERVICE = "rendezvous.v1.Watching"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
 STACKS_TIMEOUT_S = 20.0
-"""Longer than workers have to answer."""
+"""Timeout in seconds of a request for stacks; longer than the time that workers have to answer."""
 
 TRY_S = 2.0
-"""How long each of several schedulers may take to answer before the next one is asked, in seconds."""
+"""How long each of several schedulers may take to answer before the next one is tried, in seconds."""
 
 TAKEOVER_S = 5.0
-"""So long of several schedulers one is waited for that leads."""
+"""How long to wait for one of several schedulers to become the leader, in seconds."""
 
 AGAIN_S = 0.2
 PROBE_TIMEOUT_S = 2.0
@@ -44,11 +44,11 @@ class UnreachableError(SchedulerError):
 
 
 class TlsNeededError(UnreachableError):
-    """The scheduler speaks TLS, and this side has no config.json."""
+    """The scheduler requires TLS, and no config.json is set on this side."""
 
 
 class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own word, handed on
-    """The scheduler refused the call; ``code`` is gRPC's name of the reason."""
+    """The scheduler refused the call; ``code`` is the name of gRPC's status code."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -56,14 +56,14 @@ class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own wo
 
 
 class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
-    """A connection to a scheduler, for a few calls; of several schedulers to the one that leads.
+    """A connection to a scheduler for a few calls; with several schedulers, to the leader.
 
     Args:
-        address: where it is, or each of several, and the job that is meant.
-        env: where the certificate's password is looked for.
+        address: the address of the scheduler, or of each of several, and the job.
+        env: the environment that may name the certificate's password.
         certificate: the PKCS#12 file to use instead of the configured one.
         role: whose configured certificate and password to use, ``operator`` or ``scheduler``.
-        wait_s: how long to look for one that leads, where there are several.
+        wait_s: how long to look for the leader if there are several schedulers, in seconds.
 
     Raises:
         UnreachableError: nobody listens there.
@@ -101,7 +101,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply
 
     def drain(self, node_id: str, reason: str) -> str:
-        """Asks that a worker finish its step and leave; returns the scheduler's answer."""
+        """Asks that a worker finish its step and leave; returns the scheduler's answer as text."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
@@ -118,15 +118,17 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         cancel: bool = False,
         preview: bool = False,
     ) -> str:
-        """Drains workers of nodes and hosts, now or later, calls that off, or asks what it would cost.
+        """Drains workers by node id or host, now or later.
+
+        Or cancels planned drains, or asks what a drain would cost.
 
         Args:
-            node_ids: whose workers.
-            hosts: all workers of which hosts.
-            reason: why.
+            node_ids: node ids of the workers.
+            hosts: hosts of which all workers are drained.
+            reason: the reason, for the log and the workers.
             at_s: when, in seconds since 1970; 0: now.
-            cancel: undo what is planned.
-            preview: only say what it would cost.
+            cancel: cancel planned drains instead.
+            preview: only return what it would cost.
         """
         from muster.wire.v1 import rendezvous_pb2 as pb
 
@@ -142,8 +144,16 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
         return reply.sentence
 
+    def admit(self, name: str) -> str:
+        """Lets refused GPUs in again, of a host or node or a single one; returns the scheduler's answer."""
+        from muster.wire.v1 import rendezvous_pb2 as pb
+
+        request = pb.AdmitRequest(job_id=self._job_id, name=name)
+        reply: pb.AdmitReply = self._call("Admit", request, pb.AdmitReply.FromString)
+        return reply.sentence
+
     def stacks(self, node_id: str = "") -> pb.StacksReply:
-        """Asks where the process of a worker stands, or those of all workers."""
+        """Asks for the stacks of a worker's process, or of all workers."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.StacksRequest(job_id=self._job_id, node_id=node_id)
@@ -152,14 +162,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply
 
     def watch(self, job_id: str = "") -> Iterator[watch_pb.WatchReply]:
-        """Follows one job, or with none all that this side may see, until the scheduler goes.
+        """Follows one job until the scheduler ends; without a job id, all jobs that this side may see.
 
         Args:
             job_id: the job.
 
         Raises:
             UnreachableError: the scheduler is gone.
-            RefusedByScheduler: this side may not watch, or there is no such job (any more).
+            RefusedByScheduler: this side may not watch, or the job does not exist or has ended.
         """
         import grpc
 
@@ -176,7 +186,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
             raise self._in_words(error) from None
 
     def end_job(self, reason: str) -> str:
-        """Has the job end; returns the scheduler's answer."""
+        """Ends the job; returns the scheduler's answer."""
         from muster.wire.v1 import watch_pb2 as watch_pb
 
         request = watch_pb.EndJobRequest(job_id=self._job_id, reason=reason)
@@ -185,7 +195,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply.sentence
 
     def health(self) -> str:
-        """Asks the standard gRPC health service; ``SERVING`` is the good answer."""
+        """Asks the standard gRPC health service; a healthy scheduler answers ``SERVING``."""
         from grpc_health.v1 import health_pb2
 
         request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -193,7 +203,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     def close(self) -> None:
-        """Closes the connection; what is under way on it ends."""
+        """Closes the connection; calls in progress on it end."""
         self._channel.close()
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +214,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
 
     @property
     def where(self) -> str:
-        """The address that is asked."""
+        """The address that is queried."""
         return show_address(self._host, self._address.port)
 
     def _connect_in_time(
@@ -239,7 +249,10 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         )
 
     def _check_listens(self) -> None:
-        """A channel without TLS connects at the first call, when it is too late to choose."""
+        """Checks that something listens at the address.
+
+        A channel without TLS connects only at the first call, too late to try another address.
+        """
         try:
             socket.create_connection((self._host, self._address.port), self._limit_s).close()
         except OSError as error:
@@ -277,7 +290,10 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return RefusedByScheduler(details or code.name, code=code.name)
 
     def _tls_needed(self) -> TlsNeededError | None:
-        """The error for a plaintext call to a scheduler that speaks TLS; None if that is not the cause."""
+        """Returns the error for a plaintext call to a scheduler that speaks TLS.
+
+        None if the cause is another one.
+        """
         from muster.certs.runtime.probe import Spoken, spoken_at
 
         address = self._address
@@ -301,7 +317,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         self, address: Address, env: Mapping[str, str], certificate: Path | None, role: str
     ) -> grpc.Channel:
         options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say, our own errors say
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Muster's own errors report what this log would.
         if address.config_path is None:
             import grpc
 
@@ -336,11 +352,11 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
 
 
 class Following(contextlib.AbstractContextManager["Following"]):
-    """Asks again and again: of several schedulers, when the one asked is gone, the one that leads then.
+    """A client that reconnects: when its scheduler is gone, it looks for the new leader among several.
 
     Args:
-        connect: makes a connection; raises what :class:`SchedulerClient` does.
-        several: whether there are several.
+        connect: opens a connection; raises the errors of :class:`SchedulerClient`.
+        several: whether there are several schedulers.
     """
 
     def __init__(self, connect: Callable[[], SchedulerClient], *, several: bool) -> None:
@@ -352,7 +368,7 @@ class Following(contextlib.AbstractContextManager["Following"]):
         """Asks for the job's state.
 
         Raises:
-            UnreachableError: nobody answers, nor does one of several begin to lead in time.
+            UnreachableError: no scheduler answers, or none of several becomes the leader in time.
         """
         try:
             return self._client.status()

@@ -1,4 +1,4 @@
-"""``muster status``, ``jobs``, ``health``, ``drain``, ``stacks``: ask a scheduler, and show its answer."""
+"""``muster status``, ``jobs``, ``health``, ``drain``, ``admit`` and ``stacks``: query a scheduler."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from muster.wire.variables import option_help
 WATCH_S = 2.0
 
 WHICH = "the launch of ./muster-runs/latest, else of the only launch of yours on this host"
-"""Which scheduler is asked where none is named."""
+"""Which scheduler is queried if none is named."""
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "python -m scheduler") -> int:
-    """Runs ``status``, ``jobs``, ``health``, ``drain`` or ``stacks``.
+    """Runs ``status``, ``jobs``, ``health``, ``drain``, ``admit`` or ``stacks``.
 
     Returns:
         The exit code; of ``health``, 1 when the scheduler does not serve.
 
     Raises:
-        SchedulerError: a setting is wrong, or the scheduler is not there or refuses.
-        muster.certs.errors.CertificateError: TLS failed on either side; says how.
+        SchedulerError: a setting is wrong, or the scheduler cannot be reached or refuses the call.
+        muster.certs.errors.CertificateError: TLS failed on either side; the message says why.
     """
     options = parser(prog).parse_args(list(arguments))
     env = with_password(options, env)
@@ -67,6 +67,10 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
         drain.checked_names(options)
         with connect() as client:
             return drain.run(options, client, target.describe(), confirmed=confirmed, out=sys.stdout)
+    if options.command == "admit":
+        with connect() as client:
+            print(client.admit(options.name))
+        return 0
     if options.command == "stacks":
         from muster.scheduler.cli import stacks
 
@@ -87,7 +91,7 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
 
 
 def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Lists the jobs of the scheduler that is named, or of all that launches of this host have started."""
+    """Lists the jobs of the named scheduler, or of all launches of this user on this host."""
     from muster.scheduler.cli import status
 
     running = [] if _is_named(options, env) else launches.running(env)
@@ -110,10 +114,10 @@ def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def common_options(*, address: str = "--host") -> argparse.ArgumentParser:
-    """Makes the parser of what all commands take: which scheduler, which job, and by which certificate.
+    """Creates the parser of the common options: which scheduler, which job, and which certificate.
 
     Args:
-        address: what the option with the scheduler's address is called.
+        address: the name of the option for the scheduler's address.
     """
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
@@ -169,6 +173,17 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         " uses the scheduler's own certificate and password.",
     )
     drain.add_parser(commands, common_options(address="--scheduler"), own)
+    admit = commands.add_parser(
+        "admit",
+        parents=[common],
+        description="Lets GPUs in again that were refused because they had failed a check: all of a host, or"
+        f" the one that a node had. status lists them. {own}",
+    )
+    admit.add_argument(
+        "name",
+        metavar="HOST|NODE",
+        help="a host by its name, id or address, a worker's node id, or a GPU's uuid",
+    )
     stacks = commands.add_parser(
         "stacks",
         parents=[common],
@@ -200,9 +215,9 @@ class Target:
     """The scheduler that a command asks, and the job.
 
     Attributes:
-        address: where it is.
-        env: the environment for it.
-        launch: by which it was found; None: it was named, or nothing runs here.
+        address: the scheduler's address.
+        env: the environment of the command.
+        launch: the launch by which it was found; None if it was named, or no launch runs here.
     """
 
     address: Address
@@ -210,14 +225,14 @@ class Target:
     launch: launches.Launched | None = None
 
     def describe(self) -> str:
-        """The job, and where it runs."""
+        """Describes the job and where it runs."""
         where = ", ".join(show_address(host, self.address.port) for host in self.address.hosts)
         place = f"at {where}" if self.launch is None else f"in {self.launch.directory}"
         return f"job {self.address.job_id} {place}"
 
 
 def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
-    """The scheduler that is named, else that of :data:`WHICH`.
+    """Finds the scheduler that is named, else that of :data:`WHICH`.
 
     Raises:
         SchedulerSettingsError: none is named, and several launches run here.
@@ -257,17 +272,17 @@ def _of_launch(launch: launches.Launched, options: argparse.Namespace, env: Mapp
 
 
 def with_password(options: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment with what --password-file names in place of what the variables do."""
+    """Returns the environment with the file of --password-file in place of the password variables."""
     if options.password_file is None:
         return env
-    sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # health may use the scheduler's
+    sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # ``health`` may use the scheduler's own.
     file = str(options.password_file.absolute())
     own = {name: value for name, value in env.items() if name not in sides}
     return {**own, **{f"{side}_FILE": file for side in sides}}
 
 
 def confirmed(question: str) -> bool:
-    """Asks on a terminal; where there is none, whoever runs the command has meant it."""
+    """Asks for confirmation on a terminal. Without a terminal, returns True."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -275,22 +290,24 @@ def confirmed(question: str) -> bool:
 
 
 def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    """The role whose certificate to use: the scheduler's own for a probe that has no other."""
+    """The role whose certificate is used: the scheduler's own for a probe that has no other."""
     return "scheduler" if options.command == "health" and env.get("MS_ROLE") == "MS_SCHED" else "operator"
 
 
 def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
-    """The certificate to use: the operator's, which ``muster certs init`` puts beside config.json."""
-    if options.command in ("drain", "stacks") or options.cert is not None:
+    """The certificate to use: the operator's, which ``muster certs init`` puts next to config.json."""
+    if options.command in ("drain", "admit", "stacks") or options.cert is not None:
         return operator_certificate(options, address)
     return None
 
 
 def operator_certificate(options: argparse.Namespace, address: Address) -> Path | None:
-    """What --cert names, else the operator's beside config.json; None: what config.json says.
+    """Returns the file of --cert, else the operator's next to config.json.
+
+    None to use what config.json names.
 
     Raises:
-        SchedulerSettingsError: --cert without a config.json.
+        SchedulerSettingsError: --cert is given without a config.json.
     """
     if options.cert is not None:
         if address.config_path is None:

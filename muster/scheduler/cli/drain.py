@@ -1,4 +1,4 @@
-"""``muster drain``: says what it costs, asks, and drains workers or whole hosts, now or at a time of day."""
+"""``muster drain``: prints what a drain costs, asks, and drains workers or hosts, now or later."""
 
 from __future__ import annotations
 
@@ -50,20 +50,21 @@ def add_parser(
 
 
 def moment_of(text: str, now: dt.datetime | None = None) -> float:
-    """Reads a time of day, or a day and a time, as seconds since 1970.
+    """Parses a time of day, or a date and time; returns seconds since 1970.
 
     Args:
-        text: ``02:00``, ``02:00:30``: the next such time; else ISO 8601, without a zone by this host's clock.
-        now: the time; None: that of this host.
+        text: ``02:00`` or ``02:00:30`` for the next such time; otherwise ISO 8601, which without a zone means
+            local time.
+        now: the current time; None for this host's clock.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or is over.
+        argparse.ArgumentTypeError: the text is not a time, or the time is past.
     """
     here = now or dt.datetime.now().astimezone()
     found = _CLOCK.fullmatch(text)
     if found is not None:
         hour, minute, second = (int(part or 0) for part in found.groups())
-        # Of a day on which clocks change, the zone is that of the time that is meant, not that of now.
+        # On a day on which clocks change, the zone is that of the requested time, not the current one.
         today = here.replace(tzinfo=None, hour=hour, minute=minute, second=second, microsecond=0)
         moments = (today, today + dt.timedelta(days=1))
         zone = None if now is None else here.tzinfo
@@ -83,10 +84,10 @@ def moment_of(text: str, now: dt.datetime | None = None) -> float:
 
 
 def checked_names(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The node ids and hosts that are meant.
+    """Checks and returns the node ids and hosts to be drained.
 
     Raises:
-        SchedulerSettingsError: none is, or both are.
+        SchedulerSettingsError: none are given, or both are.
     """
     hosts = [name for each in options.hosts for name in each.split(",") if name]
     if options.nodes and hosts:
@@ -122,7 +123,7 @@ def run(
         return 1
     print(f"draining {what}{when}", file=sys.stderr)
     if len(nodes) == 1 and options.at is None:
-        print(client.drain(nodes[0], options.reason), file=out)  # schedulers of older versions know it
+        print(client.drain(nodes[0], options.reason), file=out)  # Older schedulers know this call.
     else:
         print(client.drain_many(nodes, hosts, options.reason, at_s=options.at or 0.0), file=out)
     return 0
@@ -135,10 +136,10 @@ def describe(nodes: Sequence[str], hosts: Sequence[str]) -> str:
 
 
 def cost(client: SchedulerClient, nodes: Sequence[str], hosts: Sequence[str]) -> str:
-    """What the scheduler says that it would cost; an older one cannot.
+    """Asks the scheduler what the drain would cost; an older scheduler cannot answer.
 
     Raises:
-        RefusedByScheduler: there are no such workers, or this side may not ask.
+        RefusedByScheduler: no such workers exist, or this side may not ask.
     """
     try:
         return client.drain_many(nodes, hosts, preview=True)

@@ -1,4 +1,4 @@
-"""Shows where the processes of workers stand, as they have said it."""
+"""Prints the stacks that workers have sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def show(reply: pb.StacksReply, out: TextIO) -> int:
-    """Writes each worker's stacks under its name; returns the exit code, 1 where nobody has answered."""
+    """Prints each worker's stacks under its name; returns the exit code, which is 1 if no worker answered."""
     if not reply.workers:
         out.write("no workers\n")
     for worker in reply.workers:

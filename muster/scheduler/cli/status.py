@@ -1,4 +1,4 @@
-"""Shows a scheduler's answers as tables or JSON: a job and its workers, or the jobs."""
+"""Prints a scheduler's answers as tables or JSON: a job and its workers, or a list of jobs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from muster.scheduler.cli.client import UnreachableError
+from muster.scheduler.cli.gpus import gpu_in_short, gpu_json, gpu_warnings, refused_in_words, refused_json
 from muster.wire.messages import NCCL_WORDS
 
 if TYPE_CHECKING:
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
     from muster.wire.v1 import rendezvous_pb2 as pb
 
 FILE_COLUMNS = 140
-"""Width of a table that goes into a file."""
+"""Width in columns of a table that is written to a file."""
 
 WIDE_COLUMNS = 120
-"""Terminal width in columns from which a table also has addresses, models and last heartbeats."""
+"""Terminal width in columns from which a table also shows addresses, models and last heartbeats."""
 
 SILENT_S = 5.0
 PARTNERS_SHOWN = 3
 
 
 def as_json(reply: pb.StatusReply) -> dict[str, Any]:
-    """The reply as plain values; ranks that are not given yet are null."""
+    """The reply as plain values; ranks that are not assigned yet are null."""
     return {
         "job_id": reply.job_id,
         "state": reply.state,
@@ -43,7 +44,11 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "stragglers": [_straggler_json(straggler) for straggler in reply.stragglers],
         "evidence": reply.evidence or None,
         "seconds_by_cause": {cause: round(s, 3) for cause, s in sorted(reply.seconds_by_cause.items())},
+        "steps": reply.steps or None,
+        "remaining_s": round(reply.remaining_s, 3) if reply.remaining_s else None,
+        "numbers": dict(sorted(reply.numbers.items())),
         "drains": [_drain_json(drain) for drain in reply.drains],
+        "refused_gpus": [refused_json(refused) for refused in reply.refused_gpus],
     }
 
 
@@ -64,8 +69,15 @@ def goodput_in_words(seconds_by_cause: Mapping[str, float]) -> str:
     return f"time: {shares}, of {_duration(whole_s)}"
 
 
+def steps_in_words(reply: pb.StatusReply) -> str:
+    """``step 480 of 1,000, about 0:03:00 left at the pace of now``."""
+    step = min((worker.step for worker in reply.workers if worker.rank >= 0), default=0)
+    left = f", about {_duration(reply.remaining_s)} left at the pace of now" if reply.remaining_s else ""
+    return f"step {step:,} of {reply.steps:,}{left}"
+
+
 def drain_in_words(drain: pb.PlannedDrain) -> str:
-    """A planned drain in a sentence."""
+    """A planned drain as a sentence."""
     names = [
         f"{noun} {', '.join(some)}"
         for noun, some in (("host", drain.hosts), ("node", drain.node_ids))
@@ -114,7 +126,7 @@ def _checkpoint_json(checkpoint: pb.CheckpointReport) -> dict[str, Any]:
 
 
 def _snapshot_json(snapshot: pb.SnapshotReport) -> dict[str, Any]:
-    """Of the newest that is complete here and at its partners, and of one under way."""
+    """The newest snapshot that is complete here and at its partners, and one in progress, as plain values."""
     newest = newest_of(snapshot)
     return {
         "step": newest if newest >= 0 else None,
@@ -127,7 +139,7 @@ def _snapshot_json(snapshot: pb.SnapshotReport) -> dict[str, Any]:
 
 
 def newest_of(snapshot: pb.SnapshotReport) -> int:
-    """The newest snapshot that is complete at a worker and its partners; -1: none."""
+    """The newest snapshot that is complete on a worker and its partners; -1 if there is none."""
     return max(snapshot.agreed, snapshot.taken if snapshot.complete else -1)
 
 
@@ -174,11 +186,12 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
         }
         if worker.HasField("shares")
         else None,
+        "gpu": gpu_json(worker),
     }
 
 
 def job_as_json(where: str, job: pb.JobSummary) -> dict[str, Any]:
-    """A line of the list of jobs as plain values."""
+    """An entry of the list of jobs as plain values."""
     return {
         "scheduler": where,
         "job_id": job.job_id,
@@ -191,14 +204,14 @@ def job_as_json(where: str, job: pb.JobSummary) -> dict[str, Any]:
 
 
 def show(reply: pb.StatusReply, out: TextIO, *, width: int | None = None) -> None:
-    """Shows a job as a table; ``width`` in columns, None: as wide as the terminal."""
+    """Prints a job as a table; ``width`` in columns, None for the terminal's width."""
     console = _console(out, width)
     for part in _parts(reply, console.width):
         console.print(part)
 
 
 def show_jobs(rows: Sequence[tuple[str, pb.JobSummary]], out: TextIO, *, width: int | None = None) -> None:
-    """Shows jobs, each with the address of its scheduler, as a table."""
+    """Prints a table of jobs, each with the address of its scheduler."""
     from rich.table import Table
     from rich.text import Text
 
@@ -220,12 +233,12 @@ def show_jobs(rows: Sequence[tuple[str, pb.JobSummary]], out: TextIO, *, width: 
 
 
 def watch(ask: Callable[[], pb.StatusReply], out: TextIO, *, pause: Callable[[], None]) -> int:
-    """Shows a job again and again, until Ctrl-C or its end; returns the exit code.
+    """Prints a job repeatedly until Ctrl-C or the job's end; returns the exit code.
 
     Args:
-        ask: asks the scheduler.
-        out: where to.
-        pause: waits between two times.
+        ask: queries the scheduler.
+        out: the stream to print to.
+        pause: called to wait between two queries.
     """
     from rich.console import Group
     from rich.live import Live
@@ -277,23 +290,34 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
         keeps = wide and any(worker.HasField("snapshot") for worker in reply.workers)
         if keeps:
             table.add_column("snapshot", justify="right", no_wrap=True)
+        tells = wide and any(worker.HasField("gpu") for worker in reply.workers)
+        if tells:
+            table.add_column("gpu", justify="right", no_wrap=True)
         for worker in reply.workers:
             more = [_snapshot(worker)] if keeps else []
+            more += [gpu_in_short(worker.gpu) if worker.HasField("gpu") else "-"] if tells else []
             table.add_row(*map(Text, [*_row(worker, wide=wide), *more]))
         parts.append(table)
     parts += map(Text, copies_in_words(reply.copies))
     parts += [
-        Text(straggler.sentence, style="" if straggler.kind == "one-off" else "bold red")
+        Text(straggler.sentence, style="" if straggler.kind == "one-off" else "bold yellow")
         for straggler in reply.stragglers
     ]
+    parts += [Text(sentence, style="bold yellow") for sentence in gpu_warnings(reply.workers)]
+    parts += [Text(refused_in_words(refused), style="bold yellow") for refused in reply.refused_gpus]
     if sum(reply.seconds_by_cause.values()) > 0.0:
         parts.append(Text(goodput_in_words(reply.seconds_by_cause)))
+    if reply.steps:
+        parts.append(Text(steps_in_words(reply)))
+    if reply.numbers:
+        parts.append(Text(", ".join(f"{name} {value:.4g}" for name, value in sorted(reply.numbers.items()))))
     parts += [Text(drain_in_words(drain), style="bold") for drain in reply.drains]
-    parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
+    trouble = "bold red" if reply.state == "suspended" else "bold yellow"
+    parts += [Text(f"missing: {missing}", style=trouble) for missing in reply.missing]
     if words := NCCL_WORDS.get(reply.nccl_traffic):
         parts.append(Text(f"NCCL between hosts: {words}"))
     if reply.reason:
-        parts.append(Text(reply.reason))
+        parts.append(Text(reply.reason, style="bold red" if reply.state == "suspended" else ""))
     if reply.evidence:
         parts.append(Text(reply.evidence))
     return parts
@@ -318,7 +342,7 @@ def _row(worker: pb.WorkerStatus, *, wide: bool) -> list[str]:
 
 
 def _waits(worker: pb.WorkerStatus) -> str:
-    """The part of its last steps in which a worker waited for others, or for data."""
+    """The share of its recent steps during which a worker waited for other workers or for data."""
     shares = worker.shares
     waited_s = shares.waited + shares.data
     whole_s = shares.computed + waited_s
@@ -326,7 +350,7 @@ def _waits(worker: pb.WorkerStatus) -> str:
 
 
 def _snapshot(worker: pb.WorkerStatus) -> str:
-    """``120 at 3, 12 s``: the newest that is kept, by which ranks, and how old it is."""
+    """Formats ``120 at 3, 12 s``: the newest snapshot that is kept, the ranks that keep it, and its age."""
     newest = newest_of(worker.snapshot) if worker.HasField("snapshot") else -1
     if newest < 0:
         return "-"
@@ -335,7 +359,7 @@ def _snapshot(worker: pb.WorkerStatus) -> str:
 
 
 def copies_in_words(copies: pb.JobCopies) -> Iterator[str]:
-    """The last snapshot that counts and the last checkpoint of a job, a sentence for each that there is."""
+    """The last complete snapshot and the last checkpoint of a job, each as a sentence if there is one."""
     if copies.HasField("snapshot_step"):
         age, took = _seconds(copies.snapshot_age_s), _seconds(copies.snapshot_seconds)
         yield (

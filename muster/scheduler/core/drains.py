@@ -1,7 +1,7 @@
-"""Drains of hosts and workers: now or at a time of day, called off before they happen, and what they cost.
+"""Drains of hosts and workers: now or at a time of day, how they are cancelled, and what they cost.
 
-A plan names hosts and node ids, not processes: who is there at its time leaves, all in one change of members.
-It is durable, and so outlives the scheduler that took it down.
+A plan names hosts and node ids, not processes: the workers that are there at its time leave, all in one
+change of members. A plan is durable and survives a restart of the scheduler.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from muster.scheduler.core.ledger import Claim, Phase, count, listing, natural_k
 from muster.wire import messages
 
 MOST_PLANS = 64
-"""Plans of one job at most."""
+"""The most planned drains of one job."""
 
 
 def asked(job: Job, event: events.DrainAsked, now: float) -> None:
-    """Drains hosts and workers, or plans to."""
+    """Drains hosts and workers now, or plans their drain."""
     job.unix_offset_s = event.unix_s - now
     if job.phase is Phase.ENDED:
         job.outbox.mention(f"Job {job.job_id} has ended.")
@@ -40,7 +40,7 @@ def asked(job: Job, event: events.DrainAsked, now: float) -> None:
 
 
 def called_off(job: Job, event: events.DrainCalledOff, now: float) -> None:
-    """Calls planned drains off: of these hosts and node ids, or all."""
+    """Cancels planned drains: those of these hosts and node ids, or all."""
     nodes, hosts = set(event.node_ids), set(event.hosts)
     everything = not nodes and not hosts
     kept = []
@@ -59,12 +59,12 @@ def called_off(job: Job, event: events.DrainCalledOff, now: float) -> None:
 
 
 def time_of_day(job: Job, event: events.TimeOfDay, now: float) -> None:
-    """Learns the time of day, by which planned drains are due."""
+    """Records the time of day, which decides when planned drains are due."""
     job.unix_offset_s = event.unix_s - now
 
 
 def due(job: Job) -> float | None:
-    """When the next planned drain is to happen, on the clock of events; None: none is planned."""
+    """When the next planned drain is due, on the clock of events; None if none is planned."""
     if not job.ledger.drains or job.unix_offset_s is None or job.phase is Phase.ENDED:
         return None
     return min(plan.at_s for plan in job.ledger.drains.values()) - job.unix_offset_s
@@ -81,13 +81,13 @@ def tend(job: Job, now: float) -> None:
 
 
 def planned_of(job: Job) -> tuple[messages.PlannedDrain, ...]:
-    """The drains that are planned, the next first."""
+    """The planned drains, the next one first."""
     plans = sorted(job.ledger.drains.values(), key=lambda plan: (plan.at_s, plan.number))
     return tuple(messages.PlannedDrain(p.number, p.at_s, p.node_ids, p.hosts, p.reason) for p in plans)
 
 
 def in_words(node_ids: Collection[str], hosts: Collection[str]) -> str:
-    """``host gpu-17 and nodes 3, 4``."""
+    """Formats ``host gpu-17 and nodes 3, 4``."""
     parts = [
         f"{noun if len(names) == 1 else noun + 's'} {listing(sorted(names, key=natural_key))}"
         for noun, names in (("host", hosts), ("node", node_ids))
@@ -97,7 +97,7 @@ def in_words(node_ids: Collection[str], hosts: Collection[str]) -> str:
 
 
 def targets(job: Job, node_ids: Collection[str], hosts: Collection[str]) -> list[Claim]:
-    """The workers that these names mean: node ids, and hosts by name, id or address; in order of rank."""
+    """The workers that these node ids and hosts (by name, id or address) refer to, in order of rank."""
     found = [
         claim
         for node_id, claim in job.ledger.claims.items()
@@ -121,7 +121,7 @@ def _without(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
 
 
 def _drain(job: Job, node_ids: Collection[str], hosts: Collection[str], reason: str) -> list[Claim]:
-    """Plans the leave of all of them; members finish the same step, and one change serves for all."""
+    """Plans the leave of all of them together, so that one change of members covers all."""
     found = [claim for claim in targets(job, node_ids, hosts) if claim.leaving is None]
     for claim in found:
         plan_leave(job, claim, reason)
@@ -133,7 +133,7 @@ def _drain(job: Job, node_ids: Collection[str], hosts: Collection[str], reason: 
 
 
 def weigh(job: Job, node_ids: Collection[str], hosts: Collection[str]) -> str:
-    """What draining these workers would cost as the job stands now: steps, seconds, speed; in sentences."""
+    """Describes what draining these workers would cost at present: steps, seconds and speed."""
     found = [claim for claim in targets(job, node_ids, hosts) if claim.leaving is None]
     members = [claim for claim in found if job.rank_of(claim.candidate.node_id) >= 0]
     if not found:
@@ -168,7 +168,7 @@ def _steps(job: Job, goers: Collection[str]) -> str:
 
 
 def _seconds(job: Job) -> str:
-    """How long the change itself would take, from the last ones and the length of a step."""
+    """A sentence on how long the change would take, from recent changes and the length of a step."""
     last_s, step_s = job.last_change_s, job.stragglers.step_s()
     within = f", after the end of a step ({step_s:.2g} s)" if step_s else ""
     if last_s is None:
@@ -183,7 +183,7 @@ def _speed(job: Job, left: int, size: int) -> str:
 
 
 def _span(seconds: float) -> str:
-    """``2 h 5 min``, ``5 min``, ``40 s``."""
+    """Formats a duration: ``2 h 5 min``, ``5 min``, ``40 s``."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"

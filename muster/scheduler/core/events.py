@@ -1,6 +1,6 @@
 """Input and output of the scheduler's state machine: settings, events, decisions.
 
-What a worker has sent goes in as the message itself, with the number of the stream that it came on.
+What a worker sends is passed in as the message itself, with the number of its stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SessionId = int
 
 @dataclass(frozen=True, slots=True)
 class DrainPolicy:
-    """Drain who makes steps ``slowdown`` times as long for ``seconds``, where a spare waits."""
+    """Drain a rank that makes steps ``slowdown`` times as long for ``seconds``, if a spare is waiting."""
 
     slowdown: float
     seconds: float
@@ -28,12 +28,12 @@ class DrainPolicy:
 class CoreSettings:
     """What the core must know of the scheduler's settings.
 
-    ``worker_num`` 0 means: the first worker that joins this job says it. ``recovered_timeout_s`` is how long
-    workers may take to find a scheduler that was just recovered; None: ``node_timeout_s``.
-    ``breaking_pause_s`` is how long the scheduler may stand still before a worker leaves its stream for that;
-    None: a third of ``node_timeout_s``.
-    ``heartbeat_interval_s`` is the shortest: it grows where all members would be heard more than
-    ``heartbeats_per_s`` times a second. ``drain_stragglers`` None: they stay.
+    ``worker_num`` 0 means that the first worker to join determines it. ``recovered_timeout_s`` is how long
+    workers may take to reconnect to a scheduler that was just recovered; None means ``node_timeout_s``.
+    ``breaking_pause_s`` is how long the scheduler's process may be paused before a worker gives up its
+    stream; None means a third of ``node_timeout_s``. ``heartbeat_interval_s`` is the shortest interval: it
+    grows so that all members together send at most ``heartbeats_per_s`` heartbeats a second. With
+    ``drain_stragglers`` None, stragglers are not drained.
     """
 
     worker_num: int
@@ -60,7 +60,7 @@ class OfSession(Value):
 
 
 class Joined(OfSession):
-    """A worker asks for a place, or takes up the place it held before its stream broke."""
+    """A worker asks for a place, or for the place that it held before its stream broke."""
 
     candidate: messages.Candidate
     held_generation: int = 0
@@ -71,14 +71,16 @@ class Joined(OfSession):
     held_world_size: int = 0
     last_call_s: float = 0.0
     gives_stacks: bool = False
+    gpu_uuid: str = ""
+    gpu_fault: str = ""
 
 
 class Heard(messages.Heartbeat, OfSession):
-    """A worker's heartbeat; it may still be busy in an older generation than the newest that it knows of."""
+    """A worker's heartbeat. The worker may still be busy in an older generation than its newest one."""
 
 
 class UniqueIdsPublished(messages.PublishUniqueIds, OfSession):
-    """Rank 0 of a generation hands in its unique ids."""
+    """Rank 0 of a generation has sent its unique ids."""
 
 
 class BuiltReported(messages.Built, OfSession):
@@ -86,15 +88,15 @@ class BuiltReported(messages.Built, OfSession):
 
 
 class QuiescedReported(messages.Quiesced, OfSession):
-    """A worker stops at a step boundary for a planned change."""
+    """A worker has stopped at a step boundary for a planned change."""
 
 
 class PeerSuspected(messages.SuspectPeer, OfSession):
-    """A worker saw a collective fail on a peer."""
+    """A worker saw a collective fail, and suspects a peer."""
 
 
 class PeerLate(messages.Late, OfSession):
-    """A worker waits for its peers."""
+    """A worker is waiting for its peers longer than usual."""
 
 
 class ProbeAnswered(messages.Probed, OfSession):
@@ -102,7 +104,7 @@ class ProbeAnswered(messages.Probed, OfSession):
 
 
 class StacksTold(messages.Stacks, OfSession):
-    """A worker says where its process stands."""
+    """A worker has sent the stacks of its process."""
 
 
 class LeaveRequested(messages.RequestLeave, OfSession):
@@ -110,13 +112,14 @@ class LeaveRequested(messages.RequestLeave, OfSession):
 
 
 class LeftCleanly(messages.Leave, OfSession):
-    """A worker says goodbye."""
+    """A worker has sent Leave, and ends its stream."""
 
 
 class SessionLost(OfSession):
-    """A worker's stream ended without a goodbye.
+    """A worker's stream ended without Leave.
 
-    ``may_return``: that says nothing of the worker, whose host's stream broke, say.
+    ``may_return``: the end of the stream says nothing about the worker itself, for example because the stream
+    of its whole host broke.
     """
 
     detail: str
@@ -124,20 +127,20 @@ class SessionLost(OfSession):
 
 
 class DrainRequested(Value):
-    """An operator wants this node out at a step boundary."""
+    """An operator drains this node at the next step boundary."""
 
     node_id: str
     reason: str
 
 
 class DrainAsked(Value):
-    """An operator wants workers out at a step boundary, all by one change, now or at a time of day.
+    """An operator drains workers at a step boundary, all in one change, now or at a time of day.
 
     Attributes:
-        node_ids, hosts: whose; hosts by name, id or address.
-        reason: why.
+        node_ids, hosts: the workers to drain; hosts by name, id or address.
+        reason: the operator's reason.
         unix_s: the time of day now, in seconds since 1970.
-        at_s: when; in the past: now.
+        at_s: when to drain; a time in the past means now.
     """
 
     node_ids: tuple[str, ...]
@@ -148,22 +151,28 @@ class DrainAsked(Value):
 
 
 class DrainCalledOff(Value):
-    """An operator undoes planned drains of these node ids and hosts; with neither, all."""
+    """An operator cancels planned drains of these node ids and hosts; with neither, all planned drains."""
 
     node_ids: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
 
 
+class AdmitAsked(Value):
+    """An operator lets refused GPUs in again: those of a host or node, or one by name."""
+
+    name: str
+
+
 class TimeOfDay(Value):
-    """What the clock on the wall shows, in seconds since 1970."""
+    """The wall-clock time, in seconds since 1970."""
 
     unix_s: float
 
 
 class StacksRequested(Value):
-    """An operator asks where workers stand: one, or with no node id all.
+    """An operator asks for the stacks of one worker, or with an empty node id of all workers.
 
-    ``ticket``: a number from 1 by which the answer is known, a :class:`Bundle`.
+    ``ticket``: a number from 1, which the answer (a :class:`Bundle`) repeats.
     """
 
     ticket: int
@@ -171,22 +180,22 @@ class StacksRequested(Value):
 
 
 class EndRequested(Value):
-    """An operator wants the job to end."""
+    """An operator ends the job."""
 
     reason: str
 
 
 class Expel(Value):
-    """This worker must go at once (its certificate was revoked, say)."""
+    """This worker must go at once, for example because its certificate was revoked."""
 
     node_id: str
     reason: str
 
 
 class ProcessEnded(Value):
-    """The launcher of this incarnation has collected its process; ``detail`` says how it ended.
+    """The launcher of this incarnation has reaped its process; ``detail`` says how it ended.
 
-    Whose word it was the adapter has checked: the certificate allows this node.
+    The adapter has checked that the sender's certificate allows reports about this node.
     """
 
     node_id: str
@@ -195,29 +204,32 @@ class ProcessEnded(Value):
 
 
 class Tick(Value):
-    """Time has passed: the deadline that the machine asked for has come, or the driver's pulse."""
+    """Time has passed: the machine's deadline has been reached, or the driver's periodic tick."""
 
 
 class ProcessPaused(Value):
-    """The scheduler's own process did not run for ``seconds``: stopped, or frozen.
+    """The scheduler's own process did not run for ``seconds``: it was stopped or frozen.
 
-    It goes before whatever came in that time.
+    Passed in before any event that arrived in that time.
     """
 
     seconds: float
 
 
 class HeldUp(Value):
-    """Nothing could be written for ``seconds``, so nothing was stepped; streams were served.
+    """The journal could not be written for ``seconds``: no event was stepped, but streams were served.
 
-    It goes before whatever came in that time.
+    Passed in before any event that arrived in that time.
     """
 
     seconds: float
 
 
 class ReceiveBacklog(Value):
-    """The scheduler has unread bytes of workers that would count as silent. Comes before a Tick."""
+    """The scheduler has not yet read bytes from workers that would count as silent.
+
+    Passed in before a Tick.
+    """
 
     sessions: tuple[SessionId, ...]
 
@@ -239,6 +251,7 @@ Event = (
     | DrainRequested
     | DrainAsked
     | DrainCalledOff
+    | AdmitAsked
     | TimeOfDay
     | EndRequested
     | Expel
@@ -251,14 +264,14 @@ Event = (
 
 
 class RankEvidence(Value):
-    """What is known of one worker when its job stands still.
+    """What is known of one worker when its job makes no progress.
 
     Attributes:
-        candidate, rank: who it is.
-        step, started_step: steps finished, and begun.
-        recent: its last collectives, as its newest heartbeat has them.
-        stacks: where its process stands, in its own words; empty: it was not asked, or nothing came.
-        obstacle: why nothing came, in words; empty: it was not asked.
+        candidate, rank: the worker and its rank.
+        step, started_step: steps finished and steps begun.
+        recent: its last collectives, according to its newest heartbeat.
+        stacks: the stacks of its process; empty if it was not asked or did not answer.
+        obstacle: why it did not answer, as a sentence; empty if it was not asked.
     """
 
     candidate: messages.Candidate
@@ -271,12 +284,12 @@ class RankEvidence(Value):
 
 
 class Bundle(Value):
-    """What was gathered of a standstill, or for an operator.
+    """Evidence that was gathered for a hang, or for an operator's request.
 
     Attributes:
-        ticket: of the operator's request; 0: it is evidence of a hang, to be kept.
-        sentence: what was asked for, or why it was gathered.
-        generation: in which.
+        ticket: number of the operator's request; 0 for evidence of a hang, which is to be kept.
+        sentence: what was asked for, or why the evidence was gathered.
+        generation: the generation it is about.
         ranks: the workers, members first.
     """
 
@@ -290,10 +303,10 @@ class Bundle(Value):
 class Decision:
     """What follows from one event.
 
-    The adapter makes ``records`` durable, then sends ``messages`` in order, then logs ``reason``
-    if it is not empty. After ``Refused`` or ``Ended`` it closes that session's stream. Records and
-    messages are apart so that the order cannot be got wrong (as in etcd raft's ``Ready``). ``bundles`` are
-    kept beside the journal, or handed to who has asked; nothing depends on that.
+    The adapter makes ``records`` durable, then sends ``messages`` in order, then logs ``reason`` if it is not
+    empty. After ``Refused`` or ``Ended`` it closes that session's stream. Records and messages are separate
+    fields so that the order cannot be confused (as in etcd raft's ``Ready``). ``bundles`` are kept next to
+    the journal, or returned to the operator who asked; nothing depends on them.
     """
 
     records: tuple[Record, ...] = ()

@@ -1,7 +1,7 @@
-"""Evidence of a standstill: whose stacks are asked for, when, and when no answer is waited for any more.
+"""Evidence of a hang: which workers are asked for their stacks, when, and how long to wait for their answers.
 
-A rank that is named as late is asked before the hang's time-out runs out, once for each standstill. An
-operator may ask at any time. To ask ends nothing and decides nothing: a worker answers, or its time is over.
+A rank that is reported as late is asked before the hang time-out ends, once per hang. An operator may ask at
+any time. Asking has no effect on the job: a worker answers, or the request times out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from muster.scheduler.core.ledger import natural_key
 from muster.wire import messages
 
 ASKED_AT_MOST = 8
-"""So many ranks that are named as late are asked at once."""
+"""The most late ranks that are asked in one request."""
 
 EACH_BYTES = 64 * 1024
 ALL_BYTES = 4 << 20
-"""Limits of the answers, of one worker's and of all: the scheduler holds them for a moment."""
+"""Limits in bytes of the answer of one worker and of all workers, which the scheduler holds in memory for a
+moment.
+"""
 
 TOO_OLD = "its Muster, or what carries its stream, is older than these requests"
 NO_STREAM = "it has no stream at the moment"
@@ -30,13 +32,13 @@ NO_ANSWER = (
 
 
 def standstill(job: Job, now: float, node_ids: Collection[str], sentence: str) -> None:
-    """Asks the ranks that are named as late for their stacks, if it is not done for this standstill.
+    """Asks the ranks that are reported as late for their stacks, unless this hang has been handled already.
 
     Args:
         job: the job.
         now: the time.
-        node_ids: those that are named.
-        sentence: how.
+        node_ids: the ranks that are reported.
+        sentence: the report.
     """
     evidence = job.evidence
     if evidence.gathered or now < evidence.not_before or not node_ids:
@@ -46,7 +48,7 @@ def standstill(job: Job, now: float, node_ids: Collection[str], sentence: str) -
 
 
 def over(job: Job) -> None:
-    """Training goes on: what stands still next is something new."""
+    """Training goes on, so the next standstill counts as a new one."""
     job.evidence.gathered = False
 
 
@@ -58,7 +60,7 @@ def stacks_requested(job: Job, event: events.StacksRequested, now: float) -> Non
 
 
 def stacks_told(job: Job, event: events.StacksTold, now: float) -> None:
-    """Takes a worker's answer; the last one ends the request."""
+    """Stores a worker's answer; the last answer ends the request."""
     claim = job.sender(event.session)
     gathering = job.evidence.open.get(event.request)
     if claim is None or gathering is None or claim.candidate.node_id not in gathering.awaited:
@@ -70,7 +72,7 @@ def stacks_told(job: Job, event: events.StacksTold, now: float) -> None:
 
 
 def tend(job: Job, now: float) -> None:
-    """Ends the requests whose time is over."""
+    """Ends the requests that have timed out."""
     for number, gathering in list(job.evidence.open.items()):
         if now >= gathering.due:
             _conclude(job, number)
@@ -100,7 +102,8 @@ def _conclude(job: Job, number: int) -> None:
     gathering.obstacles |= dict.fromkeys(gathering.awaited, NO_ANSWER)
     asked = gathering.told.keys() | gathering.obstacles.keys()
     members = [claim.candidate.node_id for claim in job.ledger.living_members()]
-    # Of a hang the collectives of all say what is waited for; an operator gets what was asked for.
+    # Evidence of a hang has the collectives of all ranks, because they show what is waited for. An operator
+    # gets only what was asked for.
     shown = members if not gathering.ticket else [node_id for node_id in members if node_id in asked]
     others = sorted(asked - set(members), key=natural_key)
     ranks = tuple(_of_ranks(job, gathering, [*shown, *others]))
@@ -112,7 +115,7 @@ def _conclude(job: Job, number: int) -> None:
 def _of_ranks(job: Job, gathering: Gathering, node_ids: Iterable[str]) -> Iterable[events.RankEvidence]:
     for node_id in node_ids:
         claim, contact = job.ledger.claims.get(node_id), job.members.by_node.get(node_id)
-        if claim is None or contact is None:  # it is gone by now
+        if claim is None or contact is None:  # The worker is gone by now.
             continue
         yield events.RankEvidence(
             claim.candidate,

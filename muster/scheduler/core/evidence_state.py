@@ -1,4 +1,4 @@
-"""What is gathered of workers' stacks; :mod:`muster.scheduler.core.evidence` decides when."""
+"""The state of requests for workers' stacks; :mod:`muster.scheduler.core.evidence` has the rules."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ GATHER_S = 10.0
 """How long workers have to answer, in seconds."""
 
 INCIDENTS_APART_S = 60.0
-"""The shortest time from one hang that is gathered of to the next, in seconds."""
+"""The shortest time between two hangs for which evidence is gathered, in seconds."""
 
 
 @dataclass(slots=True)
 class Gathering:
-    """Workers that were asked for their stacks.
+    """One request for stacks, and the answers so far.
 
     Attributes:
-        due: when no answer is waited for any more.
-        ticket: of the operator's request; 0: of a hang.
-        sentence: why they were asked.
-        generation: in which.
+        due: when the request times out.
+        ticket: number of the operator's request; 0 for a hang.
+        sentence: why the workers were asked.
+        generation: the generation at the time.
         awaited: the node ids of those that have not answered.
         told: the answers, by node id.
-        obstacles: why others were not asked.
+        obstacles: why the other workers were not asked, by node id.
     """
 
     due: float
@@ -38,14 +38,14 @@ class Gathering:
 
 @dataclass(slots=True)
 class Evidence:
-    """The requests for stacks that are under way; begins empty when the scheduler restarts.
+    """All requests for stacks in progress; empty after a restart of the scheduler.
 
     Attributes:
-        number: the newest request's.
+        number: number of the newest request.
         givers: the streams of workers that answer such a request.
-        open: the requests under way, by number.
-        gathered: of the standstill that there is, evidence is gathered already.
-        not_before: when evidence of another may be.
+        open: the requests in progress, by number.
+        gathered: evidence of the present hang has been requested already.
+        not_before: the earliest time for evidence of another hang.
     """
 
     number: int = 0
@@ -55,9 +55,9 @@ class Evidence:
     not_before: float = 0.0
 
     def due(self) -> float | None:
-        """When the first request is over; None: none is under way."""
+        """When the first request times out; None if there are none."""
         return min((each.due for each in self.open.values()), default=None)
 
     def awaits(self, node_id: str) -> bool:
-        """Whether a hang's evidence is still to come from this worker."""
+        """Whether this worker still has to answer for evidence of a hang."""
         return any(not each.ticket and node_id in each.awaited for each in self.open.values())

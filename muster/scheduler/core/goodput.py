@@ -1,21 +1,14 @@
-"""A job's time by cause: what of it was training, and what the rest went into.
+"""A job's time by cause: how much of it was training, and where the rest went.
 
-Fed by what the scheduler hears and decides anyway: phases, steps in heartbeats, and the sums of step times.
-It begins with the scheduler's process and is not written down.
+Computed from what the scheduler knows anyway: phases, steps in heartbeats, and sums of step times. It starts
+with the scheduler's process and is not journaled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TRAINING, DATA, REDOING, FORMING, SUSPENDED = CAUSES = (
-    "training",
-    "waiting for data",
-    "redoing",
-    "forming",
-    "suspended",
-)
-"""In the order in which they are shown. Redoing: steps that had been finished before members were lost."""
+from muster.wire.time_by_cause import CAUSES, CHECKPOINTS, DATA, REDOING, TRAINING
 
 
 @dataclass(slots=True)
@@ -23,8 +16,8 @@ class Goodput:
     """Sums of a job's time by cause, in seconds.
 
     Attributes:
-        furthest: the most steps that a member has finished.
-        redo_until: steps up to here are made again; 0: none are.
+        furthest: the highest number of steps that any member has finished.
+        redo_until: steps up to this number are being repeated; 0 if none are.
     """
 
     furthest: int = 0
@@ -32,21 +25,25 @@ class Goodput:
     _spent: dict[str, float] = field(default_factory=dict)
     _cause: str = ""
     _since: float = 0.0
+    _told: dict[str, float] = field(default_factory=dict)
+    _checkpoints: dict[str, float] = field(default_factory=dict)
+    _longest: float = 0.0
 
     def follow(self, cause: str, now: float) -> None:
-        """From now on the time goes into this; empty: into nothing, as after the end."""
+        """From now on, counts the time under this cause; with an empty one, under none, as after the end."""
         if cause == self._cause:
             return
         self._settle(now)
         self._cause = cause
 
     def step_heard(self, step: int, now: float, *, fell: bool) -> None:
-        """Takes in how many steps a member of the generation that stands has finished.
+        """Updates the number of steps that a member of the established generation has finished.
 
         Args:
             step: that number.
             now: the time.
-            fell: it went back. Otherwise one that is behind the furthest is merely heard later than that one.
+            fell: the member went back to an earlier step. Otherwise, a lower number only means that it was
+                heard later than the furthest one.
         """
         if step < self.furthest:
             if fell and self._cause == TRAINING and not self.redo_until:
@@ -60,19 +57,49 @@ class Goodput:
                 self.follow(TRAINING, now)
 
     def data_waited(self, seconds: float, now: float) -> None:
-        """So much of the time that counted as training was waiting for data."""
-        self._settle(now)
-        moved = min(max(0.0, seconds), self._spent.get(TRAINING, 0.0))
-        if moved:
-            self._spent[TRAINING] -= moved
-            self._spent[DATA] = self._spent.get(DATA, 0.0) + moved
+        """Moves this much of the time counted as training to waiting for data."""
+        self._move(seconds, now, (TRAINING,), DATA)
+
+    def generation_formed(self) -> None:
+        """A generation was formed; from now on other members may write checkpoints."""
+        self._checkpoints, self._longest = {}, 0.0
+
+    def checkpoints_heard(self, node_id: str, total_s: float, now: float) -> None:
+        """Updates how long a member has been blocked by checkpoints since its process began.
+
+        Members that write at the same time, or wait for the one that writes, must count once. So the highest
+        value of any member in this generation is used.
+        """
+        before = self._told.get(node_id, total_s)
+        self._told[node_id] = total_s
+        if total_s == before:
+            return
+        more = total_s - before if total_s > before else total_s  # A new process has begun at 0.
+        mine = self._checkpoints[node_id] = self._checkpoints.get(node_id, 0.0) + more
+        longest, self._longest = self._longest, max(self._longest, mine)
+        self._move(self._longest - longest, now, (TRAINING, REDOING), CHECKPOINTS)
+
+    def left(self, node_id: str) -> None:
+        """Forgets a worker."""
+        self._told.pop(node_id, None)
 
     def seconds(self, now: float) -> tuple[tuple[str, float], ...]:
-        """The sums until now of each cause that had any, in the order of :data:`CAUSES`."""
+        """The sums so far of each cause that is not zero, in the order of :data:`CAUSES`."""
         spent = dict(self._spent)
         if self._cause:
             spent[self._cause] = spent.get(self._cause, 0.0) + max(0.0, now - self._since)
         return tuple((cause, spent[cause]) for cause in CAUSES if spent.get(cause))
+
+    def _move(self, seconds: float, now: float, causes: tuple[str, ...], cause: str) -> None:
+        """Moves this much time from these causes to another one, but never more than they have."""
+        self._settle(now)
+        seconds = max(0.0, seconds)
+        for each in causes:
+            moved = min(seconds, self._spent.get(each, 0.0))
+            if moved:
+                self._spent[each] -= moved
+                self._spent[cause] = self._spent.get(cause, 0.0) + moved
+                seconds -= moved
 
     def _settle(self, now: float) -> None:
         if self._cause:

@@ -1,8 +1,8 @@
-"""What members say: heartbeats, unique ids, how far they are, and who they wait for."""
+"""Handles messages of members: heartbeats, unique ids, their progress, and whom they wait for."""
 
 from __future__ import annotations
 
-from muster.scheduler.core import events, evidence, holdups, phases, probing
+from muster.scheduler.core import events, evidence, gpus, holdups, phases, probing
 from muster.scheduler.core.job import Job, Suspicion
 from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
 from muster.scheduler.core.members import Contact
@@ -19,6 +19,7 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
     contact = job.members.by_node[node_id]
     if settled:
         job.goodput.step_heard(event.step, now, fell=_fell(job, contact, event))
+        job.goodput.checkpoints_heard(node_id, event.checkpoints_s, now)
     lacked_state = claim.newcomer and not contact.has_moved
     if contact.entered < event.entered_generation == job.ledger.generation:
         _came_to_build(job, now)
@@ -34,22 +35,24 @@ def heard(job: Job, event: events.Heard, now: float) -> None:
             job.tell_members(sentence, wait=False)
     if event.snapshot is not None:
         _take_snapshots(job, node_id, event, event.snapshot)
+    if event.gpu is not None:
+        gpus.heard(job, node_id, event.gpu, now)
     if event.times is not None and settled and job.stragglers.hear(node_id, event.times, now):
         job.goodput.data_waited(job.stragglers.data_s(now), now)
         holdups.interval_ended(job, now)
-    moved = lacked_state and contact.has_moved  # who leaves may wait for that
+    moved = lacked_state and contact.has_moved  # A leaving member may be waiting for that.
     job.needs_advance = job.needs_advance or moved
 
 
 def _fell(job: Job, contact: Contact, event: events.Heard) -> bool:
-    """Whether a member makes steps again: it went back itself, or began where nobody held the state."""
+    """Whether a member went back in its steps, or started over because no member held the state."""
     formed = job.ledger.formed
     afresh = formed is not None and formed.generation > 1 and formed.state_source_rank < 0
     return event.step < contact.step or (afresh and not contact.has_moved)
 
 
 def _take_snapshots(job: Job, node_id: str, event: events.Heard, report: messages.SnapshotReport) -> None:
-    """Takes in what a worker keeps of snapshots, and tells all members what follows."""
+    """Updates which snapshots a worker keeps, and tells all members what follows."""
     agreement = job.snapshots
     before = agreement.word
     word = agreement.hear(node_id, report, event.step)
@@ -61,9 +64,10 @@ def _take_snapshots(job: Job, node_id: str, event: events.Heard, report: message
 
 
 def _came_to_build(job: Job, now: float) -> None:
-    """Gives a worker that comes late, perhaps after all time-outs, its time to build.
+    """Gives a worker that starts to build late, perhaps after all time-outs, its time to build.
 
-    One that comes soon does not, so that a group that fails again and again is not tried for ever.
+    A worker that starts early gets no extra time, so that a group that fails repeatedly is not retried for
+    ever.
     """
     late = now > job.deadlines.formed_at + job.settings.topo_timeout_s / 2
     if late and job.phase is Phase.BUILDING and job.ledger.ever_established:
@@ -71,7 +75,7 @@ def _came_to_build(job: Job, now: float) -> None:
 
 
 def published(job: Job, event: events.UniqueIdsPublished, now: float) -> None:
-    """Hands the unique ids of rank 0 to all members."""
+    """Sends the unique ids of rank 0 to all members."""
     node_id = job.member_behind(event.session, event.generation)
     if node_id is None or job.rank_of(node_id) != 0 or job.phase is not Phase.BUILDING:
         return
@@ -88,7 +92,8 @@ def built_reported(job: Job, event: events.BuiltReported, now: float) -> None:
     node_id = job.member_behind(event.session, event.generation)
     if node_id is None:
         return
-    if job.members.by_node[node_id].entered < job.ledger.generation:  # it has built before its next heartbeat
+    # The worker had built the group before its next heartbeat.
+    if job.members.by_node[node_id].entered < job.ledger.generation:
         _came_to_build(job, now)
     job.mark_built(node_id)
 
@@ -104,8 +109,8 @@ def quiesced_reported(job: Job, event: events.QuiescedReported, now: float) -> N
 
 
 def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
-    """Handles a failed collective: the peer is lost, or the group is built again."""
-    if event.rank < 0:  # nobody is to blame, but one that has finished may be missed
+    """Handles a failed collective: either the peer is lost, or the group is built again."""
+    if event.rank < 0:  # Nobody is at fault, but a member that has finished may be the one that is missing.
         node_id = job.member_behind(event.session, event.generation)
         if node_id is not None:
             job.current.puzzled.add(node_id)
@@ -117,7 +122,8 @@ def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
         return
     own = who(claim.candidate, job.rank_of(claim.candidate.node_id))
     peer = "its peers"
-    suspects = event.rank != job.rank_of(claim.candidate.node_id)  # its own rank: it knows of none
+    # A worker that names its own rank does not know which peer failed.
+    suspects = event.rank != job.rank_of(claim.candidate.node_id)
     if suspects and event.generation == formed.generation and 0 <= event.rank < len(formed.members):
         peer = who(formed.members[event.rank].candidate, event.rank)
     sentence = f"{own} could not go on with {peer}: {event.detail}"
@@ -125,7 +131,7 @@ def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
         sentence = f"{sentence}; {early_end(job.ledger)}"
     planned = phase is Phase.BUILDING and formed.switch_after_step >= 0
     if event.generation == job.ledger.stood and planned:
-        job.current.broken = sentence  # the others may hang in the last step before the planned switch
+        job.current.broken = sentence  # The others may hang in the last step before the planned switch.
     elif event.generation != formed.generation or job.rank_of(claim.candidate.node_id) < 0:
         return
     job.say(f"{upper_first(sentence)}.")
@@ -135,7 +141,7 @@ def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
 
 
 def peer_late(job: Job, event: events.PeerLate, now: float) -> None:
-    """Asks for a round of probes, because a member waits for its peers."""
+    """Starts a round of probes, because a member is waiting for its peers."""
     claim = job.sender(event.session)
     if claim is not None and job.rank_of(claim.candidate.node_id) >= 0:
         probing.want_round(job, now, urgent=False)

@@ -1,4 +1,4 @@
-"""What is said and done of ranks that hold the others up."""
+"""Reports ranks that hold up the others, and drains them if the settings say so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from muster.wire import messages
 
 
 def interval_ended(job: Job, now: float) -> None:
-    """Says who holds the others up from now on, who does so no more, and drains where that is wanted."""
+    """At the end of an interval, reports who now holds up the others and who no longer does.
+
+    Drains one if wanted.
+    """
     watch, told = job.stragglers, job.told_stragglers
     for node_id, named in watch.named.items():
         if told.get(node_id) != named.finding.kind:
@@ -26,7 +29,7 @@ def interval_ended(job: Job, now: float) -> None:
 
 
 def stragglers_of(job: Job, now: float) -> tuple[messages.Straggler, ...]:
-    """Who holds a job's ranks up, the worst first, and then single long steps of late."""
+    """The ranks that hold up a job, the worst first, followed by recent single long steps."""
     if job.phase not in (Phase.RUNNING, Phase.QUIESCING):
         return ()
     watch = job.stragglers
@@ -62,8 +65,8 @@ def _peer(job: Job, finding: Holdup) -> str:
 
 
 def _drain(job: Job, now: float) -> None:
-    """Lets the worst straggler go where a spare waits; one at a time, and nobody for a link, whose end may
-    be either.
+    """Drains the worst straggler if a spare is waiting. One at a time, and never for a slow link, because
+    either of its ends may be the cause.
     """
     policy = job.settings.drain_stragglers
     if policy is None or job.phase is not Phase.RUNNING or not job.ledger.spares:

@@ -1,7 +1,7 @@
 """A job: its ledger, its members as last heard, its deadlines, its probes and its outbox.
 
-Here is what all that work on a job need; :mod:`muster.scheduler.core.machine` says what events do to it and
-what follows, :mod:`muster.scheduler.core.probing` who cannot be reached.
+This module has what all functions on a job need. :mod:`muster.scheduler.core.machine` handles events, and
+:mod:`muster.scheduler.core.probing` finds members that cannot be reached.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Outbox:
     """The result of one event: records, messages, remarks.
 
     Attributes:
-        records: what has to be durable before any of the messages leaves.
-        messages: what goes to which stream, in order.
-        remarks: what happened, in sentences.
-        bundles: what was gathered of workers' stacks.
+        records: what must be durable before any message is sent.
+        messages: messages with their streams, in order.
+        remarks: sentences on what happened.
+        bundles: gathered stacks of workers.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Outbox:
         self.remarks.append(sentence)
 
     def decision(self) -> events.Decision:
-        """Returns everything as a decision."""
+        """Returns all of it as a decision."""
         return events.Decision(
             tuple(self.records), tuple(self.messages), " ".join(self.remarks), tuple(self.bundles)
         )
@@ -64,7 +64,10 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A report that collectives failed on a peer; unless it is lost by ``due``, the group is built again."""
+    """A report that collectives failed on a peer.
+
+    Unless that peer is lost by ``due``, the group is built again.
+    """
 
     due: float
     sentence: str
@@ -72,23 +75,26 @@ class Suspicion:
 
 @dataclass(slots=True)
 class Deadlines:
-    """Start times and due times of a job's phases. All begin afresh when the scheduler is started again.
+    """Start times and due times of a job's phases. All start again when the scheduler restarts.
 
     Attributes:
-        phase_since: since when the phase lasts.
+        phase_since: when the phase began.
         formed_at: when the newest generation was formed, or ended.
-        progress_since: when training was last seen to go on.
-        stalled: that it stands still has been said.
-        stall_report: when that is said again.
-        report: when it is said again who is missing.
-        spares_fill_in: when spares may take the places of ordinary workers; 0: those are not complete.
-        last_call_s: how long the first group waits for more than it needs; 0: as long as for those.
-        last_call: when that is over; 0: it lacks some that it needs.
-        hand_over: when a member that leaves waits no longer for another that takes the state.
-        holders_return: when a suspended job waits no longer for those that held the state; 0: too few are in.
+        progress_since: when training last made progress.
+        stalled: a stall has been reported.
+        stall_report: when it is reported again.
+        report: when the missing workers are reported again.
+        spares_fill_in: when spares may take the places of missing ordinary workers; 0 if there are still too
+            few workers for that.
+        last_call_s: how long the first group waits for more members than it needs, in seconds; 0: as long as
+            for the needed ones.
+        last_call: when that wait ends; 0 while needed members are missing.
+        hand_over: when a leaving member stops waiting for another one to take the state.
+        holders_return: when a suspended job stops waiting for members that held the state; 0 while too few
+            workers are in.
         suspicion: when a group whose collectives failed is built again.
-        forgiving_until: a stream that ends before that may have broken while the scheduler stood still.
-        late_s, late_at: by how much turns were late lately, and when that was counted.
+        forgiving_until: a stream that ends before this time may have broken while the scheduler was paused.
+        late_s, late_at: by how much the driver's turns were late recently, and when that was measured.
     """
 
     phase_since: float = 0.0
@@ -108,12 +114,12 @@ class Deadlines:
     late_at: float = 0.0
 
     def begin_generation(self, now: float) -> None:
-        """Clears what was due in the last generation."""
+        """Clears what was due in the previous generation."""
         self.suspicion, self.hand_over, self.stalled = None, None, False
         self.formed_at = self.progress_since = now
 
     def excuse(self, seconds: float) -> None:
-        """Adds a time to all waits: the scheduler itself was late."""
+        """Extends all waits by a time during which the scheduler itself did not run."""
         self.phase_since += seconds
         self.formed_at += seconds
         self.progress_since += seconds
@@ -130,13 +136,14 @@ class GenerationState:
     """The part of the newest generation's state that is not durable.
 
     Attributes:
-        unique_ids: what its rank 0 handed in, until the group stands. Secret.
-        built: node ids of the members that have built it.
-        sent: its members as they are sent; one tuple for all receivers: they share its bytes.
-        change: why it was formed, without remarks.
-        plan: why its members are to change at a step boundary; None: they are not.
+        unique_ids: the unique ids from its rank 0, until the group is established. Secret.
+        built: node ids of the members that have built its group.
+        sent: its members in the form in which they are sent; one tuple for all receivers, so that they share
+            its bytes.
+        change: the reason for forming it, without remarks.
+        plan: why its members will change at a step boundary; None if no change is planned.
         broken: why the step before a planned switch to it cannot be finished.
-        puzzled: node ids of members whose collective failed, they cannot say on which peer.
+        puzzled: node ids of members whose collective failed without naming a peer.
     """
 
     unique_ids: tuple[bytes, ...] = field(default=(), repr=False)
@@ -150,15 +157,15 @@ class GenerationState:
 
 @dataclass(slots=True)
 class Admissions:
-    """What a job remembers of Joins: those held back, who was admitted, which warnings were given.
+    """What a job remembers of Joins: those held back, the newly admitted workers, and the warnings given.
 
     Attributes:
-        held_back: joins that wait until it is clear who comes back after a restart.
-        tried: how far the records, and the coming and going of workers, were when they were tried last.
-        arrived: who has just been admitted.
-        remarked: what was warned of.
-        machines: the machine that was first seen under a host name.
-        labels: the topology label that was first seen of a host.
+        held_back: Joins that wait until it is clear which workers come back after a restart.
+        tried: the state (of records, and of arrivals and departures) at which they were last retried.
+        arrived: the workers that have just been admitted.
+        remarked: the warnings already given.
+        machines: the machine first seen under each host name.
+        labels: the topology label first seen for each host.
     """
 
     held_back: dict[events.SessionId, events.Joined] = field(default_factory=dict)
@@ -177,24 +184,25 @@ class Job:
         ledger: what survives a crash; changed by :meth:`commit` and, in recovery, :meth:`apply` alone.
         members: all workers as last heard.
         deadlines: what is due.
-        outbox: what the event that is dealt with brings about.
+        outbox: the results of the event being handled.
         current: the newest generation.
-        probing: who has been found to reach which others.
-        evidence: whose stacks are asked for.
-        snapshots: which snapshot in the members' memory counts.
-        stragglers: who holds the others up.
-        told_stragglers: those that have been named, and of what kind each was.
-        records: how many records it has taken in.
-        trained: ranks in the generation that stood last, by node id.
-        now: when the event that is dealt with happened.
+        probing: rounds of probes, and which workers reach which others.
+        evidence: requests for stacks in progress.
+        snapshots: the agreement on which snapshot in the members' memory counts.
+        stragglers: finds ranks that hold up the others.
+        told_gpus: workers whose GPU's fault has been logged, with the state that was logged and when.
+        told_stragglers: the stragglers that have been reported, with the kind of each.
+        records: how many records have been applied.
+        trained: ranks in the last established generation, by node id.
+        now: the time of the event being handled.
         needs_advance: the event may change the phase; conclusions are drawn after it.
         phase_seen: the phase whose beginning was noted.
-        reason: what the job's state is put down to.
-        first_loss: the first member to go since a group last stood.
-        unix_offset_s: the time of day is that of events and this much more; None: it is not known.
+        reason: the reason for the job's state, for ``status``.
+        first_loss: the first member that was lost since a group was last established.
+        unix_offset_s: the time of day minus the time of events; None if not known.
         goodput: its time by cause.
-        last_change_s: from the forming of the last generation until it stood, the first left out; None: not
-            known.
+        last_change_s: seconds from the forming of the last generation until it was established, not counting
+            the first generation; None if not known.
     """
 
     job_id: str
@@ -209,6 +217,7 @@ class Job:
     evidence: Evidence = field(default_factory=Evidence)
     snapshots: SnapshotAgreement = field(default_factory=SnapshotAgreement)
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
+    told_gpus: dict[str, tuple[str, float]] = field(default_factory=dict)
     told_stragglers: dict[str, str] = field(default_factory=dict)
     records: int = 0
     trained: dict[str, int] = field(default_factory=dict)
@@ -237,7 +246,7 @@ class Job:
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """The time between a member's heartbeats: a full job sends ``heartbeats_per_s`` in all at most."""
+        """A member's heartbeat interval: a full job sends at most ``heartbeats_per_s`` in total."""
         settings = self.settings
         shared_s = min(self.needed / settings.heartbeats_per_s, settings.node_timeout_s / 5)
         return max(settings.heartbeat_interval_s, shared_s)
@@ -263,7 +272,7 @@ class Job:
 
     @property
     def switches_by_steps(self) -> bool:
-        """Whether members still train in the generation before, until the step at which to switch."""
+        """Whether members still train in the previous generation, until the step of the planned switch."""
         formed = self.ledger.formed
         return self.phase is Phase.BUILDING and formed is not None and formed.switch_after_step >= 0
 
@@ -272,7 +281,10 @@ class Job:
         return self.ledger.choose(self.settings) if self.ledger.opened is not None else []
 
     def seated(self) -> list[messages.Candidate]:
-        """The workers that have a place, or get one; before the first group, spares wait for others first."""
+        """The workers that have or will get a place.
+
+        Before the first group is formed, spares wait for others first.
+        """
         forming = self.phase is Phase.FORMING
         return [candidate for candidate in self.present() if not (forming and candidate.spare)]
 
@@ -282,7 +294,7 @@ class Job:
             return ()
         staying = sum(claim.leaving is None for claim in self.ledger.living_members())
         if staying >= self.needed and self.phase is not Phase.FORMING:
-            return ()  # as the choice below would find, at each look at a job
+            return ()  # as the choice below, which would be made at each look at a job
         return missing(self.seated(), self.needed, self.settings.rank_table)
 
     def size(self) -> str:
@@ -294,20 +306,20 @@ class Job:
         return frozenset(self.members.stateless())
 
     def leaves_now(self, claim: Claim) -> bool:
-        """Whether a worker goes by the planned change that is being made; those that went before do not."""
+        """Whether a worker leaves by the planned change in progress; those that left earlier do not count."""
         node_id, stood = claim.candidate.node_id, self.ledger.stood
         return self.ledger.rank_of(node_id) < 0 < claim.since <= stood and node_id in self.trained
 
     def rank_of(self, node_id: str) -> int:
-        """Rank of a living member of the newest generation; -1 for everybody else."""
+        """The rank of a living member of the newest generation; -1 for any other worker."""
         return self.ledger.rank_of(node_id)
 
     def name(self, node_id: str) -> str:
-        """A worker in words, with its rank if it has one."""
+        """A worker's name for messages, with its rank if it has one."""
         return who(self.ledger.claims[node_id].candidate, self.ledger.rank_of(node_id))
 
     def sender(self, session: events.SessionId) -> Claim | None:
-        """The claim of the worker that speaks on this stream, which is heard by that; None: it has none."""
+        """The claim of the worker on this stream, which counts as heard; None if the stream has none."""
         node_id = self.members.nodes.get(session)
         if node_id is None:
             return None
@@ -315,7 +327,7 @@ class Job:
         return self.ledger.claims[node_id]
 
     def member_behind(self, session: events.SessionId, generation: int) -> str | None:
-        """Node id of the sender, if it is a member of the newest generation and speaks of that one."""
+        """The sender's node id, if it is a member of the newest generation and speaks of that one."""
         claim = self.sender(session)
         if claim is None or generation != self.ledger.generation or self.phase is Phase.ENDED:
             return None
@@ -325,10 +337,10 @@ class Job:
     # ------------------------------------------------------------ changes
 
     def apply(self, record: Record) -> None:
-        """Takes a durable record in: the only way in which durable state changes, here and in recovery."""
+        """Applies a durable record. Durable state changes only here, in operation and in recovery."""
         self.ledger.apply(record)
         self.records += 1
-        if isinstance(record, records.Snapshot):  # of a generation that stands
+        if isinstance(record, records.Snapshot):  # Of an established generation.
             for formed in record.formed:
                 sent = tuple(map(as_sent, formed.members))
                 self.current = GenerationState(sent=sent, change=formed.reason)
@@ -345,12 +357,15 @@ class Job:
             )
         elif isinstance(record, records.Removed):
             self.members.forget(record.node_id)
+            self.goodput.left(record.node_id)
             self.current.built.discard(record.node_id)
             self.current.puzzled.discard(record.node_id)
+            self.told_gpus.pop(record.node_id, None)
         elif isinstance(record, records.GenerationFormed):
             sent = tuple(map(as_sent, record.members))
             self.current = GenerationState(sent=sent, change=record.reason)
             self.deadlines.begin_generation(self.now)
+            self.goodput.generation_formed()
             self.probing.awaited = {}
             self.snapshots = SnapshotAgreement(record.generation, self.ledger.ranks)
             members = record.members
@@ -367,13 +382,13 @@ class Job:
                 self.last_change_s = self.now - self.deadlines.formed_at
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
-            self.first_loss = None  # the others have gone on
+            self.first_loss = None  # The others have gone on without it.
             self.evidence.gathered = False
             self.trained = dict(self.ledger.ranks)
             self.stragglers = self._straggler_watch()
 
     def _straggler_watch(self) -> StragglerWatch:
-        """Begins to lay the steps of the members side by side."""
+        """Starts to compare the step times of the members."""
         claims = self.ledger.claims
         return StragglerWatch(
             {
@@ -384,27 +399,29 @@ class Job:
         )
 
     def commit(self, record: Record) -> None:
-        """Changes durable state: the record goes out, to be written down."""
+        """Changes durable state: applies the record and adds it to the records to be journaled."""
         self.apply(record)
         self.outbox.records.append(record)
 
     # ------------------------------------------------------------ who comes and goes
 
     def admit(self, event: events.Joined) -> None:
-        """Takes a new worker in, and sends it what it has to know."""
+        """Admits a new worker, and sends it what it has to know."""
         candidate = event.candidate
         if self.ledger.opened is None:
             self.commit(records.JobOpened(self.job_id, *sizes(self.settings, candidate)))
         self.commit(records.Admitted(candidate))
         contact = self.members.attach(candidate.node_id, event.session, self.now)
         contact.step = contact.baseline = event.step
+        contact.gpu_uuid = event.gpu_uuid
         self.greet(candidate.node_id, event.session)
         self.say(f"{named_first(candidate)} has joined.")
 
     def take_back(self, event: events.Joined) -> None:
-        """Takes in a worker that opens its stream again: what it may have missed is sent once more.
+        """Accepts a worker that opens its stream again, and repeats what it may have missed.
 
-        Of two streams the newer one, by number, is the worker's: a Join may come late on one that it gave up.
+        Of two streams, the one with the higher number is the worker's: a Join may arrive late on a stream
+        that the worker has given up.
         """
         node_id = event.candidate.node_id
         other = self.members.session_of(node_id)
@@ -416,6 +433,7 @@ class Job:
                 return
         contact = self.members.attach(node_id, event.session, self.now)
         contact.step = max(contact.step, event.step)
+        contact.gpu_uuid = event.gpu_uuid
         if event.built and event.held_generation == self.ledger.generation:
             self.mark_built(node_id)
         self.greet(node_id, event.session)
@@ -427,7 +445,7 @@ class Job:
             self.current.built.add(node_id)
 
     def greet(self, node_id: str, session: events.SessionId) -> None:
-        """Sends a worker on its new stream everything that it has to know."""
+        """Sends a worker on its new stream everything that it needs to know."""
         claim, phase = self.ledger.claims[node_id], self.phase
         self.outbox.send(session, self.welcome(spare=self.ledger.waits_as_spare(claim)))
         if phase in (Phase.FORMING, Phase.ENDED):
@@ -467,22 +485,22 @@ class Job:
         self.remove(claim.candidate.node_id, f"{who(claim.candidate)} {reason}")
 
     def lose(self, node_id: str, what: str, code: messages.RefusalCode | None = None) -> None:
-        """Removes a worker that is lost; with a code, its stream, if it still has one, gets a refusal."""
+        """Removes a lost worker. With a code, its stream, if it still has one, gets a refusal."""
         claim = self.ledger.claims[node_id]
         sentence = f"{self.name(node_id)} {what}"
         if code is not None:
             self.send(node_id, messages.Refused(code, f"{upper_first(sentence)}."))
         if self.switches_by_steps and self.leaves_now(claim):
-            self.current.broken = sentence  # the others may be in a step that it was to finish with them
+            self.current.broken = sentence  # The others may be in a step that it was to finish with them.
         self.note_loss(node_id, sentence)
         self.remove(node_id, sentence)
         self.say(f"{upper_first(sentence)}.")
 
     def note_loss(self, node_id: str, sentence: str, *, exit_code: int = 0) -> None:
-        """Remembers the first member that goes without having been asked to, before it is removed.
+        """Remembers the first member that goes without being asked to, before it is removed.
 
-        Later questions why the job ended are answered with that one, not with those that ended because of it.
-        A scheduler that is started again does not know it any more.
+        It is later given as the cause of the job's end, instead of members that ended because of it. A
+        restarted scheduler no longer knows it.
         """
         claim = self.ledger.claims[node_id]
         is_member = self.ledger.rank_of(node_id) >= 0
@@ -490,7 +508,7 @@ class Job:
             self.first_loss = messages.FirstLoss(node_id, claim.candidate.incarnation, sentence, exit_code)
 
     def forget(self, session: events.SessionId) -> None:
-        """Forgets a stream that ends."""
+        """Forgets a stream that has ended."""
         self.probing.forget(session)
         self.evidence.givers.discard(session)
 
@@ -508,7 +526,10 @@ class Job:
             self.send(claim.candidate.node_id, message)
 
     def tell_members(self, sentence: str, *, wait: bool = True) -> None:
-        """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
+        """Tells members of an established group why they wait.
+
+        With ``wait`` False, that they no longer have to.
+        """
         number = len(self.ledger.ranks)
         self.send_to_members(
             messages.Waiting(number - (max(len(self.probing.awaited), 1) if wait else 0), number, sentence)
@@ -520,7 +541,7 @@ class Job:
         self.reason = sentence
 
     def welcome(self, *, spare: bool = False) -> messages.Welcome:
-        """The first message to a worker; ``spare``: it waits for a place that gets free."""
+        """The first message to a worker; ``spare``: it waits for a place to become free."""
         return messages.Welcome(
             self.heartbeat_interval_s,
             self.patience.member_s,

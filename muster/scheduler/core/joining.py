@@ -1,10 +1,10 @@
-"""Who comes and who comes back: what a Join does, and every reason for which one is refused."""
+"""Handles Joins: workers that arrive or return, and every reason for refusing one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muster.scheduler.core import events, probing
+from muster.scheduler.core import events, gpus, probing
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Ledger,
@@ -20,18 +20,18 @@ from muster.version import __version__
 from muster.wire import messages
 
 LONG_LIST = 32
-"""From this many workers on, a Join is not announced to all workers at once."""
+"""From this many workers on, a Join is not announced to all workers immediately."""
 
 SOFT = "~"
-"""Begins the name of a fact whose difference is worth a warning and no more."""
+"""Prefix of the name of a fact for which a difference causes only a warning."""
 
 UNSET = "(unset)"
 
 
 def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -> None:
-    """Handles a Join: a worker comes, or comes back; ``again``: it was held back before."""
+    """Handles a Join of a worker that arrives or returns; ``again``: the Join was held back before."""
     candidate = event.candidate
-    job.admissions.held_back.pop(event.session, None)  # one answer to each stream, however often it asks
+    job.admissions.held_back.pop(event.session, None)  # Each stream gets one answer, however often it asks.
     job.probing.addresses[event.session] = event.probe_address
     if event.gives_stacks:
         job.evidence.givers.add(event.session)
@@ -40,7 +40,8 @@ def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -
     if known is not None and not _is_of(job, known, candidate):
         job.lose(known, "asked for a second place on its stream", messages.RefusalCode.MALFORMED)
         return
-    if known is not None:  # it has its answer, and may have acted on it: another one would take that back
+    # The worker has its answer and may have acted on it; another answer would revoke that one.
+    if known is not None:
         return
     answer = check_process(job.ledger, event)
     if answer is not None:
@@ -48,14 +49,17 @@ def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -
     elif _is_of(job, candidate.node_id, candidate):
         _come_back(job, event)
     else:
-        refusal = check_place(job.ledger, job.settings, candidate)
+        # The GPU of some worker, perhaps of this one.
+        has_failed = event.gpu_fault or job.ledger.refused_gpus
+        refusal = gpus.check(job, event) if has_failed else None
+        refusal = refusal or check_place(job.ledger, job.settings, candidate)
         is_barred = refusal is None and job.probing.bars(candidate)
         if not (is_barred and probing.keep_outside(job, event)):
             _answer(job, event, refusal, again=again)
 
 
 def _answer(job: Job, event: events.Joined, refusal: messages.Refused | None, *, again: bool) -> None:
-    """Answers a new worker; ``refusal`` says why there is no place for it."""
+    """Answers a new worker; ``refusal`` says why it gets no place."""
     candidate = event.candidate
     if refusal is not None and _may_free_up(job, refusal, candidate):
         job.admissions.held_back[event.session] = event
@@ -114,7 +118,7 @@ def _may_free_up(job: Job, refusal: messages.Refused, candidate: messages.Candid
 
 
 def held_back(job: Job) -> list[events.Joined]:
-    """Retries the Joins that were held back, where something has changed for them."""
+    """Retries the Joins that were held back, if something has changed for them."""
     now = job.records, job.members.turns
     if now == job.admissions.tried:
         return []
@@ -124,7 +128,7 @@ def held_back(job: Job) -> list[events.Joined]:
 
 
 def announce_arrival(job: Job, node_id: str) -> None:
-    """Says who is in and who is missing, now that this worker has come."""
+    """Announces who is in and who is missing, after this worker has joined."""
     if job.phase not in (Phase.FORMING, Phase.SUSPENDED):
         return
     if len(job.ledger.claims) <= LONG_LIST:
@@ -134,13 +138,13 @@ def announce_arrival(job: Job, node_id: str) -> None:
 
 
 def _how_many(job: Job) -> messages.Waiting:
-    """The answer to a newcomer where a list of all workers would be long."""
+    """The answer to a newcomer if a list of all workers would be long."""
     number = len(job.ledger.claims)
     return messages.Waiting(number, job.needed, f"{number} of {job.needed} workers are in.")
 
 
 def _come_back(job: Job, event: events.Joined) -> None:
-    """Takes in a worker that opens its stream again."""
+    """Accepts a worker that opens its stream again."""
     job.take_back(event)
     if job.phase is Phase.FORMING and job.members.session_of(event.candidate.node_id) == event.session:
         is_long = len(job.ledger.claims) > LONG_LIST
@@ -151,14 +155,14 @@ def _come_back(job: Job, event: events.Joined) -> None:
 
 
 def check_process(ledger: Ledger, event: events.Joined) -> messages.Refused | messages.Ended | None:
-    """Refuses a process that may not have a place at all; None if it may."""
+    """Refuses a process that may not have a place at all; returns None if it may."""
     candidate = event.candidate
     if (candidate.node_id, candidate.incarnation) in ledger.completed:
         return messages.Ended(True, f"{named_first(candidate)} has completed the training.")
     if ledger.outcome is not None and (event.held_generation > 0 or _holds(ledger, candidate)):
         return messages.Ended(
             ledger.outcome.ok, ledger.outcome.reason
-        )  # also to a spare that was away at the end
+        )  # Also sent to a spare that was away at the end.
     retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
     if retirement is not None:
         return messages.Refused(
@@ -180,7 +184,7 @@ def check_process(ledger: Ledger, event: events.Joined) -> messages.Refused | me
 def check_place(
     ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
 ) -> messages.Refused | None:
-    """Refuses a new process for which the job has no place; None if it has one."""
+    """Refuses a new process for which the job has no place; returns None if there is one."""
     return (
         _check_sizes(ledger, settings, candidate)
         or _check_version(candidate)
@@ -257,10 +261,10 @@ def _check_agreement(ledger: Ledger, candidate: messages.Candidate) -> messages.
 
 
 def remarks(ledger: Ledger, candidate: messages.Candidate) -> Iterator[tuple[str, str]]:
-    """Warnings about a worker that differs from the others, but not so that it is refused.
+    """Warnings about a worker that differs from the others in a way that is allowed.
 
     Yields:
-        What it is about, and a sentence.
+        The subject of the warning, and a sentence.
     """
     peer = next(iter(ledger.claims.values())).candidate
     differences = _differences(candidate, peer)
@@ -295,7 +299,7 @@ def _differs(
 
 
 def check_node(ledger: Ledger, candidate: messages.Candidate) -> messages.Refused | None:
-    """Refuses a worker whose node id is taken; None if it is free."""
+    """Refuses a worker whose node id is taken; returns None if it is free."""
     holder = ledger.claims.get(candidate.node_id)
     if holder is None:
         return None
@@ -353,7 +357,7 @@ def _check_room(
     places = total - len(spares & ledger.unplaced)
     if not candidate.spare and places < worker_num:
         return None
-    # Where a spare has filled in for a worker that comes only now, that one waits in the spare's stead.
+    # If a spare has filled in for a worker that comes only now, that worker waits in the spare's place.
     if (candidate.spare or ordinary < worker_num) and total < worker_num + settings.spares:
         return None
     how = (
@@ -371,7 +375,7 @@ def _check_room(
 def _check_spare(
     ledger: Ledger, settings: events.CoreSettings, candidate: messages.Candidate
 ) -> messages.Refused | None:
-    """Refuses a spare beyond MS_SPARES before the first group; None if it may wait."""
+    """Refuses a spare beyond MS_SPARES before the first group; returns None if it may wait."""
     if len((ledger.spares & ledger.unplaced) - ledger.leaving) < settings.spares:
         return None
     return messages.Refused(

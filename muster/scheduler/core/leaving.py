@@ -1,8 +1,8 @@
-"""Who goes: by its own word, at an operator's, because its stream ends or a launcher says so."""
+"""Handles departures: Leave messages, drains, ends of streams, and launchers' reports."""
 
 from __future__ import annotations
 
-from muster.scheduler.core import events, probing, records
+from muster.scheduler.core import events, gpus, probing, records
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Phase, named_first, upper_first, who
 from muster.wire import messages
@@ -16,7 +16,7 @@ def leave_requested(job: Job, event: events.LeaveRequested, now: float) -> None:
 
 
 def drain_requested(job: Job, event: events.DrainRequested, now: float) -> None:
-    """Plans the leave of a worker for an operator."""
+    """Plans the leave of a worker, for an operator."""
     claim = job.ledger.claims.get(event.node_id)
     if claim is None or job.phase is Phase.ENDED:
         job.outbox.mention(f"Job {job.job_id} has no worker with node id {event.node_id}.")
@@ -27,7 +27,7 @@ def drain_requested(job: Job, event: events.DrainRequested, now: float) -> None:
 
 
 def plan_leave(job: Job, claim: Claim, reason: str) -> None:
-    """Plans a leave: a member's at the next step boundary, any other worker's at once."""
+    """Plans a leave: a member leaves at the next step boundary, any other worker immediately."""
     node_id, phase = claim.candidate.node_id, job.phase
     rank = job.rank_of(node_id)
     if phase is Phase.ENDED or claim.leaving is not None:
@@ -42,7 +42,7 @@ def plan_leave(job: Job, claim: Claim, reason: str) -> None:
 
 
 def expel(job: Job, event: events.Expel, now: float) -> None:
-    """Takes a worker's place away at once."""
+    """Takes a worker's place away immediately."""
     if event.node_id in job.ledger.claims and job.phase is not Phase.ENDED:
         job.lose(event.node_id, f"was expelled: {event.reason}", messages.RefusalCode.EXPELLED)
 
@@ -63,6 +63,8 @@ def left(job: Job, event: events.LeftCleanly, now: float) -> None:
     if not (finished or event.consequence):
         job.note_loss(node_id, sentence, exit_code=event.exit_code)
     job.outbox.send(event.session, messages.Ended(True, "Goodbye.", first_loss=job.first_loss))
+    if event.gpu_fault:
+        gpus.remember(job, claim.candidate, job.members.by_node[node_id].gpu_uuid, event.gpu_fault)
     job.remove(node_id, sentence, finished=finished)
     job.say(f"{upper_first(sentence)}.")
     probing.explain_failures(job)
@@ -75,7 +77,8 @@ def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
     if node_id is None or job.phase is Phase.ENDED:
         return
     if now < job.deadlines.forgiving_until:
-        job.members.has_spoken(node_id, now)  # the end itself: words before it may be lost with the stream
+        # The end of the process itself: messages sent before it may be lost with the stream.
+        job.members.has_spoken(node_id, now)
         job.members.detach(event.session)
         name = upper_first(job.name(node_id))
         job.outbox.mention(f"{name} has lost its stream while the scheduler stood still; it may come back.")
@@ -87,7 +90,7 @@ def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
     killed = silent_s <= 2 * interval_s and not event.may_return
     if killed:
         job.lose(node_id, f"is lost: its stream ended ({event.detail})")
-    elif silent_s < patience_s:  # as of one that pauses: it may live
+    elif silent_s < patience_s:  # As for a worker that pauses: it may still be alive.
         job.members.detach(event.session)
         name = upper_first(job.name(node_id))
         left_s = patience_s - silent_s
@@ -101,10 +104,11 @@ def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
 
 
 def process_ended(job: Job, event: events.ProcessEnded, now: float) -> None:
-    """Handles a launcher's word that a process has ended, which the scheduler before this one may have known.
+    """Handles a launcher's report that a process has ended. An earlier scheduler may have known the process.
 
-    A word alone expels nobody: it counts for that very incarnation, and only where that is not here. Of who
-    has a stream the kernel says more, and in order with what it has still sent.
+    The report alone expels nobody: it counts only for that incarnation, and only if the incarnation has no
+    stream. For a worker with a stream, the kernel's report of the stream's end is more reliable, and arrives
+    after everything that the worker has sent.
     """
     claim = job.ledger.claims.get(event.node_id)
     if claim is None or claim.candidate.incarnation != event.incarnation or job.phase is Phase.ENDED:

@@ -1,7 +1,8 @@
-"""The durable state of a job, the one function that changes it, and the rules of who gets which rank.
+"""The durable state of a job, the one function that changes it, and the rules that assign ranks.
 
-A :class:`Ledger` is the fold of a job's records. The running machine and recovery both go through
-:meth:`Ledger.apply`; nothing else writes here. Who makes up the next generation is a pure question to it.
+A :class:`Ledger` is the result of applying a job's records in order. The running machine and recovery both
+use :meth:`Ledger.apply`; nothing else writes here. The members of the next generation are computed from it by
+a pure function.
 
 Ranks never follow the order of arrival. The first rule that applies holds for the whole generation:
 
@@ -31,14 +32,14 @@ NaturalKey = tuple[tuple[int, int, str, str], ...]
 Place = tuple[bool, NaturalKey, NaturalKey]
 
 LONGEST_KEPT = 48
-"""Characters of a name whose sort key is kept."""
+"""The longest name, in characters, whose sort key is cached."""
 
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,8}")
 _NUMBER = re.compile(r"([0-9]+)")
 
 
 class Phase(enum.Enum):
-    """Where a job stands; ``status`` shows the value."""
+    """The phase of a job; ``status`` shows the value."""
 
     FORMING = "forming"
     BUILDING = "building"
@@ -54,9 +55,9 @@ class Claim:
 
     Attributes:
         candidate: what its Join said.
-        since: the generation from which on it has been a member without a break; 0: never one.
-        newcomer: it was to take the state from a survivor when its last generation was formed.
-        leaving: why it is to leave at the next step boundary; None: it stays.
+        since: the first generation since which it has been a member without a break; 0 if it never was one.
+        newcomer: when its last generation was formed, it had to take the state from a survivor.
+        leaving: why it will leave at the next step boundary; None if it stays.
     """
 
     candidate: messages.Candidate
@@ -71,24 +72,28 @@ class Ledger:
 
     Attributes:
         claims: admitted worker processes by node id.
-        retired: incarnations that may never come back, with the reason, by node id.
-        absent: by node id, an incarnation that went before it ever was a member, and may come back.
+        retired: incarnations that may not return, with the reason, by node id.
+        absent: by node id, an incarnation that left before it was ever a member, and may return.
         completed: worker processes that completed the training.
-        lost: members of the current generation that are gone without having finished, with the reason.
-        parted: those of them that left as planned, when the job was suspended or before they had a step.
-        arriving: those of them that were members of no generation before; nobody had computed with them.
+        lost: members of the current generation that are gone and had not finished, with the reason.
+        parted: those of the lost that left as planned, while the job was suspended or before they had made a
+            step.
+        arriving: those of the lost that were not members of any earlier generation, so that nobody had
+            computed with them.
         finished: node ids of the current generation that completed the training.
-        stood: the last generation that stood; until a planned switch is made its members compute in it.
-        launch: incarnation of the worker admitted first: names this launch of the job, also after a restart.
-        finishing: some member of the job completed the training: nobody new is placed any more.
-        leaving: node ids of claims that are to leave.
+        stood: the last established generation; its members compute in it until a planned switch is made.
+        launch: incarnation of the worker that was admitted first. It identifies this launch of the job, also
+            after a restart.
+        finishing: some member has completed the training, so that no new worker gets a place.
+        leaving: node ids of claims that will leave.
         unplaced: node ids of claims without a rank in the newest generation.
         spares: node ids of claims whose worker came as a spare.
-        at: node ids of claims by name of the host, its address or id, and index of the device; in order.
-        drains: those planned for later, by number.
+        at: node ids of claims, in order, by host (name, address or id) and index of the device.
+        drains: drains planned for later, by number.
+        refused_gpus: GPUs that have failed a check and have not been admitted since, by name.
 
-    The four before ``drains`` say what claims and ranks say already, so that nobody has to walk all claims
-    for each event.
+    The four attributes before ``drains`` can be derived from claims and ranks. They are kept so that no event
+    has to go through all claims.
     """
 
     opened: records.JobOpened | None = None
@@ -113,12 +118,13 @@ class Ledger:
     spares: set[str] = field(default_factory=set)
     at: dict[tuple[str, int], dict[str, None]] = field(default_factory=dict)
     drains: dict[int, records.DrainPlanned] = field(default_factory=dict)
+    refused_gpus: dict[str, records.GpuRefused] = field(default_factory=dict)
 
     # ------------------------------------------------------------ questions
 
     @property
     def phase(self) -> Phase:
-        """The phase that follows from the records (a change being prepared is not among them)."""
+        """The phase according to the records (a change in preparation is not recorded)."""
         if self.outcome is not None:
             return Phase.ENDED
         if self.formed is None:
@@ -134,7 +140,7 @@ class Ledger:
 
     @property
     def ever_established(self) -> bool:
-        """Whether some generation was established, so that there may be training state to hand on."""
+        """Whether any generation was ever established, so that there may be training state to hand over."""
         return self.stood > 0
 
     def rank_of(self, node_id: str) -> int:
@@ -177,11 +183,11 @@ class Ledger:
         return claim.candidate.spare or self.living >= self.opened.worker_num
 
     def retirement(self, node_id: str, incarnation: int) -> str | None:
-        """Why this worker process may not come back; None if it may."""
+        """Why this worker process may not return; None if it may."""
         return self.retired.get(node_id, {}).get(incarnation)
 
     def snapshot(self) -> records.Snapshot:
-        """One record that makes an empty ledger what this one is; the job has not ended."""
+        """One record that, applied to an empty ledger, gives this one; the job has not ended."""
         return records.Snapshot(
             opened=_maybe(self.opened),
             claims=tuple(
@@ -208,6 +214,7 @@ class Ledger:
             stood=self.stood,
             suspended=_maybe(self.suspended),
             drains=tuple(self.drains.values()),
+            refused_gpus=tuple(self.refused_gpus.values()),
         )
 
     # ------------------------------------------------------------ the next generation
@@ -218,11 +225,11 @@ class Ledger:
         """Members of the next generation in order of rank, at most ``worker_num``.
 
         Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
-        decides, never the order of arrival. Once the job is finishing, only survivors that hold the state go
-        on: a newcomer without it would begin the training from its start.
+        decides, never the order of arrival. Once the job is finishing, only survivors that hold the state are
+        chosen: a newcomer without it would start the training from the beginning.
 
-        Where none of them holds the state and a member that leaves does, the longest-lived such member stays
-        for one more generation, with room for at least one that takes the state from it.
+        If none of them holds the state but a leaving member does, the longest-lived such member stays for one
+        more generation, together with at least one worker that takes the state from it.
         """
         assert self.opened is not None
         worker_num = self.opened.worker_num
@@ -254,10 +261,11 @@ class Ledger:
         holders = [claim for claim in self.leaving_members() if claim.candidate.node_id not in stateless]
         if not self.ever_established:
             return []
-        return sorted(holders, key=lambda claim: claim.since)  # stable: among equals the lower rank
+        # The sort is stable: among equals, the lower rank comes first.
+        return sorted(holders, key=lambda claim: claim.since)
 
     def is_handing_over(self, stateless: Set[str]) -> bool:
-        """Whether members that leave still hold a state which none of those that stay is known to have.
+        """Whether leaving members still hold a state that none of the staying workers is known to have.
 
         Args:
             stateless: node ids of the living newcomers that are not known to have received the state.
@@ -269,7 +277,7 @@ class Ledger:
         return not leave <= stateless and 0 < stay == len(stateless) - len(stateless & leave)
 
     def holds_state(self, node_id: str, stateless: Collection[str]) -> bool:
-        """Whether a worker holds the training state: it was a member before, and is not known to lack it."""
+        """Whether a worker holds the training state: it was a member, and is not known to lack the state."""
         return self.ever_established and self.claims[node_id].since > 0 and node_id not in stateless
 
     def next_generation(
@@ -280,7 +288,7 @@ class Ledger:
         reason: str,
         switch_after_step: int,
     ) -> records.GenerationFormed:
-        """The record of the next generation.
+        """Makes the record of the next generation.
 
         Args:
             chosen: its members in order of rank.
@@ -322,7 +330,7 @@ class Ledger:
     # ------------------------------------------------------------ the one writer
 
     def apply(self, record: records.Record) -> None:
-        """Takes one record in. Records come in the order in which they were made."""
+        """Applies one record. Records are applied in the order in which they were made."""
         if isinstance(record, records.JobOpened):
             self.opened = record
         elif isinstance(record, records.Admitted):
@@ -335,6 +343,10 @@ class Ledger:
             self.drains[record.number] = record
         elif isinstance(record, records.DrainOver):
             del self.drains[record.number]
+        elif isinstance(record, records.GpuRefused):
+            self.refused_gpus[record.gpu] = record
+        elif isinstance(record, records.GpuAdmitted):
+            del self.refused_gpus[record.gpu]
         elif isinstance(record, records.Removed):
             self._remove(record)
         elif isinstance(record, records.GenerationFormed):
@@ -400,7 +412,7 @@ class Ledger:
                     self.parted.add(record.node_id)
 
     def retire(self, node_id: str, incarnation: int, reason: str) -> None:
-        """Notes that this process may never come back."""
+        """Records that this process may not return."""
         self.retired.setdefault(node_id, {})[incarnation] = reason
 
     def _form(self, record: records.GenerationFormed) -> None:
@@ -435,6 +447,7 @@ class Ledger:
         self.established, self.stood = kept.established, kept.stood
         self.suspended = next(iter(kept.suspended), None)
         self.drains = {plan.number: plan for plan in kept.drains}
+        self.refused_gpus = {refused.gpu: refused for refused in kept.refused_gpus}
         for one in kept.claims:
             self._take(Claim(one.candidate, one.since, one.newcomer, next(iter(one.leaving), None)))
 
@@ -449,7 +462,7 @@ def _filled(
     worker_num: int,
     table: RankTable | None,
 ) -> list[messages.Candidate]:
-    """Adds workers from the queue while there is room; with a rank table, only on lines that are free."""
+    """Adds workers from the queue while there are places; with a rank table, only on free lines of it."""
     filled = list(chosen)
     taken = {table_entry(table, candidate) for candidate in chosen} if table is not None else set()
     for candidate in queue:
@@ -465,7 +478,7 @@ def _filled(
 
 
 def early_end(ledger: Ledger) -> str:
-    """Which members have finished while others still need them, in words; empty if none has."""
+    """Says which members have finished while others still need them; empty if none has."""
     members = ledger.formed.members if ledger.formed is not None else ()
     gone = [members[rank] for rank in sorted(ledger.ranks[node_id] for node_id in ledger.finished)]
     if not gone:
@@ -479,7 +492,10 @@ def early_end(ledger: Ledger) -> str:
 
 
 def sizes(settings: events.CoreSettings, candidate: messages.Candidate) -> tuple[int, int]:
-    """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
+    """Returns ``worker_num`` and ``worker_min`` of a job that this worker opens.
+
+    0 in the settings means that the worker decides.
+    """
     table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
     worker_num = settings.worker_num or table_size or candidate.worker_num
     worker_min = settings.worker_min
@@ -494,7 +510,7 @@ def sizes(settings: events.CoreSettings, candidate: messages.Candidate) -> tuple
 def natural_key(text: str) -> NaturalKey:
     """Sort key under which ``node2`` comes before ``node10``.
 
-    Strings that differ have keys that differ ("01" and "1" too).
+    Different strings have different keys ("01" and "1" too).
     """
     return _kept_key(text) if len(text) <= LONGEST_KEPT else _key(text)
 
@@ -502,7 +518,8 @@ def natural_key(text: str) -> NaturalKey:
 def _key(text: str) -> NaturalKey:
     key = []
     for index, part in enumerate(_NUMBER.split(text)):
-        if index % 2:  # the pattern's group: digits; compared as numbers of any length, without int()
+        # The group of the pattern: digits. They are compared as numbers of any length, without int().
+        if index % 2:
             digits = part.lstrip("0")
             key.append((1, len(digits), digits, part))
         elif part:
@@ -511,11 +528,11 @@ def _key(text: str) -> NaturalKey:
 
 
 _kept_key = functools.lru_cache(maxsize=1 << 14)(_key)
-"""The same names are put in order again and again; few and short ones are kept, so that memory is bounded."""
+"""The sort keys of recently used names. Only a limited number of short names is cached, to bound memory."""
 
 
 def integer_id(node_id: str) -> int | None:
-    """The rank that a node id stands for, if it is a plain decimal integer (no sign, no leading zero)."""
+    """Returns the rank that a node id denotes if it is a plain decimal integer (no sign, no leading zero)."""
     return int(node_id) if _INTEGER.fullmatch(node_id) else None
 
 
@@ -526,20 +543,20 @@ def all_integers(node_ids: Iterable[str], limit: int) -> bool:
 
 
 def places(candidate: messages.Candidate) -> tuple[tuple[str, int], ...]:
-    """The names that a rank table may use for a worker's host (address, name, id), with its device."""
+    """The names under which a rank table may list a worker's host (address, name, id), with its device."""
     host = candidate.host
     names = dict.fromkeys((host.address, host.name, host.id))
     return tuple((name, device_index(candidate)) for name in names)
 
 
 def table_entry(table: RankTable, candidate: messages.Candidate) -> RankTableEntry | None:
-    """The line of the rank table that this worker fills."""
+    """Finds the line of the rank table that belongs to this worker."""
     ranks = [table.rank_at[place] for place in places(candidate) if place in table.rank_at]
     return table.entries[min(ranks)] if ranks else None
 
 
 def device_index(candidate: messages.Candidate) -> int:
-    """Index of the worker's device; of the worker on its host where it has not chosen one."""
+    """The index of the worker's device; if it has not chosen one, the worker's own index on its host."""
     return candidate.device.index if candidate.device.index >= 0 else candidate.local_index
 
 
@@ -549,7 +566,7 @@ def in_order(
     """The candidates in order of rank.
 
     Args:
-        candidates: workers with distinct node ids; with a rank table, each fills a line of its own.
+        candidates: workers with distinct node ids; with a rank table, each has a line of its own.
         limit: integer node ids count as ranks if all are below it.
         table: the job's rank table.
     """
@@ -563,7 +580,7 @@ def in_order(
 
 
 def assign(ordered: Sequence[messages.Candidate]) -> tuple[records.Placed, ...]:
-    """Members with dense ranks from 0; local ranks count within one host *id*, whatever the host's name."""
+    """Assigns ranks from 0 without gaps; local ranks count within one host *id*, whatever the host's name."""
     sizes = Counter(candidate.host.id for candidate in ordered)
     seen: Counter[str] = Counter()
     members = []
@@ -580,9 +597,9 @@ def _table_rank(table: RankTable, candidate: messages.Candidate) -> int:
 
 
 def _places(pool: Iterable[messages.Candidate]) -> dict[str, Place]:
-    """One place for each host id: its workers stay together, even if they report different labels or names.
+    """Gives each host id one place: its workers stay together even if they report different labels or names.
 
-    The smallest label counts, and no label only where no worker has one.
+    The smallest label is used; a host has no label only if none of its workers has one.
     """
     places: dict[str, Place] = {}
     for host in (candidate.host for candidate in pool):
@@ -621,14 +638,14 @@ STATELESS = (
 
 
 def who(candidate: messages.Candidate, rank: int = -1) -> str:
-    """A worker's name in sentences: rank if it has one, node id, host, device."""
+    """A worker's name for messages: rank if it has one, node id, host, device."""
     device = f", {candidate.device.kind}:{candidate.device.index}" if candidate.device.index >= 0 else ""
     place = f"node {candidate.node_id} on host {candidate.host.name}{device}"
     return f"rank {rank} ({place})" if rank >= 0 else place
 
 
 def upper_first(text: str) -> str:
-    """The text with a capital first letter; the rest is left alone (node ids stand in it)."""
+    """The text with a capital first letter; the rest is unchanged, because it may contain node ids."""
     return text[:1].upper() + text[1:]
 
 
@@ -638,7 +655,7 @@ def named_first(candidate: messages.Candidate, rank: int = -1) -> str:
 
 
 def listing(items: Sequence[str]) -> str:
-    """The items with commas; a long list is cut and says how many more there are."""
+    """Joins the items with commas; a long list is cut and ends with the number of remaining items."""
     if len(items) <= LISTED_AT_MOST:
         return ", ".join(items)
     return f"{', '.join(items[:LISTED_AT_MOST])} and {len(items) - LISTED_AT_MOST} more"
@@ -667,10 +684,10 @@ def all_in(number: int) -> str:
 def missing(
     candidates: Sequence[messages.Candidate], needed: int, table: RankTable | None
 ) -> tuple[str, ...]:
-    """Names the missing workers: lines of the rank table, integer node ids, or how many.
+    """Names the missing workers: as lines of the rank table, as integer node ids, or as a number.
 
     Args:
-        candidates: who is there.
+        candidates: the workers that are there.
         needed: how many there should be.
         table: the job's rank table.
     """
@@ -691,7 +708,7 @@ def missing(
 
 
 def waiting(candidates: Sequence[messages.Candidate], needed: int, table: RankTable | None) -> str:
-    """``2 of 4 workers are in: ...; missing: ...``."""
+    """Formats ``2 of 4 workers are in: ...; missing: ...``."""
     if not needed:
         return "no worker has come yet"
     absent = missing(candidates, needed, table)

@@ -1,21 +1,23 @@
 """The scheduler's state machine of a job, which a driver feeds with events.
 
 Nothing here reads a clock, sends, writes or logs: an event and the time go in, a decision comes out. The
-driver of a job has to do this, in this order, for each event:
+driver of a job must do the following for each event, in this order:
 
-1. Call :meth:`Machine.step`, one event after the other, with times that never decrease. Events that wait
-   together may all be stepped first; the rest of this list is then done for all of them at once.
-2. Make ``records`` durable, in order, all of them or none. If that fails, nothing of the decision may leave,
-   and the machine may not be stepped again: it knows what is not written. Recover it from what is.
-3. Send ``messages``, in order. Each goes to its stream or nowhere: to send is not to deliver, and a worker
-   that comes back gets it again. After ``Refused`` or ``Ended`` close that stream.
-4. Log ``reason``, if there is one; keep ``bundles``, or hand each to who has asked.
+1. Call :meth:`Machine.step`, one event after the other, with times that never decrease. Events that are
+  waiting together may all be stepped first; the rest of this list is then done once for all of them.
+2. Make ``records`` durable, in order, all of them or none. If that fails, nothing of the decision may be
+  sent, and the machine may not be stepped again, because its state includes what was not written. Recover a
+  machine from the records that were written.
+3. Send ``messages``, in order. Delivery is not guaranteed: a message goes to its stream or is lost, and a
+  worker that reconnects gets it again. After ``Refused`` or ``Ended`` close that stream.
+4. Log ``reason``, if there is one. Store ``bundles``, or return each to the operator who asked for it.
 5. Ask :meth:`Machine.deadline`, and step a ``Tick`` at that time at the latest.
 
-A driver says the truth about time: ``ProcessPaused`` goes before what came while it was stopped, ``HeldUp``
-before what came while nothing could be written, and ``ReceiveBacklog`` before a ``Tick`` that would declare
-workers lost (:meth:`Machine.overdue`) whose bytes have arrived unread. After a crash :meth:`Machine.recover`
-makes the machine again from all durable records.
+A driver must report times during which it did not run normally. ``ProcessPaused`` goes before events that
+came while the process was stopped, and ``HeldUp`` before events that came while nothing could be written.
+``ReceiveBacklog`` goes before a ``Tick`` that would declare workers lost (:meth:`Machine.overdue`) although
+bytes of theirs have arrived and are unread. After a crash, :meth:`Machine.recover` builds the machine from
+all durable records.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from muster.scheduler.core import (
     drains,
     events,
     evidence,
+    gpus,
     hearing,
     joining,
     leaving,
@@ -56,7 +59,7 @@ class Machine:
         settings: what the core must know of the scheduler's settings.
 
     Attributes:
-        job: the job as it stands.
+        job: the job in its present state.
 
     Raises:
         ValueError: ``worker_num`` and the rank table disagree.
@@ -87,6 +90,7 @@ class Machine:
             events.DrainRequested: leaving.drain_requested,
             events.DrainAsked: drains.asked,
             events.DrainCalledOff: drains.called_off,
+            events.AdmitAsked: gpus.admit_asked,
             events.TimeOfDay: drains.time_of_day,
             events.EndRequested: phases.end_requested,
             events.Expel: leaving.expel,
@@ -101,10 +105,12 @@ class Machine:
     def recover(
         cls, job_id: str, settings: events.CoreSettings, records: Iterable[records.Record], now: float
     ) -> Machine:
-        """Makes the machine of a job from its records. Its workers have ``recovered_timeout_s`` to come back.
+        """Builds the machine of a job from its records.
+
+        Its workers have ``recovered_timeout_s`` to come back.
 
         Raises:
-            RecoveryError: the records are those of another job, or of other settings, or no history at all.
+            RecoveryError: the records belong to another job or other settings, or are not a possible history.
         """
         machine = cls(job_id, settings)
         job = machine.job
@@ -129,13 +135,13 @@ class Machine:
         return self.job.ledger.outcome
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> events.Decision:
-        """Takes one event and says what follows from it.
+        """Handles one event; returns the decision.
 
         Args:
             event: what happened.
             now: seconds on the clock of all calls.
-            more: another event follows at once, and the conclusions are drawn with that one: losses that
-                come together make one new generation.
+            more: another event follows immediately, and the job is advanced only with that one, so that
+                losses that come together make one new generation.
         """
         if not self._started:
             self._start(now)
@@ -161,7 +167,7 @@ class Machine:
         return job.outbox.decision()
 
     def deadline(self) -> float | None:
-        """When the machine wants a Tick at the latest; never later than the true deadline, maybe earlier."""
+        """When the machine wants a Tick at the latest; may be earlier than the true deadline, never later."""
         job = self.job
         if not self._started or _revised_min(job):
             return 0.0
@@ -212,7 +218,7 @@ class Machine:
 
 
 def _conclude(job: Job, joins: Iterable[events.Joined], now: float) -> None:
-    """Advances the job until nothing follows from its state any more; takes in Joins in between."""
+    """Advances the job until nothing more follows from its state; retries held-back Joins in between."""
     waiting = deque(joins)
     while True:
         while waiting and job.admissions.arrived is None:
@@ -225,7 +231,7 @@ def _conclude(job: Job, joins: Iterable[events.Joined], now: float) -> None:
 
 
 def _revised_min(job: Job) -> int:
-    """The new MS_WORKER_MIN, where the scheduler was restarted with another one; 0: unchanged."""
+    """The new MS_WORKER_MIN, if the scheduler was restarted with a different one; 0 if it is unchanged."""
     opened, settings = job.ledger.opened, job.settings
     if opened is None or not settings.worker_num or job.phase is Phase.ENDED:
         return 0
@@ -234,7 +240,7 @@ def _revised_min(job: Job) -> int:
 
 
 def _revise(job: Job) -> None:
-    """Takes a changed MS_WORKER_MIN over: lowering it is how an operator frees a suspended job."""
+    """Applies a changed MS_WORKER_MIN: lowering it is how an operator resumes a suspended job."""
     opened, wanted = job.ledger.opened, _revised_min(job)
     if opened is not None and wanted:
         job.commit(replace(opened, worker_min=wanted))

@@ -1,4 +1,4 @@
-"""The workers of a job as last heard: their streams, their steps, and for how long they may be silent."""
+"""The workers of a job as last heard: their streams, their steps, and how long they may be silent."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ class Contact:
     """One worker as last heard.
 
     Attributes:
-        session: its stream; None between a restart of the scheduler and the worker's return.
+        session: its stream; None after a restart of the scheduler until the worker has returned.
         last_heard: when anything came from it.
         baseline: steps it had finished when the newest generation was formed.
         baseline_started: steps it had begun then.
-        has_moved: it has begun or finished a step beyond that, so it holds the state.
-        entered: the generation whose group its training thread builds or uses; 0: none, or not known.
-        quiesced: steps it had begun when it stopped for a planned change; None: it has not stopped.
+        has_moved: it has begun or finished a step since then, so it holds the state.
+        gpu_uuid: uuid of its GPU from its Join; empty if not known.
+        gpu, gpu_at: its last report on its GPU, and the time of it.
+        entered: the generation whose group its training thread builds or uses; 0 if none, or not known.
+        quiesced: steps it had begun when it stopped for a planned change; None if it has not stopped.
         number: how many workers came before it.
         placed: it has been in a generation.
-        waits: it has not been heard since, and need not be as often as members.
+        waits: it has no place and is heard less often than members.
     """
 
     session: events.SessionId | None
@@ -39,6 +41,11 @@ class Contact:
     learning_rate: float | None = None
     snapshot: messages.SnapshotReport | None = None
     checkpoint: messages.CheckpointReport | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
+    gpu_uuid: str = ""
+    gpu: messages.GpuReport | None = None
+    gpu_at: float = 0.0
     baseline: int = 0
     baseline_started: int = 0
     has_moved: bool = False
@@ -49,26 +56,27 @@ class Contact:
     waits: bool = True
 
     def hear(self, event: events.Heard, *, settled: bool) -> bool:
-        """Takes a heartbeat in; ``settled``: it is of the newest generation, whose group stands.
+        """Applies a heartbeat; ``settled``: it is about the newest generation, whose group is established.
 
         Returns:
             Whether the worker has made progress since the last one.
         """
-        # A step may take long, and a script may count none: collectives that come and go are progress too.
+        # A step may take long, and a script may count no steps: new collectives count as progress too.
         progress = event.step > self.step or event.recent[-1:] != self.recent[-1:]
         self.step = event.step
         self.started_step = event.started_step
         self.samples_per_s = event.samples_per_s
         self.recent = event.recent
         self.loss, self.pid, self.learning_rate = event.loss, event.pid, event.learning_rate
-        self.snapshot, self.checkpoint = event.snapshot, event.checkpoint
+        self.snapshot, self.checkpoint, self.numbers = event.snapshot, event.checkpoint, event.numbers
+        self.steps = event.steps
         self.entered = event.entered_generation
         if settled:
             self._see_move()
         return progress
 
     def quiesce(self, last_started_step: int) -> None:
-        """The worker has stopped at a step boundary of the newest generation."""
+        """Records that the worker has stopped at a step boundary of the newest generation."""
         self.quiesced = last_started_step
         self.started_step = max(self.started_step, last_started_step)
         self._see_move()
@@ -78,7 +86,7 @@ class Contact:
         self.has_moved = self.has_moved or began_step or self.step > self.baseline
 
     def enter_generation(self) -> None:
-        """Notes that a new generation was formed, from which progress counts."""
+        """Records that a new generation was formed; progress is counted from here."""
         self.baseline = self.step
         self.baseline_started = self.started_step
         self.has_moved = False
@@ -87,7 +95,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """For how long members, and workers without a place, may be silent, in seconds."""
+    """How long members, and workers without a place, may be silent, in seconds."""
 
     member_s: float
     waiting_s: float
@@ -100,15 +108,15 @@ class Members:
     Attributes:
         by_node: the workers, in the order in which they came.
         nodes: node ids by stream.
-        words: those that are heard as members, in the order in which they were last heard.
-        early: those that are heard as workers without a place, in that order.
+        words: the workers that are heard as often as members, in the order in which they were last heard.
+        early: the workers without a place, which are heard less often, in the same order.
         lacking: node ids of living newcomers that have not moved.
         quiesced: node ids of living members that have stopped for a planned change.
-        came: how many have come.
+        came: how many workers have come so far.
         turns: how often a worker or its stream has come or gone.
-        not_before: silence counts from then on: workers are still to find this scheduler.
+        not_before: silence counts from this time on, because workers have to find this scheduler first.
 
-    What was heard is noted by the methods here alone, so that all these agree with the contacts.
+    Only the methods of this class record what was heard, so that these attributes agree with the contacts.
     """
 
     by_node: dict[str, Contact] = field(default_factory=dict)
@@ -122,7 +130,7 @@ class Members:
     not_before: float = 0.0
 
     def expect(self, node_id: str, now: float, *, placed: bool = False) -> Contact:
-        """Begins to wait for a worker that has a claim and no stream."""
+        """Starts to wait for a worker that has a claim and no stream."""
         self.came += 1
         heard = max(now, self.not_before)
         contact = Contact(None, heard, number=self.came, placed=placed, waits=not placed)
@@ -144,7 +152,10 @@ class Members:
         return contact
 
     def has_spoken(self, node_id: str, now: float) -> None:
-        """Notes that something came from the worker, from now on as often as its place asks for."""
+        """Records that something came from the worker.
+
+        From now on it must be heard as often as its place requires.
+        """
         contact = self.by_node[node_id]
         contact.last_heard = max(now, self.not_before)
         if contact.placed:
@@ -155,7 +166,7 @@ class Members:
         order.move_to_end(node_id)
 
     def hear(self, node_id: str, event: events.Heard, *, settled: bool) -> bool:
-        """Takes a heartbeat in, as :meth:`Contact.hear`."""
+        """Applies a heartbeat; see :meth:`Contact.hear`."""
         contact = self.by_node[node_id]
         progress = contact.hear(event, settled=settled)
         if contact.has_moved:
@@ -163,7 +174,7 @@ class Members:
         return progress
 
     def quiesce(self, node_id: str, last_started_step: int) -> None:
-        """Notes that a living member has stopped at a step boundary of the newest generation."""
+        """Records that a living member has stopped at a step boundary of the newest generation."""
         contact = self.by_node[node_id]
         contact.quiesce(last_started_step)
         self.quiesced.add(node_id)
@@ -171,13 +182,13 @@ class Members:
             self.lacking.discard(node_id)
 
     def forget_quiesced(self) -> None:
-        """Notes that nobody has stopped: who did so for an earlier change may have gone on since."""
+        """Forgets who has stopped: those that stopped for an earlier change may have gone on since."""
         for node_id in self.quiesced:
             self.by_node[node_id].quiesced = None
         self.quiesced = set()
 
     def detach(self, session: events.SessionId) -> None:
-        """Notes that the stream has ended; the worker is waited for."""
+        """Records that the stream has ended; the worker may come back."""
         self.by_node[self.nodes.pop(session)].session = None
         self.turns += 1
 
@@ -203,11 +214,11 @@ class Members:
         return contact.session if contact is not None else None
 
     def enter_generation(self, members: Iterable[str], newcomers: Iterable[str]) -> None:
-        """Notes that a new generation was formed. What members have shown counts beyond a suspension.
+        """Records that a new generation was formed. What members have shown is kept across a suspension.
 
         Args:
             members: node ids of its members.
-            newcomers: node ids of those of its living members that are to take the state from a survivor.
+            newcomers: node ids of its living members that have to take the state from a survivor.
         """
         self.lacking, self.quiesced = set(newcomers), set()
         for contact in self.by_node.values():
@@ -217,7 +228,7 @@ class Members:
                 self.by_node[node_id].placed = True
 
     def silent(self, now: float, patience: Patience) -> list[str]:
-        """Node ids that were not heard for too long, in the order in which they came."""
+        """Node ids of workers that were silent for too long, in the order in which they came."""
         found = []
         for words, seconds in ((self.words, patience.member_s), (self.early, patience.waiting_s)):
             for node_id, contact in words.items():
@@ -227,9 +238,9 @@ class Members:
         return sorted(found, key=lambda node_id: self.by_node[node_id].number)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Subtracts a time from everybody's silence: the scheduler itself was late."""
+        """Reduces everybody's silence by a time during which the scheduler itself did not run."""
         for contact in self.by_node.values():
-            # The order stays.
+            # The order does not change.
             contact.last_heard = max(contact.last_heard, min(now, contact.last_heard + seconds))
 
     def next_silence(self, patience: Patience) -> float | None:

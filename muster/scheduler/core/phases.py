@@ -1,11 +1,10 @@
-"""From phase to phase: what follows for a job from the state that its events have left it in."""
+"""The phases of a job: what follows from the state in which its events have left it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from muster.scheduler.core import events, records
-from muster.scheduler.core.goodput import FORMING, REDOING, SUSPENDED, TRAINING
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     STATELESS,
@@ -21,18 +20,22 @@ from muster.scheduler.core.ledger import (
 from muster.scheduler.core.reports import absent, awaited, progress_report
 from muster.scheduler.core.sentences import standing_sentence, waiting_message, waiting_sentence
 from muster.wire import messages
+from muster.wire.time_by_cause import FORMING, REDOING, SUSPENDED, TRAINING
 
 HAND_OVER_S = 15.0
-"""How long a member that leaves waits for others to take the state: half of what Kubernetes gives it."""
+"""How long a leaving member waits for others to take the state, in seconds: half of Kubernetes' grace
+period.
+"""
 
 
 RETURN_S = 5.0
-"""How long a suspended job in which nobody holds the state waits for those that did: longer than the pauses
-between a worker's attempts to connect."""
+"""How long a suspended job in which nobody holds the state waits for the members that did, in seconds. Longer
+than the pauses between a worker's attempts to connect.
+"""
 
 
 def advance(job: Job, now: float) -> None:
-    """Takes the job from phase to phase for as long as its state asks for it."""
+    """Moves the job from phase to phase until nothing more follows from its state."""
     moves = {
         Phase.FORMING: _advance_forming,
         Phase.BUILDING: _advance_building,
@@ -46,7 +49,7 @@ def advance(job: Job, now: float) -> None:
 
 
 def cause(job: Job) -> str:
-    """What a job's time goes into just now; of the causes of :mod:`muster.scheduler.core.goodput`."""
+    """The present cause of the job's time, one of :mod:`muster.wire.time_by_cause`."""
     phase = job.phase
     if phase is Phase.SUSPENDED:
         return SUSPENDED
@@ -56,7 +59,7 @@ def cause(job: Job) -> str:
 
 
 def note_phase(job: Job, now: float) -> None:
-    """Notes when the phase began."""
+    """Records when the phase began."""
     job.goodput.follow(cause(job), now)
     if job.phase is not job.phase_seen:
         job.phase_seen = job.phase
@@ -70,10 +73,11 @@ def timed_out(job: Job, now: float) -> bool:
 
 
 def times_out_at(job: Job) -> float:
-    """The time at which forming, building or waiting has taken too long.
+    """When forming, building or waiting will have taken too long.
 
-    A group that took long to be found unfit (two hosts do not reach each other, a member hangs) leaves
-    the next one half of the time at least. Together they have twice the time: nothing is tried for ever.
+    If it took long to find that a group cannot work (two hosts do not reach each other, a member hangs), the
+    next group still has at least half of the time. All tries together have at most twice the time, so that
+    nothing is retried for ever.
     """
     limit_s = job.settings.topo_timeout_s
     due = job.deadlines.phase_since + limit_s
@@ -96,7 +100,7 @@ def _advance_forming(job: Job, now: float) -> bool:
 
 
 def _last_call_over(job: Job, worker_min: int, now: float) -> bool:
-    """Whether the last call (MS_LAST_CALL_TIMEOUT) for more members is over."""
+    """Whether the wait for more members than needed (MS_LAST_CALL_TIMEOUT) is over."""
     deadlines = job.deadlines
     if not deadlines.last_call_s or not _could_form(job, worker_min):
         deadlines.last_call = 0.0
@@ -106,7 +110,7 @@ def _last_call_over(job: Job, worker_min: int, now: float) -> bool:
 
 
 def _could_form(job: Job, least: int) -> bool:
-    """Whether this many of those that are in make up a group: of a line of a rank table one at most."""
+    """Whether this many workers can form a group: each line of a rank table counts only once."""
     ledger = job.ledger
     staying = len(ledger.claims) - len(ledger.leaving)
     if staying < least or job.settings.rank_table is None:
@@ -116,7 +120,7 @@ def _could_form(job: Job, least: int) -> bool:
 
 
 def _enough_to_form(job: Job, worker_num: int, now: float) -> bool:
-    """Whether to form the first group. Spares wait for ordinary workers for a while."""
+    """Whether to form the first group now. Spares wait a while for ordinary workers."""
     claims = job.ledger.claims
     if len(claims) < worker_num:
         job.deadlines.spares_fill_in = 0.0
@@ -135,8 +139,8 @@ def _advance_building(job: Job, now: float) -> bool:
     if job.current.broken or ledger.lost.keys() - ledger.arriving:
         return regroup(job, now, _departure(job))
     if (ledger.lost or ledger.finished) and ledger.formed is not None:
-        # Who finished has done the last step before a planned switch, and who was still to arrive has no
-        # part in it; the others are still to do it.
+        # A worker that has finished has done the last step before a planned switch, and one that was still to
+        # arrive has no part in it. The others still have to do it.
         return regroup(job, now, _departure(job), ledger.formed.switch_after_step)
     if len(job.current.built) == len(job.ledger.ranks):
         job.commit(records.GroupEstablished(job.ledger.generation))
@@ -155,20 +159,20 @@ def _advance_building(job: Job, now: float) -> bool:
     if not timed_out(job, now):
         return False
     if absent(ledger, job.members, job.current.built, ledger.living_members()):
-        # One that trains and one that hangs look alike: reported, as in a running job.
+        # A member that trains and one that hangs look alike, so this is reported as in a running job.
         job.deadlines.phase_since = now
         return False
     return end(job, False, f"The group was not built in time: {awaited(job)}.")
 
 
 def departure_due(job: Job) -> float | None:
-    """When departing members, without which the others train on already, lose their node ids."""
+    """When departing members lose their node ids, if the others already train without them."""
     running = job.phase is Phase.RUNNING
     return job.deadlines.phase_since + HAND_OVER_S if running and _departing(job) else None
 
 
 def _let_go(job: Job, now: float) -> None:
-    """Removes departing members whose Leave does not come, because their training hangs, say."""
+    """Removes departing members whose Leave does not come, for example because their training hangs."""
     due = departure_due(job)
     for claim in _departing(job) if due is not None and now >= due else ():
         what = f"had {HAND_OVER_S:g} s to say goodbye and did not; its node id is free"
@@ -183,7 +187,7 @@ def _advance_running(job: Job, now: float) -> bool:
         return regroup(job, now, _departure(job))
     if _suspicion_due(job, now) or _hand_over_overdue(job, now):
         return True
-    if job.deadlines.hand_over is not None:  # the worker that leaves is still needed
+    if job.deadlines.hand_over is not None:  # The leaving worker is still needed.
         return False
     change = ledger.wanted_change(job.settings)
     return change is not None and quiesce(job, change)
@@ -197,8 +201,9 @@ def _advance_quiescing(job: Job, now: float) -> bool:
         return True
     if not job.members.all_quiesced(ledger):
         return False
-    change = _planned(job)  # by now more may leave
-    if job.deadlines.suspicion is not None:  # whose collective failed cannot finish the step with the others
+    change = _planned(job)  # More workers may want to leave by now.
+    # A member whose collective failed cannot finish the step with the others.
+    if job.deadlines.suspicion is not None:
         return regroup(job, now, change)
     if hand_over_first(job):
         return True
@@ -206,10 +211,10 @@ def _advance_quiescing(job: Job, now: float) -> bool:
 
 
 def hand_over_first(job: Job) -> bool:
-    """Lets members that have stopped go on where one that leaves has to hand over the state first."""
+    """Lets members that have stopped continue, if a leaving member has to hand over the state first."""
     if not job.ledger.is_handing_over(job.members.stateless()):
         return False
-    for claim in job.ledger.living_members():  # who is sent the assignment again may go on
+    for claim in job.ledger.living_members():  # Members that get the assignment again may continue.
         node_id = claim.candidate.node_id
         job.send(node_id, job.assignment(job.rank_of(node_id)))
     job.say(f"The change of members ({_planned(job)}) waits until the training state is handed over.")
@@ -232,7 +237,7 @@ def _advance_suspended(job: Job, now: float) -> bool:
 
 
 def _holders_may_return(job: Job, now: float) -> bool:
-    """Whether to wait for lost members that held the state: one that was cut off may return with it."""
+    """Whether to wait for lost members that held the state, because a member that was cut off may return."""
     ledger, stateless = job.ledger, job.members.stateless()
     members = job.trained.keys() | ledger.ranks.keys()
     gone = members - ledger.finished - ledger.parted - ledger.claims.keys()
@@ -244,7 +249,7 @@ def _holders_may_return(job: Job, now: float) -> bool:
 
 
 def _departure(job: Job) -> str:
-    """Why members are gone, in words."""
+    """Says why members are gone."""
     reasons = [*job.ledger.lost.values()]
     if job.current.broken:
         reasons.append(job.current.broken)
@@ -260,7 +265,7 @@ def _suspicion_due(job: Job, now: float) -> bool:
 
 
 def switch_due(job: Job) -> float | None:
-    """The time by which a planned change must be carried out; None: there is none."""
+    """The time by which a planned change must be made; None if there is none."""
     if job.switches_by_steps or job.phase is Phase.QUIESCING:
         return job.deadlines.phase_since + _switch_patience_s(job)
     return None
@@ -271,7 +276,7 @@ def _switch_patience_s(job: Job) -> float:
 
 
 def _switch_overdue(job: Job, now: float) -> bool:
-    """Makes a planned change at once where some member cannot come to the step at which to switch."""
+    """Makes a planned change immediately if some member cannot reach the step of the switch."""
     due = switch_due(job)
     if due is None or now < due:
         return False
@@ -284,14 +289,14 @@ def _switch_overdue(job: Job, now: float) -> bool:
 
 
 def _planned(job: Job) -> str:
-    """Names who joins or leaves by the planned change under way."""
+    """Names the workers that join or leave by the planned change in progress."""
     if job.phase is Phase.QUIESCING:
         return job.ledger.wanted_change(job.settings) or job.current.plan or ""
     return job.current.change
 
 
 def _hand_over_overdue(job: Job, now: float) -> bool:
-    """Lets leaving members that hold the state go where nobody has taken it in time; they save it."""
+    """Lets leaving members that hold the state go if nobody has taken it in time; they save it."""
     stateless = job.members.stateless()
     if not job.ledger.is_handing_over(stateless):
         job.deadlines.hand_over = None
@@ -317,7 +322,7 @@ def quiesce(job: Job, reason: str) -> bool:
 
 
 def regroup(job: Job, now: float, reason: str, switch_after_step: int = -1) -> bool:
-    """Forms the next generation from the workers that are there, suspends the job, or ends it."""
+    """Forms the next generation from the available workers, or suspends the job, or ends it."""
     ledger = job.ledger
     assert ledger.opened is not None
     stateless = job.stateless()
@@ -347,7 +352,7 @@ def regroup(job: Job, now: float, reason: str, switch_after_step: int = -1) -> b
 
 
 def _remark_on_state(job: Job, chosen: Collection[messages.Candidate], stateless: Collection[str]) -> str:
-    """Adds a remark where the next generation begins without the training state."""
+    """Adds a remark if the next generation begins without the training state."""
     ledger = job.ledger
     givers = [c.node_id for c in chosen if ledger.claims[c.node_id].leaving is not None]
     if givers:
@@ -365,7 +370,7 @@ def _release_idle(job: Job, chosen: Collection[str]) -> None:
 
 
 def _departing(job: Job) -> list[Claim]:
-    """Former members that are on their way out as planned."""
+    """Former members that are leaving as planned."""
     return [
         claim
         for claim in map(job.ledger.claims.__getitem__, sorted(job.ledger.leaving))
@@ -374,7 +379,7 @@ def _departing(job: Job) -> list[Claim]:
 
 
 def _suspend(job: Job, reason: str) -> bool:
-    """Too few members are left: the survivors keep their state and wait."""
+    """Suspends the job because too few members are left: the survivors keep their state and wait."""
     ledger = job.ledger
     if ledger.phase is Phase.SUSPENDED:
         return False
@@ -383,7 +388,7 @@ def _suspend(job: Job, reason: str) -> bool:
     for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
         job.dismiss(claim, job.farewell(claim.leaving or ""), "left as planned")
     sentence = _suspension(job)
-    wait_s = job.settings.topo_timeout_s  # the worker puts it into words itself
+    wait_s = job.settings.topo_timeout_s  # The worker puts it into words itself.
     stateless = job.stateless()
     members = [claim.candidate.node_id for claim in ledger.living_members()]
     heard = [node_id for node_id in members if job.members.session_of(node_id) is not None]
@@ -408,7 +413,7 @@ def _suspension(job: Job) -> str:
 
 
 def explain_recovered(job: Job) -> None:
-    """What ``status`` says of a job that was just recovered, until something happens."""
+    """What ``status`` shows for a job that was just recovered, until something happens."""
     ledger, phase = job.ledger, job.phase
     if phase is Phase.SUSPENDED:
         wait_s = job.settings.topo_timeout_s
@@ -435,6 +440,6 @@ def end(
 
 
 def end_requested(job: Job, event: events.EndRequested, now: float) -> None:
-    """Ends the job for an operator; workers outside get the answer that follows every event."""
+    """Ends the job for an operator. Workers outside the group get the same answer to their next message."""
     if job.phase is not Phase.ENDED:
         end(job, False, f"An operator has ended the job: {event.reason}", messages.RefusalCode.JOB_ENDED)

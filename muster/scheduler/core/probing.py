@@ -1,7 +1,7 @@
 """Rounds of probes between workers: finds broken network paths and hanging ranks, and expels them.
 
 An accusation is a pair (accuser, accused): the first could not reach the second. A pair is broken if either
-accuses the other, because a group needs connections both ways.
+accuses the other, because a group needs connections in both directions.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from muster.wire import messages
 
 
 def want_round(job: Job, now: float, *, urgent: bool) -> None:
-    """Asks for a round of probes: at once, or when the round under way is over.
+    """Requests a round of probes: now, or when the round in progress is over.
 
-    Unless all have just been found to reach each other, and nothing but a wait speaks against that.
+    Does nothing if all members have just been found to reach each other, and the only new fact is that a
+    member waits.
     """
     current = job.probing.current
     if current is not None and current.among_members:
         if current.generation == job.ledger.generation:
             return
-        job.probing.current = None  # it was among other members
+        job.probing.current = None  # That round was among other members.
     if urgent or job.probing.backoff.generation != job.ledger.generation or now >= job.probing.backoff.until:
         job.probing.wanted = True
         tend_rounds(job, now)
@@ -62,7 +63,8 @@ def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
     hosts = _by_host(job)
     generation, backoff = job.ledger.generation, job.probing.backoff
     rounds = backoff.rounds if backoff.generation == generation else 0
-    # While a group is built any broken path holds it up; in training the first question is only who is apart.
+    # While a group is being built, any broken path blocks it. During training, the first question is only
+    # which host is cut off.
     all_paths = job.phase is Phase.BUILDING or rounds > 0
     reach = max(1, PROBES_EACH // max(1, len(hosts) - 1)) if all_paths else 1
     current = ProbeRound(job.probing.number, now + ROUND_S, among_members, generation, hosts)
@@ -79,7 +81,7 @@ def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
 
 
 def _by_host(job: Job) -> dict[str, list[events.SessionId]]:
-    """The streams of those that have a claim and can be asked, by the id of their host."""
+    """The streams of workers that have a claim and can be probed, by the id of their host."""
     hosts: dict[str, list[events.SessionId]] = {}
     for claim in seated_claims(job):
         session = job.members.session_of(claim.candidate.node_id)
@@ -116,14 +118,14 @@ def seated_claims(job: Job) -> list[Claim]:
 
 
 def take_answer(job: Job, event: events.ProbeAnswered, now: float) -> None:
-    """Takes a worker's answer; the last one ends the round."""
+    """Handles a worker's answer; the last answer ends the round."""
     current = job.probing.current
     if current is None or event.round != current.number or event.session not in current.asked:
         return
     contacts = job.members.by_node
     heard = {node_id: contacts[node_id].last_heard for node_id, _ in event.unreached if node_id in contacts}
     current.take(event, now, heard)
-    awaited = current.awaited  # who has answered, or is gone, is awaited no more
+    awaited = current.awaited  # Workers that have answered or are gone are no longer awaited.
     while awaited and (
         awaited[-1] in current.answers or not _is_there(job, awaited[-1], current.asked[awaited[-1]])
     ):
@@ -139,7 +141,7 @@ def _is_there(job: Job, session: events.SessionId, asked: ProbeParticipant) -> b
 
 
 def tend_rounds(job: Job, now: float) -> None:
-    """Ends a round whose time is over, and begins one that is due."""
+    """Ends a round that has timed out, and begins one that is due."""
     if job.phase is Phase.ENDED:
         return
     if job.probing.current is not None and now >= job.probing.current.due:
@@ -166,8 +168,8 @@ def _conclude_round(job: Job, now: float) -> None:
         elif current.answers:
             hung = set(job.probing.hangs)
             _look_for_hangs(job, current, now)
-            # A failure that could not be judged is no proof of the contrary: the next wait asks again. And
-            # where a member that hung goes on, whatever is waited for next is something new.
+            # A failure whose cause could not be found does not prove that all is well: the next wait asks
+            # again. And when a member that hung continues, the next wait counts as a new one.
             unjudged = any(current.unreached.values())
             backoff = job.probing.backoff if job.probing.hangs.keys() >= hung else ProbeBackoff()
             job.probing.backoff = ProbeBackoff() if unjudged else backoff.again(current.generation, now)
@@ -178,7 +180,7 @@ def _conclude_round(job: Job, now: float) -> None:
 
 
 def expel_unreachable(job: Job, current: ProbeRound) -> bool:
-    """Expels workers that the others cannot reach; returns whether some cannot reach each other."""
+    """Expels workers that the others cannot reach; returns whether some members cannot reach each other."""
     members = {
         session: asked.candidate
         for session, asked in current.asked.items()
@@ -196,7 +198,7 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
         _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
         return True
     if _too_few_left(job, (candidate for candidate, _ in out)):
-        # Whoever is at fault: as long as enough reach each other, the job goes on.
+        # Whoever is at fault: the job goes on as long as enough members reach each other.
         out, _ = _who_goes(job, present, between, single, leaving_by_size)
     if may_expel(job, (candidate for candidate, _ in out), sentence):
         for candidate, barred in out:
@@ -207,7 +209,7 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
 
 
 def _present(job: Job, asked: Iterable[messages.Candidate]) -> list[messages.Candidate]:
-    """The members that a host counts for: those that were asked, and those that have come since."""
+    """The members to count for a host: those that were asked, and those that have come since."""
     present = {one.node_id: one for one in asked}
     for claim in job.ledger.living_members():
         if job.members.session_of(claim.candidate.node_id) is not None:
@@ -222,7 +224,7 @@ def _who_goes(
     single: Collection[Accusation],
     rule: Rule,
 ) -> tuple[list[tuple[messages.Candidate, str]], frozenset[BrokenPair]]:
-    """The workers that leave by a rule, each with what is barred then, and the pairs to remember."""
+    """The workers that leave by a rule, what is barred for each of them, and the pairs to remember."""
     gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
     if between:
         hosts = _parties(job, members, lambda one: one.host.id)
@@ -234,7 +236,8 @@ def _who_goes(
         pairs |= more
     claims = [claim.candidate for claim in seated_claims(job)]
     out = [one for one in claims if one.host.id in gone or one.node_id in unreachable]
-    # Where nobody of its host stays, the next one to come from there has to show that the others are reached.
+    # If no worker of this host stays, the next one to come from there has to prove that it reaches the
+    # others.
     staying = {one.host.id for one in claims if one not in out}
     return [(one, one.node_id if one.host.id in staying else one.host.id) for one in out], pairs
 
@@ -242,8 +245,8 @@ def _who_goes(
 def _workers_beside(
     job: Job, members: Collection[messages.Candidate], single: Collection[Accusation]
 ) -> Split:
-    """The hosts of these workers as parts: each of them, and those beside them as a whole."""
-    # A node id may be the id of a host as well.
+    """The hosts of these workers in parts: each of the workers, and all others on their host together."""
+    # A node id may equal the id of a host.
     units = {node_id: f"worker {node_id}" for pair in single for node_id in pair}
     concerned = {one.host.id for one in members if one.node_id in units}
     here = {one.node_id: one for one in members if one.host.id in concerned}
@@ -262,10 +265,10 @@ def _leaving_and_pairs(
     rule: Rule,
     split: Split,
 ) -> tuple[frozenset[str], frozenset[BrokenPair]]:
-    """The parties that must leave by this round and those before, and the pairs to remember of it.
+    """The parties that must leave because of this and earlier rounds, and the pairs to remember.
 
-    Of a lone pair either may be at fault, where no part of it is apart from others either. Who goes because
-    it is broken with several is at fault: these are not.
+    In a lone pair, either party may be at fault, unless a part of it also fails to reach others. A party that
+    leaves because its paths to several others are broken is at fault, and those others are not.
     """
     names = {name: party.name for name, party in parties.items()}
     apart = {*accusations, *split.of_wholes()}
@@ -279,7 +282,10 @@ def _leaving_and_pairs(
 
 
 def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
-    """With how many different others one was broken; a worker also as its host, a host also as its worker."""
+    """With how many different others a party's path was broken.
+
+    The count of a worker includes those of its host; of the others, a host and a worker on it count once.
+    """
     host, _ = name
     peers = {peer for one, peer in pairs if one in (name, (host, ""))}
     named = {each for each, node in peers if node}
@@ -289,14 +295,14 @@ def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
 def _parties(
     job: Job, members: Iterable[messages.Candidate], name_of: Callable[[messages.Candidate], str]
 ) -> dict[str, Party]:
-    """The members by host, or each by itself, as ``name_of`` says."""
+    """Groups the members by host, or leaves each by itself, as ``name_of`` says."""
     ledger, stateless = job.ledger, job.stateless()
     parties: dict[str, Party] = {}
     for one in members:
         name = name_of(one)
         rank, holds = ledger.rank_of(one.node_id), ledger.holds_state(one.node_id, stateless)
         known = parties.get(name, Party(0, holds_state=False, lowest_rank=rank))
-        # A host with one worker is remembered as that worker: soon another may be beside it.
+        # A host with one worker is remembered as that worker, because another one may soon join it.
         place = one.host.id, "" if known.workers else one.node_id
         lowest = min(rank, known.lowest_rank)
         parties[name] = Party(known.workers + 1, holds or known.holds_state, lowest, place)
@@ -304,7 +310,7 @@ def _parties(
 
 
 def _broken_pairs(job: Job, current: ProbeRound, members: dict[events.SessionId, messages.Candidate]) -> str:
-    """Names the hosts that cannot reach each other, with the first reason that was given."""
+    """Names the hosts that cannot reach each other, with the first reason reported."""
     pairs: dict[tuple[str, str], str] = {}
     for session, target, why in failures(current, members):
         names = sorted((members[session].host.name, members[target].host.name))
@@ -322,7 +328,7 @@ def may_expel(job: Job, out: Iterable[messages.Candidate], sentence: str) -> boo
 
 
 def _too_few_left(job: Job, out: Iterable[messages.Candidate]) -> str:
-    """Says why these cannot be expelled: too few members would be left; empty: they can be."""
+    """Says why these members cannot be expelled (too few would be left); empty if they can."""
     ledger = job.ledger
     assert ledger.opened is not None
     gone = {candidate.node_id for candidate in out}
@@ -342,14 +348,14 @@ def _say_once(job: Job, sentence: str) -> bool:
 
 
 def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
-    """Says once who the others wait for, to all members too: their launchers show it."""
+    """Reports once whom the others wait for, also to all members, whose launchers show it."""
     job.probing.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
     if _say_once(job, sentence):
         job.tell_members(sentence)
 
 
 def all_have_moved(job: Job) -> bool:
-    """Forgets those that were awaited and have moved; returns whether these were all."""
+    """Forgets the awaited members that have moved; returns whether all of them have."""
     awaited = job.probing.awaited
     moved = [n for n, place in awaited.items() if n not in job.members.by_node or _place(job, n) != place]
     for node_id in moved:
@@ -364,7 +370,10 @@ def all_have_moved(job: Job) -> bool:
 
 
 def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
-    """Names members that answer and do not come to what others wait for; expels them in the end."""
+    """Reports members that answer probes but do not come to a step for which others wait.
+
+    Expels them in the end.
+    """
     members = {
         current.asked[session].candidate.node_id: answer
         for session, answer in current.answers.items()
@@ -378,7 +387,8 @@ def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
         name_finished(job, waiting)
     furthest = max(_place(job, node_id) for node_id in waiting)
     for node_id, answer in members.items():
-        # Who has issued all that the others have may wait for its device, out of sight.
+        # A member that has issued everything that the others have may be waiting for its device, which cannot
+        # be seen from here.
         if answer.waits or (answer.late and _place(job, node_id) >= furthest):
             continue
         if answer.busy:
@@ -389,14 +399,14 @@ def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
         if node_id in before and before[node_id].place == hang.place:
             hang = before[node_id]
         else:
-            job.probing.said = ""  # said again of each hang
+            job.probing.said = ""  # Reported again for each hang.
         job.probing.hangs[node_id] = hang
     if job.probing.hangs:
         deal_with_hangs(job, now, len(waiting))
 
 
 def name_finished(job: Job, waiting: Iterable[str]) -> None:
-    """Sends waiting members the names of those that have finished, where they wait for these."""
+    """Sends waiting members the names of members that have finished, if that is whom they wait for."""
     finished = tuple(sorted(job.ledger.ranks[node_id] for node_id in job.ledger.finished))
     sentence = f"{upper_first(early_end(job.ledger))}."
     _say_once(job, sentence)
@@ -406,7 +416,7 @@ def name_finished(job: Job, waiting: Iterable[str]) -> None:
 
 
 def explain_failures(job: Job) -> None:
-    """Names finished members to those whose collective failed, whichever is heard first."""
+    """Sends the names of finished members to those whose collective failed, whichever report comes first."""
     if job.ledger.finished and job.current.puzzled:
         name_finished(job, job.current.puzzled)
         job.current.puzzled = set()
@@ -418,7 +428,7 @@ def _place(job: Job, node_id: str) -> tuple[int, int, int]:
 
 
 def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
-    """Names the members that others wait for, and expels those that have been named for long."""
+    """Reports the members that others wait for, and expels those that have been reported for long."""
     limit_s = job.settings.hang_timeout_s
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.probing.hangs}
     names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])
@@ -443,14 +453,14 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
             what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
             job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", messages.RefusalCode.SUPERSEDED)
     for candidate in due:
-        job.probing.hangs.pop(candidate.node_id)  # if it stays, its time begins again
+        job.probing.hangs.pop(candidate.node_id)  # If it stays, its time starts again.
 
 
 # ---------------------------------------------------------------- who comes back
 
 
 def keep_outside(job: Job, event: events.Joined) -> bool:
-    """Keeps an expelled worker outside until probes succeed; returns whether it is kept."""
+    """Keeps an expelled worker out until probes succeed; returns whether it is kept out."""
     candidate = event.candidate
     if not seated_claims(job):
         return False
@@ -461,7 +471,7 @@ def keep_outside(job: Job, event: events.Joined) -> bool:
             newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
             refused = messages.Refused(messages.RefusalCode.SUPERSEDED, newer)
             job.outbox.send(min(session, event.session), refused)
-            if event.session < session:  # its Join was long under way
+            if event.session < session:  # Its Join took long to arrive.
                 return True
     job.probing.outside[event.session] = event
     why = job.probing.barred.get(candidate.host.id) or job.probing.barred[candidate.node_id]
@@ -473,9 +483,9 @@ def keep_outside(job: Job, event: events.Joined) -> bool:
 
 
 def _take_in(job: Job, current: ProbeRound, now: float) -> None:
-    """Takes in those that were outside and that all members have reached, of one host at a time."""
+    """Admits workers that were outside and that all members have reached, from one host at a time."""
     proven: str | None = None
-    # Hosts whose workers have come since the round began, and were not asked.
+    # Hosts whose workers have come since the round began and were not asked.
     unasked = _by_host(job).keys() - current.hosts.keys() if job.probing.outside else frozenset[str]()
     for session, asked in current.asked.items():
         event = job.probing.outside.get(session)
@@ -512,15 +522,19 @@ def dismiss_outside(job: Job) -> None:
 # ---------------------------------------------------------------- who stays
 
 EXACT_PARTIES = 16
-"""Up to this number of parties the best set is searched exactly; beyond, by taking the worst away."""
+"""Up to this number of parties the best set is found by exhaustive search; beyond that, by removing the worst
+party repeatedly.
+"""
 
 MANY = 2
-"""A party that is broken with this many others, which are not with each other, is the one at fault."""
+"""A party whose paths to this many others are broken, while those others reach each other, is the one at
+fault.
+"""
 
 Accusation = tuple[str, str]
 
 Rule = Callable[[Mapping[str, "Party"], Collection[Accusation], Mapping[str, int], "Split"], frozenset[str]]
-"""Says which parties leave, as :func:`leaving` does."""
+"""A function that decides which parties leave, such as :func:`leaving`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,10 +542,10 @@ class Party:
     """A host or a worker that stays or leaves as a whole.
 
     Attributes:
-        workers: how many workers go if it goes.
+        workers: how many workers leave with it.
         holds_state: one of them holds the training state.
         lowest_rank: the lowest of their ranks.
-        name: as what its broken pairs are remembered.
+        name: the name under which its broken pairs are remembered.
     """
 
     workers: int
@@ -542,25 +556,25 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Parties of which one part may go alone.
+    """Parties of which a single part may leave alone.
 
     Attributes:
-        parts: the parts by name, of each such party; what is left of it bears its own name.
-        accusations: which parts could not reach which other.
+        parts: the parts of each such party, by name; the remainder has the party's own name.
+        accusations: pairs of parts of which one could not reach the other.
     """
 
     parts: Mapping[str, Mapping[str, Party]]
     accusations: Collection[Accusation]
 
     def of_wholes(self) -> set[Accusation]:
-        """The same accusations as of whole parties."""
+        """The same accusations, as accusations between whole parties."""
         whole = {part: name for name, parts in self.parts.items() for part in parts}
         return {(whole[a], whole[b]) for a, b in self.accusations}
 
     def apart(
         self, parties: Mapping[str, Party], accusations: Collection[Accusation]
     ) -> tuple[dict[str, Party], list[Accusation]]:
-        """The parties with parts in their place, and all accusations as of these."""
+        """The parties with each split party replaced by its parts, and all accusations between those."""
         parts = {name: self.parts.get(name, {name: party}) for name, party in parties.items()}
         taken = {part: party for here in parts.values() for part, party in here.items()}
         left = [(a, b) for one, other in accusations for a in parts[one] for b in parts[other]]
@@ -568,7 +582,7 @@ class Split:
 
 
 WHOLE = Split({}, ())
-"""Of no party a part alone may go."""
+"""A split in which no party has separate parts."""
 
 
 def leaving(
@@ -577,19 +591,21 @@ def leaving(
     others: Mapping[str, int] | None = None,
     split: Split = WHOLE,
 ) -> frozenset[str]:
-    """The parties that must leave so that all that stay reach each other.
+    """Chooses the parties that must leave so that all that stay reach each other.
 
-    One that alone accuses many leaves itself, and so does one of a lone pair that was in other such pairs
-    before. Of the rest the largest set stays that holds the training state; of equals, the one with the
-    lowest ranks. Which of a pair accused the other counts for nothing: else one would gain by silence.
+    A party that is alone in accusing many others leaves, and so does the one of a lone pair that was in other
+    such pairs before. Of the rest, the largest set that holds the training state stays; among equals, the one
+    with the lowest ranks. It does not matter which of a pair accused the other; otherwise a party would gain
+    by not answering.
 
     Args:
         parties: all there are, by name.
         accusations: who could not reach which other.
-        others: with how many different others each has been in a lone pair, this round's among them, or was
-            broken when it went for several.
-        split: which single parts of them could not reach each other: the sides are compared without the
-            parts that they would lose. These go by another decision, as do parties that are in no pair.
+        others: for each party, with how many different others it has been in a lone pair (including this
+            round), or had broken paths when it left.
+        split: single parts of parties that could not reach each other. The sides are compared without the
+            parts that they would lose. Such parts, and parties that are in no pair, leave by another
+            decision.
     """
     alone = lone_accusers(parties, accusations)
     alone |= repeaters(parties, accusations, others or {})
@@ -603,9 +619,9 @@ def leaving_by_size(
     others: Mapping[str, int] | None = None,
     split: Split = WHOLE,
 ) -> frozenset[str]:
-    """The parties that must leave so that the largest set stays, whoever is at fault.
+    """Chooses the parties that must leave so that the largest set stays, whoever is at fault.
 
-    Takes what :func:`leaving` does; ``others`` counts for nothing.
+    Takes the arguments of :func:`leaving`, and ignores ``others``.
     """
     left = [(a, b) for a, b in accusations if a in parties and b in parties]
     involved = {name for pair in left for name in pair}
@@ -618,7 +634,7 @@ def leaving_by_size(
 
 
 def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:
-    """Parties that accuse many others which nobody else accuses, and which do not accuse back."""
+    """Parties that accuse many others, while nobody else accuses those, and those do not accuse back."""
     accused_by: dict[str, set[str]] = {}
     for accuser, accused in accusations:
         accused_by.setdefault(accused, set()).add(accuser)
@@ -634,14 +650,17 @@ def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusati
 
 
 def lone_pairs(accusations: Collection[Accusation]) -> frozenset[frozenset[str]]:
-    """The broken pairs of which neither is in another one: they do not say whose fault it is."""
+    """Broken pairs whose parties are in no other broken pair, so that they do not show who is at fault."""
     pairs = {frozenset(pair) for pair in accusations}
     degree = Counter(name for pair in pairs for name in pair)
     return frozenset(pair for pair in pairs if all(degree[name] == 1 for name in pair))
 
 
 def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> frozenset[tuple[str, str]]:
-    """The broken pairs of these with others that are in no other broken pair; the centre comes first."""
+    """The broken pairs of these parties with others that are in no other broken pair.
+
+    The centre comes first.
+    """
     pairs = {frozenset(pair) for pair in accusations}
     degree = Counter(name for pair in pairs for name in pair)
     ends = ((c, x) for pair in pairs for c in pair for x in pair - {c})
@@ -651,7 +670,7 @@ def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> f
 def repeaters(
     parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int]
 ) -> frozenset[str]:
-    """Of each lone pair the one that was in such pairs with many others, and with more than its peer."""
+    """Of each lone pair, the party that was in lone pairs with many others, more than its peer was."""
     found = set()
     for pair in lone_pairs(accusations):
         less, more = sorted(pair, key=lambda name: others.get(name, 0))
@@ -672,7 +691,7 @@ def _broken(names: frozenset[str], accusations: Collection[Accusation]) -> dict[
 
 
 def worth(names: frozenset[str], parties: Mapping[str, Party]) -> tuple[bool, int, int, list[int]]:
-    """The value by which sets of parties are compared; the greater one stays."""
+    """The value by which sets of parties are compared; the set with the greater value stays."""
     return (
         any(parties[name].holds_state for name in names),
         sum(parties[name].workers for name in names),
@@ -684,7 +703,7 @@ def worth(names: frozenset[str], parties: Mapping[str, Party]) -> tuple[bool, in
 def best(
     names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
 ) -> frozenset[str]:
-    """The best set whose members all reach each other: without the one of most broken pairs, or with it."""
+    """Finds the best set in which all reach each other, with or without the party of most broken pairs."""
     pairs = _broken(names, accusations)
     if not pairs:
         return names
@@ -697,7 +716,10 @@ def best(
 def _thinned_out(
     names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
 ) -> frozenset[str]:
-    """A set found by taking away parties with the most broken pairs; the last state holder stays."""
+    """Finds such a set by removing parties with the most broken pairs.
+
+    The last party that holds the state stays.
+    """
     pairs = _broken(names, accusations)
     holders = {name for name in names if parties[name].holds_state}
     gone = set()
@@ -720,7 +742,7 @@ def _thinned_out(
 def failures(
     current: ProbeRound, members: dict[events.SessionId, messages.Candidate]
 ) -> Iterator[tuple[events.SessionId, events.SessionId, str]]:
-    """Pairs of workers that could not reach each other, and why; only where both have answered."""
+    """Pairs of workers that could not reach each other, and why; only pairs in which both have answered."""
     by_node = {candidate.node_id: session for session, candidate in members.items()}
     order = {host_id: number for number, host_id in enumerate(current.hosts)}
     for session, candidate in members.items():
@@ -736,7 +758,7 @@ def failures(
 def accusations(
     current: ProbeRound, members: dict[events.SessionId, messages.Candidate]
 ) -> tuple[set[Accusation], set[Accusation]]:
-    """Failed pairs by party: hosts where no worker got through, else single workers."""
+    """Failed pairs by party: hosts of which no worker got through to the other, else single workers."""
     through: dict[Accusation, bool] = {}
     between, single = set(), set()
     for session, target, _ in failures(current, members):
@@ -752,9 +774,10 @@ def accusations(
 
 
 def _got_through(current: ProbeRound, here: str, there: str) -> bool:
-    """Whether some worker on the one host has reached one on the other; spares speak for their host too.
+    """Whether some worker on one host has reached one on the other; spares count for their host too.
 
-    Or the other way, where a single probe speaks for a host of many: one worker may refuse it, or lie.
+    The opposite direction also counts if a single probe represents a host with many workers, because one
+    worker may refuse the probe, or lie.
     """
     forth, back = (_tried(current, *ends) for ends in ((here, there), (there, here)))
     counts = forth + back if len(current.hosts[here]) == 1 < len(current.hosts[there]) else forth
@@ -762,5 +785,5 @@ def _got_through(current: ProbeRound, here: str, there: str) -> bool:
 
 
 def _tried(current: ProbeRound, here: str, there: str) -> list[tuple[events.SessionId, events.SessionId]]:
-    """Which workers on the one host were to probe which on the other."""
+    """Which workers on one host had to probe which workers on the other."""
     return [(s, t) for s in current.hosts[here] for t in current.targets(current.asked[s].place, there)]

@@ -1,4 +1,4 @@
-"""What rounds of probes have asked and found; :mod:`muster.scheduler.core.probing` decides what follows."""
+"""The state of rounds of probes; :mod:`muster.scheduler.core.probing` has the rules."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from muster.scheduler.core import events
 from muster.wire import messages
 
 ROUND_S = 15.0
-"""How long a round of probes waits for answers, in seconds; a worker gives each probe up before that."""
+"""How long a round of probes waits for answers, in seconds; a worker gives up each probe earlier than
+that.
+"""
 
 ROUND_PAUSE_S = 5.0
 """The shortest time from one round of probes to the next, in seconds."""
 
 LONGEST_ROUND_PAUSE_S = 60.0
-"""What :data:`ROUND_PAUSE_S` grows to while rounds find that all reach each other."""
+"""What :data:`ROUND_PAUSE_S` grows to while rounds find that all members reach each other."""
 
 TOGETHER_S = 1.0
-"""Two probes begun within this time count as simultaneous: a process that stood still begins later."""
+"""Two probes that begin within this time count as simultaneous: a process that was paused begins later."""
 
 LONG_S = 2.5
-"""A running worker is heard within this time; one that is not while it is probed may stand still."""
+"""A running worker is heard at least this often; one that is not heard while it is probed may be paused."""
 
 CANDIDATES_AT_ONCE = 32
 
 PROBES_EACH = 32
-"""So many others a worker probes where no path may be left out, and one of each other host at least."""
+"""How many others a worker probes if no path may be left out; at least one on each other host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class ProbeParticipant:
     Attributes:
         candidate: who it is.
         targets: the streams of the workers that it probes.
-        seated: it has a claim, and is not to earn one.
+        seated: it has a claim, as opposed to a worker that has to pass the probes first.
         place: its number among the seated workers of its host.
     """
 
@@ -47,22 +49,22 @@ class ProbeParticipant:
 
 
 def opposite(there: Sequence[events.SessionId], place: int, shift: int, reach: int) -> list[events.SessionId]:
-    """Which of the workers on another host one with this place on its own probes."""
+    """Which workers of another host are probed by the worker with this place on its own host."""
     first = place + shift
     return [there[number % len(there)] for number in range(first, first + min(reach, len(there)))]
 
 
 @dataclass(slots=True)
 class ProbeRound:
-    """A round of probes under way; ``awaited``: the workers whose answers it waits for, at least.
+    """A round of probes in progress; ``awaited``: the workers whose answers it waits for.
 
     Attributes:
-        hosts: the streams of those with a claim that are asked, by the id of their host.
-        shift: how many places further than its own one probes on another host, at first.
-        reach: how many workers of each other host one probes.
-        unreached: why they could not reach others, by node id, of each that has answered.
-        began: since when those that have answered have probed.
-        silent: those, by node id, that were not reached, and not heard either while they were probed.
+        hosts: the streams of the workers with a claim that are asked, by the id of their host.
+        shift: offset between a worker's own place and the first place that it probes on another host.
+        reach: how many workers of each other host a worker probes.
+        unreached: for each worker that has answered, why it could not reach others, by node id.
+        began: when each worker that has answered began to probe.
+        silent: node ids of workers that were not reached and were not heard either while they were probed.
     """
 
     number: int
@@ -80,13 +82,15 @@ class ProbeRound:
     silent: dict[events.SessionId, frozenset[str]] = field(default_factory=dict)
 
     def targets(self, place: int, host_id: str) -> list[events.SessionId]:
-        """Which workers one with this place on its host probes of another host."""
+        """Which workers of another host are probed by the worker with this place on its host."""
         return opposite(self.hosts[host_id], place, self.shift, self.reach)
 
     def failed(self, session: events.SessionId, target: events.SessionId) -> str | None:
-        """Why one worker could not reach another that it was to probe; "" if it could; None: not known.
+        """Why one worker could not reach another that it had to probe; "" if it could.
 
-        It is not where one of them may have stood still while the other probed it.
+        None if that is not known.
+
+        It is not known if one of them may have been paused while the other probed it.
         """
         answer = self.answers.get(session)
         if answer is None or target not in self.answers:
@@ -99,7 +103,7 @@ class ProbeRound:
         return why if together or not why else None
 
     def take(self, answer: events.ProbeAnswered, now: float, heard: Mapping[str, float]) -> None:
-        """Takes an answer in; ``heard``: when workers were last heard, by node id."""
+        """Stores an answer; ``heard``: when workers were last heard, by node id."""
         session, began = answer.session, now - answer.seconds
         unreached = dict(answer.unreached)
         self.answers[session], self.unreached[session], self.began[session] = answer, unreached, began
@@ -117,11 +121,11 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class ProbeBackoff:
-    """Until when no further round is needed, because all members were found to reach each other.
+    """How long no further round is needed, because all members were found to reach each other.
 
     Attributes:
-        rounds: how many in a row have found that. The next one probes other pairs of workers, else a path
-            that is broken between two single ones is never found.
+        rounds: how many consecutive rounds have found that. The next round probes other pairs of workers;
+            otherwise, a broken path between two single workers would never be found.
     """
 
     generation: int = 0
@@ -130,37 +134,38 @@ class ProbeBackoff:
     rounds: int = 0
 
     def again(self, generation: int, now: float) -> ProbeBackoff:
-        """The same after another such round; the pause grows within a generation."""
+        """The state after one more such round; the pause grows within a generation."""
         same = generation == self.generation
         pause_s = min(2 * self.pause_s, LONGEST_ROUND_PAUSE_S) if same else ROUND_PAUSE_S
         return ProbeBackoff(generation, now + pause_s, pause_s, self.rounds + 1 if same else 1)
 
 
 PartyName = tuple[str, str]
-"""The id of a host, and the node id of a worker on it, or "" for all of them."""
+"""The id of a host, and the node id of a worker on it, or "" for all of its workers."""
 
 BrokenPair = tuple[PartyName, PartyName]
-"""One that may be at fault, and the party with which it was broken."""
+"""A party that may be at fault, and the party to which its path was broken."""
 
 
 @dataclass(slots=True)
 class Probing:
-    """The rounds of probes of a job and what they found; begins empty when the scheduler restarts.
+    """A job's rounds of probes and their findings; empty after a restart of the scheduler.
 
     Attributes:
-        current: the round under way.
-        number: the newest round's.
-        not_before: when the next one may begin.
-        wanted: the members are to be asked.
-        backoff: they have been found to reach each other.
+        current: the round in progress.
+        number: number of the newest round.
+        not_before: when the next round may begin.
+        wanted: a round among the members is wanted.
+        backoff: how long no round is needed, because all members reach each other.
         hangs: the members that others wait for.
-        awaited: those that were named as awaited, busy ones too, and in which step each was then.
-        said: what was said last, so that it is not said at every round.
-        broken: who may be at fault for a pair that could not reach each other: both, if neither was apart
-            from anyone else; where one was apart from several, that one alone.
-        barred: why, by the id of a host, or by a worker's node id.
-        outside: joins of those that are barred.
-        taken_in: those of them that have just been proven to be reached.
+        awaited: the members that were reported as awaited, including busy ones, and the step of each at that
+            time.
+        said: the last report, so that it is not repeated at every round.
+        broken: for each pair that could not reach each other, who may be at fault: both if neither had other
+            broken paths; only the one with several broken paths otherwise.
+        barred: the reason for keeping out a host (by its id) or a worker (by its node id).
+        outside: Joins of those that are barred.
+        taken_in: those of them that have just been proven to be reachable.
         addresses: where workers answer probes.
     """
 
@@ -183,7 +188,7 @@ class Probing:
         return candidate.host.id in self.barred or candidate.node_id in self.barred
 
     def due(self, hang_timeout_s: float) -> float | None:
-        """The time at which a round has to end or to begin; None: no round is wanted."""
+        """When a round has to end or begin; None if no round is wanted."""
         if self.current is not None:
             return self.current.due
         times = [self.not_before] if self.outside or self.wanted else []
@@ -191,21 +196,21 @@ class Probing:
         return max(min(times), self.not_before) if times else None
 
     def hang_due(self, hang_timeout_s: float) -> float:
-        """The time at which the first member has been waited for too long."""
+        """When the first member will have been waited for too long."""
         return min(hang.since for hang in self.hangs.values()) + hang_timeout_s
 
     def repeat(self) -> None:
-        """Has the round under way asked again: what was answered in it may be true no more."""
+        """Repeats the round in progress, because its answers may be out of date."""
         current, self.current = self.current, None
         self.wanted = self.wanted or (current is not None and current.among_members)
 
     def drop_round_of_members(self) -> None:
-        """Takes no answers to the round under way any more: all have just met, whatever was so before."""
+        """Ignores further answers to the round in progress, because all members have just met."""
         if self.current is not None and self.current.among_members:
             self.current = None
 
     def forget_waits(self) -> None:
-        """Training goes on: what is waited for next is something new."""
+        """Training goes on, so the next wait counts as a new one."""
         self.awaited, self.said, self.backoff = {}, "", ProbeBackoff()
 
     def take_in(self) -> list[events.Joined]:
@@ -214,6 +219,6 @@ class Probing:
         return joins
 
     def forget(self, session: events.SessionId) -> None:
-        """Takes a stream that ends out of all rounds."""
+        """Removes a stream that has ended from all rounds."""
         self.addresses.pop(session, None)
         self.outside.pop(session, None)

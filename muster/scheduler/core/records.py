@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.wire.messages import Candidate, Value
+from muster.wire.messages import Candidate, Host, Value
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A candidate with its place in one generation, as the journal keeps it."""
+    """A candidate with its place in one generation, as journaled."""
 
     rank: int
     local_rank: int
@@ -24,7 +24,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job's sizes, once known; again when the scheduler is restarted with another ``worker_min``."""
+    """The job's sizes, once they are known.
+
+    Recorded again if the scheduler is restarted with another ``worker_min``.
+    """
 
     job_id: str
     worker_num: int
@@ -33,14 +36,14 @@ class JobOpened:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A worker process has a claim on a place (incarnations are durable, heartbeats are not)."""
+    """A worker process has a claim on a place (incarnations are durable; heartbeats are not)."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class LeavePlanned:
-    """This worker is to leave at the next step boundary: it asked to, or an operator drains it."""
+    """This worker will leave at the next step boundary: it asked to, or an operator drains it."""
 
     node_id: str
     incarnation: int
@@ -49,7 +52,7 @@ class LeavePlanned:
 
 @dataclass(frozen=True, slots=True)
 class DrainPlanned:
-    """Workers are to leave at a time of day, ``at_s`` in seconds since 1970: those of hosts, and node ids."""
+    """Workers of these hosts and node ids will leave at ``at_s``, in seconds since 1970."""
 
     number: int
     at_s: float
@@ -60,16 +63,37 @@ class DrainPlanned:
 
 @dataclass(frozen=True, slots=True)
 class DrainOver:
-    """A planned drain has been carried out, or called off."""
+    """A planned drain was carried out or cancelled."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """A worker process has lost its claim: finished, left, dead, superseded, expelled.
+class GpuRefused:
+    """A GPU has failed a check: no worker on it gets a place until an operator admits it.
 
-    Who has been a member never comes back under this incarnation.
+    ``gpu`` is its uuid, else its host's name and its index.
+    """
+
+    gpu: str
+    host: Host
+    node_id: str
+    device_index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAdmitted:
+    """An operator has let a refused GPU in again."""
+
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A worker process has lost its claim: it finished, left, died, was superseded or expelled.
+
+    A process that has been a member can never return under this incarnation.
     """
 
     node_id: str
@@ -115,7 +139,7 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker process, and what is to be said of it; ``reason`` is empty where nothing is."""
+    """A worker process, and a text about it; ``reason`` is empty if there is none."""
 
     node_id: str
     incarnation: int
@@ -136,9 +160,9 @@ class Holder:
 class Snapshot:
     """A job's whole ledger as one record, which replaces all before it when the journal is compacted.
 
-    It is taken only while a generation stands, so that what recovery makes of it is what the records say.
-    The fields are those of :class:`muster.scheduler.core.ledger.Ledger`; a tuple of none or one stands for
-    what may be missing.
+    It is taken only while a generation is established, so that recovery from it gives the same state as
+    recovery from the records. The fields are those of :class:`muster.scheduler.core.ledger.Ledger`; an
+    optional value is a tuple with at most one item.
     """
 
     opened: tuple[JobOpened, ...]
@@ -157,6 +181,7 @@ class Snapshot:
     stood: int
     suspended: tuple[str, ...]
     drains: tuple[DrainPlanned, ...] = ()
+    refused_gpus: tuple[GpuRefused, ...] = ()
 
 
 Record = (
@@ -165,6 +190,8 @@ Record = (
     | LeavePlanned
     | DrainPlanned
     | DrainOver
+    | GpuRefused
+    | GpuAdmitted
     | Removed
     | GenerationFormed
     | GroupEstablished
@@ -174,26 +201,28 @@ Record = (
 )
 
 
-LEFT_OUT = {Snapshot: {"drains": ()}}
-"""Fields that are not written where they have these values: versions without them read the journal then."""
+LEFT_OUT = {Snapshot: {"drains": (), "refused_gpus": ()}}
+"""Fields that are left out if they have these values, so that versions without these fields can read the
+journal.
+"""
 
 RECORD_TYPES: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Record)}
 
 
 class RecordError(ValueError):
-    """A value is not a record in the form in which this version writes them."""
+    """A value is not a record in the form that this version writes."""
 
 
 def encode_record(record: Record) -> list[object]:
-    """The record as ``[type name, {field: value}]``, ready for ``json.dumps``."""
+    """Encodes the record as ``[type name, {field: value}]``, ready for ``json.dumps``."""
     return [type(record).__name__, _encode(record)]
 
 
 def decode_record(value: object) -> Record:
-    """The record that :func:`encode_record` made, after a trip through JSON.
+    """Decodes the result of :func:`encode_record` after it was parsed from JSON.
 
     Raises:
-        RecordError: unknown type, missing or unknown field, or a value of another type.
+        RecordError: the type is unknown, a field is missing or unknown, or a value has the wrong type.
     """
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         raise RecordError("a record must be a pair of type name and fields")

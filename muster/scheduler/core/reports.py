@@ -1,4 +1,4 @@
-"""Sentences on a job that does not get on: who has not built the group, who lags."""
+"""Sentences on a job that makes no progress: who has not built the group, who lags."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from muster.wire import messages
 
 
 def awaited(job: Job) -> str:
-    """Names who the group that is built waits for, without a full stop."""
+    """Names the members that the group being built waits for, without a full stop."""
     return building_sentence(job.ledger, job.members, job.current.built, ids=bool(job.current.unique_ids))
 
 
 def progress_report(job: Job, now: float) -> str:
-    """Why training does not go on; empty where nothing has begun yet."""
+    """Says why training makes no progress; empty if nothing has begun yet."""
     stalled_s = now - job.deadlines.progress_since
     if job.phase is Phase.BUILDING and not job.switches_by_steps:
         return f"No progress for {stalled_s:.0f} s: {awaited(job)}."
-    # Those that train, with their ranks there: while the next generation is awaited, not its members.
+    # The members that train, with their ranks there: while the next generation is awaited, these are not its
+    # members.
     standings = [
         RankProgress(rank, job.ledger.claims[node_id].candidate, contact)
         for node_id, rank in job.trained.items()
@@ -40,7 +41,7 @@ def progress_report(job: Job, now: float) -> str:
 
 
 def rearmost(job: Job) -> list[str]:
-    """The node ids of the members that are least far, of all that train; all, where none is ahead."""
+    """The node ids of the members with the fewest steps; all training members if none is ahead."""
     heard = job.members.by_node
     far = {
         node_id: _how_far(RankProgress(rank, job.ledger.claims[node_id].candidate, heard[node_id]))
@@ -57,9 +58,9 @@ NAMED_AT_MOST = 4
 
 
 def absent(ledger: Ledger, members: Members, built: Collection[str], among: Iterable[Claim]) -> list[Claim]:
-    """Members of a job that has trained whose thread has not come to build: it is still busy elsewhere.
+    """Members of a job that has trained whose thread has not come to build yet, because it is busy elsewhere.
 
-    Before a job has trained all begin to build at once, and nobody has a reason to be elsewhere.
+    Before the first training, all members start to build immediately, and none has a reason to be elsewhere.
     """
     if not ledger.ever_established:
         return []
@@ -72,13 +73,15 @@ def absent(ledger: Ledger, members: Members, built: Collection[str], among: Iter
 
 
 def building_sentence(ledger: Ledger, members: Members, built: Collection[str], *, ids: bool) -> str:
-    """Names who has not built the group yet; if some have not begun, only those, and where they are.
+    """Names the members that have not built the group yet.
+
+    If some have not begun, names only those, and where they are.
 
     Args:
         ledger: the job so far.
         members: its workers as last heard.
         built: node ids of those that have built it.
-        ids: rank 0 has handed in the unique ids.
+        ids: whether rank 0 has sent the unique ids.
     """
     away = {claim.candidate.node_id for claim in absent(ledger, members, built, ledger.living_members())}
     at_it, awaited = [], []
@@ -122,7 +125,7 @@ WORLD = "world"
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """One rank and how far it is."""
+    """One rank and its progress."""
 
     rank: int
     candidate: messages.Candidate
@@ -130,7 +133,7 @@ class RankProgress:
 
 
 def stall_report(ledger: Ledger, standings: Sequence[RankProgress], stalled_s: float) -> str:
-    """The sentence on a stall; empty where nothing has begun yet, so that nothing can stall."""
+    """The sentence on a stall; empty if nothing has begun yet, so that nothing can stall."""
     begun = [s for s in standings if s.contact.started_step or s.contact.recent]
     if not begun:
         return ""
@@ -145,7 +148,7 @@ def stall_report(ledger: Ledger, standings: Sequence[RankProgress], stalled_s: f
 
 
 def _step(contact: Contact) -> str:
-    """Which step a rank is in, in words; empty for a script that only reports finished steps."""
+    """The step that a rank is in; empty for a script that only reports finished steps."""
     if contact.started_step < max(contact.step, 1):
         return f"at {count(contact.step, 'finished step')}"
     return f"in step {contact.started_step} with {contact.step} finished"
@@ -163,7 +166,7 @@ def _how_far(standing: RankProgress) -> tuple[int, int, int, bool]:
 
 
 def _disagreement(standings: Sequence[RankProgress]) -> str:
-    """The first collective that the ranks do not have in common, in words."""
+    """The first collective that differs between the ranks, as text."""
     tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in standings}
     keys = sorted({key for table in tables.values() for key in table}, key=lambda key: (key[1], key[0]))
     for key in keys:
@@ -189,8 +192,8 @@ def _disagreement(standings: Sequence[RankProgress]) -> str:
 def _before(table: dict[tuple[str, int], messages.Collective], key: tuple[str, int]) -> bool:
     """Whether a rank that takes part in the group has not come to this collective yet.
 
-    A rank that has passed it has merely forgotten it: only the newest calls are kept. One that has called
-    nothing in this generation is known to take part in the group of all.
+    A rank that has passed it may no longer list it, because only the newest calls are kept. A rank that has
+    called nothing in this generation is known to take part only in the group of all ranks.
     """
     if not table:
         return key[0] == WORLD

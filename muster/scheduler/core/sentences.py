@@ -1,4 +1,4 @@
-"""What is said of a job, to its workers and in the log: who is missing, that it stands or stalls."""
+"""Sentences on a job for its workers and the log: who is missing, whether it is established or stalls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.wire import messages
 
 
 def report(job: Job, now: float) -> None:
-    """Logs, now and then, who is in and who is missing."""
+    """Logs from time to time who is in and who is missing."""
     if job.phase not in (Phase.FORMING, Phase.SUSPENDED, Phase.BUILDING) or now < job.deadlines.report:
         return
     job.deadlines.report = now + job.settings.waiting_report_interval_s
@@ -23,14 +23,14 @@ def report(job: Job, now: float) -> None:
     if job.phase is Phase.BUILDING:
         since = f"for {now - job.deadlines.formed_at:.0f} s"
         job.say(f"The group is being built {since}: {awaited(job)}.")
-        # Each member's own log then says who it waits for.
+        # Each member's own log then says whom it waits for.
         job.send_to_members(messages.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
         return
     broadcast_waiting(job)
 
 
 def broadcast_waiting(job: Job) -> None:
-    """Sends all workers the names of those that are missing."""
+    """Sends all workers the names of the missing workers."""
     message = waiting_message(job)
     for node_id in job.ledger.claims:
         job.send(node_id, message)
@@ -58,7 +58,7 @@ def waiting_sentence(job: Job) -> str:
 
 
 def check_progress(job: Job, now: float) -> None:
-    """Reports a standstill of training, ever more rarely; the job goes on waiting."""
+    """Reports a stall of training, with growing intervals; the job keeps waiting."""
     due = stall_due(job)
     if due is None or now < due:
         return
@@ -67,7 +67,7 @@ def check_progress(job: Job, now: float) -> None:
     if report:
         deadlines.stalled, deadlines.stall_report = True, now + (now - deadlines.progress_since)
         job.say(report)
-        if trains(job):  # who builds is sent the like with each report
+        if trains(job):  # A member that is building gets a similar message with each report.
             job.tell_members(report)
             evidence.standstill(job, now, rearmost(job), report)
     else:
@@ -75,7 +75,7 @@ def check_progress(job: Job, now: float) -> None:
 
 
 def stall_due(job: Job) -> float | None:
-    """When a standstill of training is to be reported (again); None: training is not to go on."""
+    """When a stall of training is to be reported (again); None if training is not expected to progress."""
     deadlines = job.deadlines
     if deadlines.stalled:
         return deadlines.stall_report if trains(job) else None
@@ -86,7 +86,7 @@ def stall_due(job: Job) -> float | None:
 
 
 def trains(job: Job) -> bool:
-    """Whether a group stands."""
+    """Whether a group is established."""
     return job.phase in (Phase.RUNNING, Phase.QUIESCING)
 
 
@@ -98,7 +98,7 @@ def standing_sentence(job: Job) -> str:
 
 
 def state_reason(job: Job) -> str:
-    """What the state is put down to; while all is well, news of single workers do not hide that."""
+    """The reason for the job's state. While all is well, news of single workers does not replace it."""
     complete = job.phase is Phase.RUNNING and not job.ledger.finished
     calm = not job.deadlines.stalled and job.deadlines.suspicion is None
     return standing_sentence(job) if complete and calm else job.reason

@@ -1,17 +1,19 @@
-"""Whether the journal can be written for now, since when not, and when to try again."""
+"""Whether the journal has no space at present, since when, and when to try again."""
 
 from __future__ import annotations
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""The pause between two tries doubles up to this: training goes on so soon after space is back."""
+"""The pause between two tries doubles up to this many seconds, so training continues at most this long after
+there is space again.
+"""
 
 REPORT_S = 60.0
 """The pause between two log lines about one shortage."""
 
 
 def pause_s(tries: int) -> float:
-    """How long to wait after a number of tries in a row that were refused."""
+    """How long to wait after this many failed tries in a row, in seconds."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 30))
 
 
@@ -19,7 +21,7 @@ class Shortage:
     """Follows the calls to a journal that has no space; several jobs' calls may wait at once.
 
     Attributes:
-        why: what refuses, in a sentence; empty: nothing does.
+        why: what refuses the calls, as a sentence; empty if nothing does.
         since: when that began, in seconds on the clock of all calls.
     """
 
@@ -30,7 +32,7 @@ class Shortage:
         self._report_at = 0.0
 
     def refused(self, call: object, why: str, now: float) -> float:
-        """Notes that a call was refused; returns after how many seconds to try it again."""
+        """Records that a call was refused; returns after how many seconds to try it again."""
         if not self._tries:
             self.since = self._report_at = now
         self.why = why
@@ -38,7 +40,7 @@ class Shortage:
         return pause_s(tries)
 
     def over(self, call: object) -> bool:
-        """Notes that a call has ended, however it did; returns whether that was the last that waited."""
+        """Records that a call has ended in any way; returns whether it was the last one that waited."""
         waited = self._tries.pop(call, 0) > 0
         if waited and not self._tries:
             self.why = ""

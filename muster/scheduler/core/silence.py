@@ -1,4 +1,4 @@
-"""The silence of workers, which are lost for it, unless the scheduler itself was away."""
+"""Declares silent workers lost, unless the scheduler itself did not run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.wire import messages
 
 
 def tick(job: Job, event: events.Tick, now: float) -> None:
-    """Handles a Tick: everything that is due by now."""
+    """Handles a Tick: does everything that is due."""
     if job.phase is Phase.ENDED:
         return
     for node_id in job.members.silent(now, job.patience):
@@ -23,18 +23,19 @@ def tick(job: Job, event: events.Tick, now: float) -> None:
 
 
 def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
-    """Handles a standstill of the scheduler: silence in it does not count, and lost streams may return.
+    """Handles a pause of the scheduler's process: its silence does not count, and streams may return.
 
-    Workers end a stream that does not answer; that is seen only now, of streams begun in it as well.
+    Workers close a stream that does not answer. The scheduler sees this only afterwards, also for streams
+    that were opened during the pause.
     """
     seconds, node_timeout_s = event.seconds, job.settings.node_timeout_s
     breaking_s = job.settings.breaking_pause_s or node_timeout_s / 3
     if job.phase is Phase.ENDED:
         return
-    # Late turns add up, unless most of the time passes between them.
+    # Late turns add up, unless they are rare compared with the time between them.
     job.deadlines.late_s = max(0.0, job.deadlines.late_s - (now - job.deadlines.late_at) / 3) + seconds
     job.deadlines.late_at = now
-    if job.deadlines.late_s < breaking_s:  # too short to break a stream
+    if job.deadlines.late_s < breaking_s:  # Too short to break a stream.
         job.members.excuse(seconds, now)
         return
     forgave = now < job.deadlines.forgiving_until
@@ -49,7 +50,10 @@ def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
 
 
 def held_up(job: Job, event: events.HeldUp, now: float) -> None:
-    """Handles a time without a journal: what was said in that time comes now. Who is gone is gone."""
+    """Handles a time without a journal: what was sent during it is handled now.
+
+    Members that are gone stay gone.
+    """
     if job.phase is not Phase.ENDED:
         job.members.excuse(event.seconds, now)
         job.deadlines.excuse(event.seconds)
@@ -61,10 +65,11 @@ def receive_backlog(job: Job, event: events.ReceiveBacklog, now: float) -> None:
     """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
     unread = [node_id for session in event.sessions if (node_id := job.members.nodes.get(session))]
     if unread and job.phase is not Phase.ENDED:
-        # It looks again when somebody has been silent for too long from now on, and soon after at the latest.
+        # It checks again when a worker has been silent for too long from now on, and at the latest soon
+        # after.
         job.deadlines.forgiving_until = now + job.patience.waiting_s + job.heartbeat_interval_s
         job.members.excuse(math.inf, now)
-        job.deadlines.excuse(job.settings.node_timeout_s)  # since when nothing was read
+        job.deadlines.excuse(job.settings.node_timeout_s)  # The time since which nothing was read.
         job.outbox.mention(
             f"The scheduler is behind: what {count(len(unread), 'worker')} sent is not read yet; "
             f"its workers have {job.settings.node_timeout_s:g} s to be heard again."

@@ -1,17 +1,17 @@
-"""Which snapshot in the workers' memory counts: the newest that every member keeps, here and at its partners.
+"""Agreement on the snapshot in the workers' memory that counts: the newest that all members keep.
 
-Each member's heartbeats say what it keeps (``SnapshotReport``); what follows goes to all members when it
-changes (``SnapshotWord``). A member drops what counts only after it has heard that a newer one does, so that
-nothing here is journaled: after a restart all is learned again from the members, none of which can have
-dropped what counted before.
+Each member's heartbeats report what it keeps (``SnapshotReport``). The result is sent to all members when it
+changes (``SnapshotWord``). A member drops the snapshot that counts only after it has heard that a newer one
+counts. So nothing here is journaled: after a restart, the members report everything again, and none of them
+can have dropped the snapshot that counted before.
 
-The newest that all have is not the minimum of what each has: one that heard too late lets a step pass that
-others take. So the step at which all take the next one is named here. It is beyond all that are known of, and
-by more the more often some member has missed it.
+The newest snapshot that all have is not the minimum of the newest of each: a member that hears too late
+misses a step at which others take one. So the step of the next snapshot is chosen here. It is later than all
+known steps, and the distance grows each time some member has missed it.
 
-What a member says falsely can at most keep newer snapshots from counting, or let one count of which it does
-not keep its own part: a step counts only if all others have said, each for itself, that they keep it, and
-while somebody claims to know that one counts that is not seen to, no other lapses.
+A member that reports falsely can at most keep newer snapshots from counting, or make one count of which it
+does not keep its own part. A step counts only if each of the others has reported that it keeps it. And while
+a member claims that some snapshot counts for which this is not seen here, no other snapshot is given up.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from collections.abc import Iterable
 from muster.wire import messages
 
 MOST_STEPS_AHEAD = 65_536
-"""By how much the named step is beyond all known ones at most."""
+"""The furthest that the chosen step may be beyond all known ones."""
 
 LAST_STEP = 2**63 - 1
 
 
 class SnapshotAgreement:
-    """What the members of one generation say of their snapshots, and what follows.
+    """What the members of one generation report on their snapshots, and what follows.
 
     Args:
         generation: its number.
         members: node ids of its members.
 
     Attributes:
-        word: what the members have been told; None: nothing yet.
-        taken_at: when the one that counts was taken, as the member says by whose word it came to count.
+        word: what was sent to the members; None if nothing was sent yet.
+        taken_at: when the snapshot that counts was taken, according to the member whose report made it count.
     """
 
     def __init__(self, generation: int = 0, members: Iterable[str] = ()) -> None:
@@ -46,26 +46,30 @@ class SnapshotAgreement:
         self._members = frozenset(members)
         self._reports: dict[str, messages.SnapshotReport] = {}
         self._steps: dict[str, int] = {}
-        self._held: Counter[int] = Counter()  # by how many each is kept
-        self._known: Counter[int] = Counter()  # by how many each is known to count
+        self._held: Counter[int] = Counter()  # For each step, how many members keep the snapshot.
+        # For each step, how many members know that the snapshot counts.
+        self._known: Counter[int] = Counter()
         self._taken: Counter[int] = Counter()
-        self._behind: set[str] = set()  # who has let the named step pass
+        self._behind: set[str] = set()  # Members that have missed the chosen step.
         self._ahead = 1
 
     def word_for(self, node_id: str) -> messages.SnapshotWord | None:
-        """What this member is to be told on a new stream; None: nothing, or it takes no snapshots."""
+        """What this member gets on a new stream.
+
+        None if there is nothing to send, or it takes no snapshots.
+        """
         return self.word if node_id in self._reports else None
 
     def hear(self, node_id: str, report: messages.SnapshotReport, step: int) -> messages.SnapshotWord | None:
-        """Takes in what a worker says it keeps.
+        """Handles a member's report on the snapshots that it keeps.
 
         Args:
             node_id: the worker.
-            report: what it says.
+            report: its report.
             step: the steps that it has finished.
 
         Returns:
-            What all members are to be told, if that has changed.
+            What is to be sent to all members, if that has changed.
         """
         if report.generation != self._generation or node_id not in self._members:
             return None
@@ -111,11 +115,12 @@ class SnapshotAgreement:
             self._behind.discard(node_id)
 
     def _conclude(self) -> None:
-        """Says what counts now, and names the next step where all have one, or some have missed it."""
+        """Computes which snapshot counts; chooses the next step once all have one or some have missed it."""
         newest = max((step for step, by in self._held.items() if by == len(self._members)), default=-1)
         if newest > self._complete:
             self._ahead = max(1, self._ahead // 2)
-            # Who has taken a newer one was told to, by this scheduler or one before: it may become complete.
+            # A member that has taken a newer one was told to, by this scheduler or an earlier one: that
+            # snapshot may become complete.
             under_way = any(step > newest for step in self._taken)
             self._tell(newest, newest + 1 if under_way else self._beyond())
         if self._has_lapsed():
@@ -123,15 +128,16 @@ class SnapshotAgreement:
             self._tell(self._complete, self._beyond())
 
     def _has_lapsed(self) -> bool:
-        """Whether what is under way can never be complete everywhere."""
+        """Whether the snapshot in progress can never become complete everywhere."""
         if max(self._known) > self._complete:
-            return False  # told by a scheduler before this one, or falsely: nobody may drop anything for now
+            # Told by an earlier scheduler, or reported falsely: no member may drop anything for now.
+            return False
         if self._behind:
             return True
         return sum(step >= self._next for step in self._taken) > 1
 
     def _beyond(self) -> int:
-        """A step that nobody is known to have come to."""
+        """A step that no member is known to have reached."""
         furthest = max(self._steps.values())
         passed = max(report.passed for report in self._reports.values())
         return min(max(furthest, passed, max(self._taken)) + self._ahead, LAST_STEP)

@@ -1,18 +1,18 @@
-"""Which rank of a job holds the others up: by how much, since when, and of what kind.
+"""Finds the rank that holds up a job: by how much, since when, and for which reason.
 
-Members say with their heartbeats where the time of their steps went, in ``StepTimes``. All steps of a job
-end together, so a rank that is slow shows in two ways: it computes, or waits for data, longer than the
-others, and the others wait about as much longer for it. Neither alone would do: who computes longer beside a
-collective that is under way holds nobody up, and who waits does not tell for which rank.
+Members report with their heartbeats how the time of their steps was spent, in ``StepTimes``. All ranks end a
+step together, so a slow rank shows in two ways: it computes, or waits for data, longer than the others, and
+the others wait for it by about as much. Neither is sufficient alone: a rank that computes longer in parallel
+with a collective holds nobody up, and a rank that waits does not show which rank it waits for.
 
-Sums are laid side by side in *intervals*, in which every member has ended a step: as long as the time between
-two reports of a member, a second or more. A rank is named after as many intervals as its slowdown is small
-(``LEVELS``), and only beyond what chance would make of the ranks' own variation from interval to interval.
-One long step is no straggler: the longest of a window does not count.
+Sums are compared in *intervals* in which every member has ended a step. An interval is as long as the time
+between two reports of a member, at least one second. The smaller a rank's slowdown, the more intervals it
+takes until it is reported (``LEVELS``), and it must exceed what the ranks' own variation between intervals
+would explain. One long step does not make a straggler: the longest step of a window is ignored.
 
-Where a link is slow, all wait and nobody computes longer. Its sender has data then that cannot leave, far
-longer than what others have for their slowest link; only links within hosts are compared with each other, and
-only those between hosts.
+If a link is slow, all ranks wait and none computes longer. The sender on that link then has data that cannot
+be sent for far longer than on the slowest link of any other rank. Links within hosts are compared only with
+each other, and so are links between hosts.
 """
 
 from __future__ import annotations
@@ -30,37 +30,41 @@ from muster.wire import messages
 COMPUTING, DATA, LINK, ONE_OFF = "computing", "data", "link", "one-off"
 
 LEVELS = ((5, 1.5), (8, 1.3), (16, 1.2))
-"""Intervals of a window, and the slowdown from which on a rank is named by it."""
+"""Pairs of a window's length in intervals and the slowdown from which on a rank is reported in it."""
 
 STAYS, FORGOTTEN_AFTER = 0.5, 5
-"""Part of a level's slowdown that keeps a named rank named; and intervals without, after which it is not."""
+"""Part of a level's slowdown that keeps a reported rank reported; and after how many intervals without it the
+rank is no longer reported.
+"""
 
 SIEVE = 0.04
-"""Part of a step beyond the usual, from which on a rank is looked at."""
+"""A rank is examined if it exceeds the usual rank by this part of a step."""
 
 LEAST_STEPS = 10
-"""Steps that a window has at least."""
+"""The least number of steps in a window."""
 
 SIGMAS = 6.0
-"""By how many standard errors a rank is beyond the others at least."""
+"""By how many standard errors of the others a rank must exceed them."""
 
 OWN_SIGMAS = 6.0
-"""By how many of its own standard errors a rank is beyond the others at least."""
+"""By how many of its own standard errors a rank must exceed the others."""
 
 SLOW_SHARE = 0.75
-"""Part of a window's intervals in which a rank must be slow."""
+"""The share of a window's intervals in which a rank must be slow."""
 
 CONFIRMED = 0.5
-"""Part of a rank's excess that the others wait for it at least."""
+"""The share of a rank's excess for which the others must wait."""
 
 LINKS_COMPARED = 2
-"""Other links that there must be to say that one is slow."""
+"""How many other links there must be for a link to be called slow."""
 
 TIMES_OTHERS = 3.0
-"""How much longer than others' data those of a slow link cannot leave."""
+"""How many times as long as on other links data must wait on a slow link."""
 
 ONE_OFF_STEPS, ONE_OFF_S, ONE_OFF_SHOWN_S = 5.0, 2.0, 30.0
-"""A single step is remarked on that takes so many usual ones and so many seconds, for so long."""
+"""When a single step is reported (in usual steps, and in seconds), and for how many seconds the report is
+shown.
+"""
 
 NAMED_AT_MOST = 8
 
@@ -74,7 +78,7 @@ class Seat(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What a member has said of the steps of one interval; sums and longest in seconds."""
+    """A member's step times in one interval; sums and longest in seconds."""
 
     steps: int = 0
     computed: float = 0.0
@@ -87,7 +91,7 @@ class Tally:
     link: int = 0
 
     def take(self, times: messages.StepTimes) -> None:
-        """Adds what came with a heartbeat."""
+        """Adds the times from a heartbeat."""
         computed, computed_most, waited, _, data, data_most, link_s = times.seconds
         self.steps += times.steps
         self.computed += computed
@@ -103,7 +107,7 @@ class Tally:
 
     @property
     def busy(self) -> float:
-        """What a step took this member itself, in seconds."""
+        """The time of a step in which this member itself was busy, in seconds."""
         return (self.computed + self.data) / self.steps
 
 
@@ -119,7 +123,7 @@ class Window:
 
     @classmethod
     def over(cls, tallies: Sequence[Tally]) -> Window:
-        """The window of these intervals; per step."""
+        """Builds the window of these intervals, with times per step."""
         steps = sum(tally.steps for tally in tallies)
         computed, data = sum(t.computed for t in tallies), sum(t.data for t in tallies)
         longest_computed = max(t.computed_most for t in tallies)
@@ -138,17 +142,17 @@ class Window:
 
     @property
     def busy(self) -> float:
-        """What a step took this member itself, in seconds."""
+        """The time of a step in which this member itself was busy, in seconds."""
         return self.computed + self.data
 
     @property
     def whole(self) -> float:
-        """What a step took in all, in seconds."""
+        """The whole time of a step, in seconds."""
         return self.computed + self.data + self.waited
 
 
 class Interval(NamedTuple):
-    """What all members have said of it, and who stands out in it, as a first sieve."""
+    """The times of all members in an interval, and a first selection of the members that stand out in it."""
 
     begun: float
     tallies: Mapping[str, Tally]
@@ -156,7 +160,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, begun: float, tallies: Mapping[str, Tally]) -> Interval:
-        """The interval; who stands out in it is busy, or has a link, beyond the usual by a part of a step."""
+        """Builds the interval, and selects the members whose busy time or link exceeds the usual one."""
         rows = [(node_id, t.computed + t.data, t.waited, t.link_s, t.steps) for node_id, t in tallies.items()]
         whole_s = median([(busy + waited) / steps for _, busy, waited, _, steps in rows])
         busy_s = median([busy / steps for _, busy, _, _, steps in rows]) + SIEVE * whole_s
@@ -171,7 +175,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holdup:
-    """Somebody who holds the others up, as found in a window."""
+    """A rank that holds up the others, as found in a window."""
 
     node_id: str
     kind: str
@@ -182,7 +186,7 @@ class Holdup:
 
 @dataclass(slots=True)
 class Named:
-    """A finding that holds, since when, and for how many intervals it was not found again."""
+    """A finding that is being reported, its beginning, and for how many intervals it was not found again."""
 
     finding: Holdup
     since: float
@@ -191,11 +195,11 @@ class Named:
 
 @dataclass
 class StragglerWatch:
-    """Who holds up the members of one generation.
+    """Watches which members of one generation hold up the others.
 
     Attributes:
         seats: the members by node id.
-        named: who is named now.
+        named: the findings that are reported now.
         one_offs: single long steps, and when they were seen.
     """
 
@@ -208,11 +212,11 @@ class StragglerWatch:
 
     @property
     def interval_s(self) -> float:
-        """How long an interval lasts at least, in seconds."""
+        """The least length of an interval, in seconds."""
         return messages.step_times_apart_s(len(self.seats))
 
     def shares(self, node_id: str) -> messages.StepShares | None:
-        """Where the time of a member's last steps went; None: not known yet."""
+        """How the time of a member's recent steps was spent; None if not known yet."""
         tally = self._past[-1].tallies.get(node_id) if self._past else None
         if tally is None:
             return None
@@ -220,12 +224,15 @@ class StragglerWatch:
         return messages.StepShares(tally.computed / steps, tally.waited / steps, tally.data / steps)
 
     def step_s(self) -> float | None:
-        """How long a step took in the last interval, in seconds, at the usual member; None: not known yet."""
+        """How long a step of the usual member took in the last interval, in seconds.
+
+        None if not known yet.
+        """
         tallies = self._past[-1].tallies.values() if self._past else ()
         return median((t.computed + t.waited + t.data) / t.steps for t in tallies) if tallies else None
 
     def data_s(self, now: float) -> float:
-        """How much of the last interval, which has just ended, the members waited for data, in seconds."""
+        """For how much of the interval that has just ended the members waited for data, in seconds."""
         if not self._past:
             return 0.0
         newest = self._past[-1]
@@ -234,7 +241,7 @@ class StragglerWatch:
         return (now - newest.begun) * data / whole if whole > 0.0 else 0.0
 
     def hear(self, node_id: str, times: messages.StepTimes, now: float) -> bool:
-        """Takes in what a member says; returns whether an interval has ended by that."""
+        """Handles a member's report; returns whether it has ended an interval."""
         if node_id not in self.seats:
             return False
         if self._begun < 0.0:
@@ -270,7 +277,7 @@ class StragglerWatch:
             same = known is not None and (known.finding.kind == LINK) == (finding.kind == LINK)
             since = known.since if same and known is not None else self._slow_since(finding)
             self.named[finding.node_id] = Named(finding, since)
-        # A rank that is stopped now and then is not always seen to be slow.
+        # A rank that is stopped from time to time is not seen to be slow in every interval.
         for node_id, known in before.items():
             if node_id not in self.named and known.unseen + 1 < FORGOTTEN_AFTER:
                 self.named[node_id] = replace(known, unseen=known.unseen + 1)
@@ -281,7 +288,7 @@ class StragglerWatch:
         return max(counts.values(), default=0) >= SLOW_SHARE * len(intervals)
 
     def _slow_since(self, finding: Holdup) -> float:
-        """When the first of the last intervals began in each of which it was slow."""
+        """When the first of the latest consecutive intervals began in which the rank was slow."""
         since = self._past[-1].begun
         for interval in reversed(self._past):
             if not self._is_slow(finding, interval.tallies):
@@ -290,7 +297,7 @@ class StragglerWatch:
         return since
 
     def _is_slow(self, finding: Holdup, interval: Mapping[str, Tally]) -> bool:
-        """Whether a rank exceeds the others in one interval by half of what it does in the window."""
+        """Whether a rank exceeds the others in one interval by at least half of its excess in the window."""
         own = interval[finding.node_id]
         others = [tally for node_id, tally in interval.items() if node_id != finding.node_id]
         if finding.kind == LINK:
@@ -298,7 +305,7 @@ class StragglerWatch:
         return own.busy - median(tally.busy for tally in others) >= finding.excess_s / 2
 
     def _find(self, intervals: Sequence[Interval], least: float) -> list[Holdup]:
-        """Who is slow over these intervals, by a slowdown of at least ``least``."""
+        """Finds the rank that is slow in these intervals, by a slowdown of at least ``least``."""
         windows = {
             node_id: Window.over([interval.tallies[node_id] for interval in intervals])
             for node_id in self.seats
@@ -327,11 +334,11 @@ class StragglerWatch:
         return found or self._find_links(windows, intervals, whole_s, least)
 
     def _threshold(self, node_id: str, least: float) -> float:
-        """The slowdown that names a rank; less for one that is named already."""
+        """The slowdown from which on a rank is reported; lower for one that is reported already."""
         return 1.0 + (least - 1.0) * (STAYS if node_id in self.named else 1.0)
 
     def _is_steady(self, finding: Holdup, intervals: Sequence[Interval]) -> bool:
-        """Whether it is so in most of the intervals, and not by a few long steps that fell into them."""
+        """Whether the rank is slow in most of the intervals, and not only because of a few long steps."""
         slow = sum(self._is_slow(finding, interval.tallies) for interval in intervals)
         if slow < SLOW_SHARE * len(intervals):
             return False
@@ -346,7 +353,7 @@ class StragglerWatch:
         return mean >= OWN_SIGMAS * math.sqrt(variance / len(excesses))
 
     def _standard_errors(self, intervals: Sequence[Interval]) -> float:
-        """The standard error of a rank's busy time over a window, by how the usual rank's varies in it."""
+        """The standard error of a rank's busy time in a window, from the variation of the usual rank."""
         variances = []
         for node_id in self.seats:
             variances.append(_moments([interval.tallies[node_id].busy for interval in intervals])[1])
@@ -361,7 +368,7 @@ class StragglerWatch:
         whole_s: float,
         least: float,
     ) -> list[Holdup]:
-        """The link that is slow, where nobody computes or loads longer; none, or one."""
+        """Finds a slow link if no rank computes or loads data longer; returns at most one."""
         hosts = {seat.rank: seat.host_id for seat in self.seats.values()}
         kinds: dict[bool, list[str]] = {False: [], True: []}
         for node_id, seat in self.seats.items():
@@ -390,7 +397,7 @@ class StragglerWatch:
     # ------------------------------------------------------------ single steps
 
     def _look_for_one_offs(self, interval: Mapping[str, Tally], now: float) -> None:
-        """Remarks on a rank of which a single step took very long, where that is all."""
+        """Reports a rank of which a single step took very long, if that is the only finding."""
         longest = {node_id: max(tally.computed_most, tally.data_most) for node_id, tally in interval.items()}
         (worst, most_s), (_, next_s) = nlargest(2, longest.items(), key=lambda each: each[1])
         if most_s > max(ONE_OFF_S, 2 * next_s):
@@ -407,24 +414,24 @@ class StragglerWatch:
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and variance."""
+    """The mean and the variance."""
     mean = math.fsum(values) / len(values)
     return mean, math.fsum((each - mean) ** 2 for each in values) / (len(values) - 1)
 
 
 def _slowdown(whole_s: float, excess_s: float) -> float:
-    """How many times as long a step takes because of what it has in excess."""
+    """How many times as long a step takes because of a rank's excess."""
     return whole_s / max(whole_s - excess_s, whole_s / 100)
 
 
 def in_words(finding: Holdup, who: str, peer: str, seconds: float) -> str:
-    """A finding in a sentence.
+    """Describes a finding in a sentence.
 
     Args:
         finding: what was found.
         who: the rank, in words.
         peer: the other end of a link, in words.
-        seconds: for how long it is so.
+        seconds: for how long it has been so.
     """
     excess, times = _seconds(finding.excess_s), f"{finding.slowdown:.1f} times as long"
     if finding.kind == ONE_OFF:

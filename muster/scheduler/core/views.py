@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from muster.scheduler.core.drains import planned_of
+from muster.scheduler.core.gpus import refused_of
 from muster.scheduler.core.holdups import stragglers_of
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
@@ -19,7 +20,7 @@ ReportT = TypeVar("ReportT", messages.SnapshotReport, messages.CheckpointReport)
 
 
 class WorkerView(NamedTuple):
-    """One worker as ``status`` shows it; ``rank`` and ``local_rank`` are -1 while there is none."""
+    """One worker as ``status`` shows it; ``rank`` and ``local_rank`` are -1 if it has none."""
 
     candidate: messages.Candidate
     state: str
@@ -35,14 +36,20 @@ class WorkerView(NamedTuple):
     snapshot: messages.SnapshotReport | None = None
     checkpoint: messages.CheckpointReport | None = None
     shares: messages.StepShares | None = None
+    gpu: messages.GpuReport | None = None
+    gpu_age_s: float = 0.0
+    numbers: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JobView:
     """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended.
 
-    ``nccl_traffic``: what it is between hosts, sealed or plain; empty: NCCL carries nothing that is known.
-    ``evidence``: of the last hang, and where it lies, which the driver knows; empty: there is none.
+    ``nccl_traffic``: NCCL's traffic between hosts, sealed or plain; empty if NCCL is not known to be used.
+    ``evidence``: which evidence of the last hang there is, and where it is stored (known to the driver);
+    empty if there is none. ``steps``: the total number of steps, and ``remaining_s`` the time until then at
+    the current pace; 0 if not known.
     """
 
     job_id: str
@@ -59,10 +66,14 @@ class JobView:
     evidence: str = ""
     drains: tuple[messages.PlannedDrain, ...] = ()
     time_by_cause: tuple[tuple[str, float], ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
+    remaining_s: float = 0.0
+    refused_gpus: tuple[messages.RefusedGpu, ...] = ()
 
 
 def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
-    """One worker; ``awaited``: its group is being built, and it has not reported that it has built it."""
+    """One worker; ``awaited``: its group is being built, and it has not reported that it has built it yet."""
     node_id = claim.candidate.node_id
     rank = ledger.rank_of(node_id)
     local_rank = ledger.formed.members[rank].local_rank if ledger.formed is not None and rank >= 0 else -1
@@ -80,11 +91,15 @@ def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, 
         learning_rate=contact.learning_rate,
         snapshot=_aged(contact.snapshot, now - contact.last_heard),
         checkpoint=_aged(contact.checkpoint, now - contact.last_heard),
+        gpu=contact.gpu,
+        gpu_age_s=max(0.0, now - contact.gpu_at) if contact.gpu is not None else 0.0,
+        numbers=contact.numbers,
+        steps=contact.steps,
     )
 
 
 def _aged(report: ReportT | None, seconds: float) -> ReportT | None:
-    """What a worker has told, so long ago."""
+    """A worker's report with its age added to the times in it."""
     return None if report is None else report.replaced(age_s=report.age_s + max(0.0, seconds))
 
 
@@ -143,11 +158,43 @@ def job_view(job: Job, now: float) -> JobView:
         stragglers=stragglers_of(job, now),
         drains=planned_of(job),
         time_by_cause=job.goodput.seconds(now),
+        numbers=mean_numbers(workers),
+        steps=max((worker.steps for worker in workers), default=0),
+        remaining_s=_remaining_s(job, workers),
+        refused_gpus=refused_of(job),
     )
 
 
+def _remaining_s(job: Job, workers: Iterable[WorkerView]) -> float:
+    """How long the remaining steps will take at the pace of the last ones, in seconds; 0 if not known."""
+    step_s = job.stragglers.step_s()
+    ranked = [worker for worker in workers if worker.rank >= 0]
+    if step_s is None or not ranked or job.phase is not Phase.RUNNING:
+        return 0.0
+    left = max(worker.steps for worker in ranked) - min(worker.step for worker in ranked)
+    return max(0, left) * step_s
+
+
+def mean_numbers(workers: Iterable[WorkerView]) -> tuple[tuple[str, float], ...]:
+    """The scripts' own numbers by name, in order: the mean of each over the ranks that report it.
+
+    So it does not matter whether one rank reports a number or all do. There are at most as many numbers as
+    one rank may report.
+    """
+    given: dict[str, list[float]] = {}
+    for worker in workers:
+        if worker.rank >= 0:
+            for name, value in worker.numbers:
+                given.setdefault(name, []).append(value)
+    names = sorted(given)[: messages.MAX_NUMBERS]
+    return tuple((name, sum(value / len(given[name]) for value in given[name])) for name in names)
+
+
 def nccl_traffic(workers: Iterable[WorkerView]) -> str:
-    """Whether a job's NCCL is sealed between hosts; its workers are alike in it, or would be refused."""
+    """Whether a job's NCCL traffic between hosts is sealed.
+
+    All workers have the same setting, or would be refused.
+    """
     for worker in workers:
         candidate, facts = worker.candidate, dict(worker.candidate.facts)
         if facts.get(messages.NCCL_FACT) in messages.NCCL_WORDS:

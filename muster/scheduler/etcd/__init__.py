@@ -1,1 +1,1 @@
-"""Several schedulers of which one leads: the election and the journal, both in etcd."""
+"""Several schedulers, one of which leads: the election and the journal, both in etcd."""

@@ -9,15 +9,15 @@ from muster.wire.v1 import etcd_pb2 as pb
 
 
 class EtcdError(SchedulerError):
-    """Base of what etcd's client raises."""
+    """Base of the errors that etcd's client raises."""
 
 
 class EtcdUnreachableError(EtcdError):
-    """No answer came in time: what was asked is carried out, or will be, or never was."""
+    """No answer came in time. The request may have been carried out, may still be, or may never be."""
 
 
 class EtcdRefusedError(EtcdError):
-    """etcd has refused a request; ``code`` is gRPC's name of the reason."""
+    """etcd has refused a request; ``code`` is the name of gRPC's status code."""
 
     def __init__(self, message: str, *, code: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -25,35 +25,35 @@ class EtcdRefusedError(EtcdError):
 
 
 class EtcdFullError(EtcdRefusedError, NoSpaceError):
-    """etcd's database has reached its quota: it reads, deletes and renews leases, and writes nothing."""
+    """etcd's database has reached its quota: it reads, deletes and renews leases, but writes nothing."""
 
 
 class Etcd(Protocol):
-    """etcd's public API, as far as it is used. Each call is one try.
+    """The part of etcd's public API that is used here. Each call is one attempt.
 
     Raises:
         EtcdUnreachableError: there was no answer.
         EtcdFullError: etcd has no space.
-        EtcdRefusedError: etcd says no.
+        EtcdRefusedError: etcd refused the request.
     """
 
     async def read(self, request: pb.RangeRequest) -> pb.RangeResponse:
         """Reads keys; linearizable."""
 
     async def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
-        """Compares, and then does one of two lists of operations, as one."""
+        """Evaluates comparisons, and then carries out one of two lists of operations, atomically."""
 
     async def grant(self, ttl_s: int) -> int:
-        """Makes a lease, and returns its number."""
+        """Creates a lease; returns its id."""
 
     async def keep_alive(self, lease: int) -> int:
-        """Renews a lease; returns for how many seconds, 0 if it has ended."""
+        """Renews a lease; returns its new lifetime in seconds, 0 if it has ended."""
 
     async def revoke(self, lease: int) -> None:
         """Ends a lease, and deletes its keys."""
 
     async def await_deletion(self, key: bytes, revision: int, limit_s: float) -> None:
-        """Returns when ``key`` is deleted in or after ``revision``, or when ``limit_s`` is over."""
+        """Returns when ``key`` is deleted in or after ``revision``, or after ``limit_s`` seconds."""
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> pb.RequestOp:
@@ -67,22 +67,22 @@ def get(key: bytes) -> pb.RequestOp:
 
 
 def delete(key: bytes, end: bytes) -> pb.RequestOp:
-    """The operation that deletes all keys from ``key`` on, up to ``end``, which stays."""
+    """The operation that deletes all keys from ``key`` up to, but not including, ``end``."""
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=end))
 
 
 def created_in(key: bytes, revision: int) -> pb.Compare:
-    """Holds while ``key`` is the one created in ``revision``; 0: while it is not there."""
+    """Holds while ``key`` is the one created in ``revision``; with 0, while the key does not exist."""
     equal, create = pb.Compare.CompareResult.EQUAL, pb.Compare.CompareTarget.CREATE
     return pb.Compare(result=equal, target=create, key=key, create_revision=revision)
 
 
 def modified_in(key: bytes, revision: int) -> pb.Compare:
-    """Holds while ``key`` is as ``revision`` has left it; 0: while it is not there."""
+    """Holds while ``key`` was last modified in ``revision``; with 0, while the key does not exist."""
     equal, mod = pb.Compare.CompareResult.EQUAL, pb.Compare.CompareTarget.MOD
     return pb.Compare(result=equal, target=mod, key=key, mod_revision=revision)
 
 
 def end_of(prefix: bytes) -> bytes:
-    """The key after all that begin with ``prefix``, which must not end with 0xff."""
+    """The first key after all keys that begin with ``prefix``, which must not end with 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])

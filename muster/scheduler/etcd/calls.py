@@ -1,4 +1,4 @@
-"""Sends requests to etcd over gRPC: to one endpoint, and to the next after a call without an answer."""
+"""Sends requests to etcd over gRPC: to one endpoint, and to the next one after a call without an answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials
 
 CALL_TIMEOUT_S = 0.6
-"""For one try of what etcd answers at once. It may write 1 MB to disks: see :data:`WRITE_TIMEOUT_S`."""
+"""Timeout in seconds of one try of a call that etcd answers immediately. Transactions may write 1 MB to disk:
+see :data:`WRITE_TIMEOUT_S`.
+"""
 
 WRITE_TIMEOUT_S = 2.0
 MOST_PATIENCE = 4
-"""By so much at most a transaction's is multiplied where no member of a slow etcd answers in time.
+"""The largest factor by which a transaction's timeout is multiplied if no member of a slow etcd answers in
+time.
 
-Those alone: who campaigns while etcd has no majority must hear soon that it has one again.
+Only transactions get more time: a scheduler that campaigns while etcd has no majority must learn soon that
+there is one again.
 """
 
 _SERVICE = "/etcdserverpb."
@@ -38,7 +42,7 @@ _UNANSWERED = (
 )
 _NO_SPACE = "database space exceeded"
 _FOR_NOW = ("revision of auth store is old", "too many requests")
-"""Refusals that do not last: a role was changed just then, or etcd has too much to do."""
+"""Temporary refusals: a role was just changed, or etcd is overloaded."""
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -58,9 +62,10 @@ _REMEDIES = {
 
 
 class _Line:
-    """A channel to one member, closed with its last call once it is given up.
+    """A channel to one member. Once it is given up, it is closed with its last call.
 
-    Not before: gRPC ends the calls on a channel that is closed as if the task that waits had been cancelled.
+    It is not closed earlier, because closing a channel ends its calls as if the waiting task had been
+    cancelled.
     """
 
     def __init__(self, where: str, channel: grpc.aio.Channel) -> None:
@@ -80,7 +85,7 @@ class _Line:
             await self._close_unused()
 
     async def give_up(self) -> None:
-        """No further call is to begin."""
+        """Lets no further call begin."""
         self._given_up = True
         await self._close_unused()
 
@@ -90,11 +95,11 @@ class _Line:
 
 
 class EtcdCalls:
-    """etcd's API on channels that are made again when they break, with the credentials of that moment.
+    """etcd's API over channels that are reopened when they break, with the credentials of that time.
 
     Args:
         endpoints: host and port of each member.
-        credentials: what to show, and who to trust; None: no TLS.
+        credentials: returns the certificate to present and the authorities to trust; None for no TLS.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class EtcdCalls:
     async def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
         """See :class:`muster.scheduler.etcd.api.Etcd`."""
         limit_s = WRITE_TIMEOUT_S if request.ByteSize() > 100_000 else CALL_TIMEOUT_S
-        # One until each member was late once, two until each was late twice, and so on.
+        # The timeout grows once each member was late once, again once each was late twice, and so on.
         patience = min(1 + self._late // len(self._endpoints), MOST_PATIENCE)
         try:
             reply: pb.TxnResponse = await self._ask("KV/Txn", request, pb.TxnResponse, limit_s * patience)
@@ -176,7 +181,10 @@ class EtcdCalls:
     async def _stream(
         self, method: str, request: Any, kind: Any, limit_s: float
     ) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
-        """Sends one message on a stream; what is lent waits for each message that comes."""
+        """Sends one message on a stream.
+
+        The channel stays lent while each message of the answer is awaited.
+        """
         async with self._call() as channel:
             call = channel.stream_stream(
                 _SERVICE + method,
@@ -193,14 +201,14 @@ class EtcdCalls:
             try:
                 await call.write(request)
                 yield next_reply
-            except asyncio.InvalidStateError:  # it ended before the message left
+            except asyncio.InvalidStateError:  # The stream ended before the message was sent.
                 raise _ended(await call.code(), await call.details()) from None
             finally:
                 call.cancel()
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[grpc.aio.Channel]:
-        """Lends the channel in use, and says in our words how the call on it fails."""
+        """Lends the current channel, and converts the call's gRPC error to Muster's own."""
         at, line = self._at, self._line()
         try:
             async with line.call() as channel:
@@ -235,7 +243,7 @@ class EtcdCalls:
         if self._at == at:
             self._at = (at + 1) % len(self._endpoints)
         if code is grpc.StatusCode.UNAVAILABLE and self._lines.get(at) is line:
-            del self._lines[at]  # the next one has the certificate of its moment
+            del self._lines[at]  # The next channel uses the certificate valid at that time.
             await line.give_up()
         return EtcdUnreachableError(
             f"etcd at {line.where} does not answer: {answer or code.name.lower()}.",
@@ -244,5 +252,5 @@ class EtcdCalls:
 
 
 def _ended(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:
-    """A stream's end as gRPC raises that of other calls."""
+    """Raises the end of a stream in the way in which gRPC raises errors of other calls."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)

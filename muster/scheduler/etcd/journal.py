@@ -1,13 +1,14 @@
 """The journal in etcd: the records of one batch are one value, written by one fenced transaction.
 
-Each batch has a number, which its key ends with; a job's head says which are its first and last. A
-transaction demands that this process still leads, so that of two schedulers one writes, and that the head is
-as this process knows it, so that none is carried out twice, however late. When no answer comes, the very same
-transaction is sent again, and what stands there then says whether the first had been carried out.
+The key of a batch ends with the batch's number; a job's head has the numbers of its first and last batch. A
+transaction requires that this process still leads, so that only one of two schedulers writes. It also
+requires that the head is as this process knows it, so that no transaction is carried out twice, however late
+it arrives. If no answer comes, the same transaction is sent again, and the stored head then shows whether the
+first one had been carried out.
 
-A value above :data:`PART_BYTES` is written in parts, each fenced too; the batch itself, written last, says
-how many there are, and makes them count. After :data:`COMPACT_RECORDS` records of a job one transaction puts
-a snapshot in the place of them all.
+A value above :data:`PART_BYTES` is written in parts, each of them fenced. The batch itself is written last;
+it has the number of parts and makes them valid. After :data:`COMPACT_RECORDS` records of a job, one
+transaction replaces them all by a snapshot.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from muster.wire.log_lines import MAX_LINE, one_line
 from muster.wire.v1 import etcd_pb2 as pb
 
 PART_BYTES = 1_000_000
-"""A request to etcd may have 1.5 MiB, as it comes."""
+"""Size of a part in bytes: by default, a request to etcd may have at most 1.5 MiB."""
 
 MAX_BATCH_BYTES = 256 * 1024 * 1024
-"""Of records in a batch: a snapshot of the largest job has a few MB."""
+"""The most bytes of records in a batch: a snapshot of the largest job has a few MB."""
 
 COMPACT_RECORDS = 256
-"""Records of a job after which one snapshot stands in their place."""
+"""After this many records of a job, one snapshot replaces them."""
 
 PAGE = 16
 """How many values are read at a time."""
@@ -52,12 +53,12 @@ _WHOLE, _PARTS = b"z", b"p"
 
 
 class EtcdJournalDamagedError(SchedulerError):
-    """What stands in etcd is no journal of this version, or a part of it is gone."""
+    """The content of etcd is not a journal of this version, or a part of it is missing."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """Which batches a job has, and the revision in which that was written; 0: never."""
+    """Which batches a job has, and the revision in which the head was written; 0 if it never was."""
 
     first: int = 1
     last: int = 0
@@ -65,10 +66,10 @@ class _Head:
 
 
 class EtcdJournal:
-    """Records of jobs, for as long as this process leads.
+    """Records of jobs in etcd, written while this process leads.
 
     Args:
-        leadership: this process's; it must have won.
+        leadership: the leadership of this process, which must have won the election.
     """
 
     def __init__(self, leadership: Leadership) -> None:
@@ -79,16 +80,18 @@ class EtcdJournal:
         self._ledgers: dict[str, Ledger | None] = {}
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
-        """All records of each job, oldest first. Nobody else can write any more: this process leads.
+        """Reads all records of each job, oldest first.
+
+        No other process can write any more, because this one leads.
 
         Raises:
-            EtcdJournalDamagedError: batches are missing, or unreadable.
-            DeposedError: this process does not lead any more, and another may have written since.
+            EtcdJournalDamagedError: batches are missing or unreadable.
+            DeposedError: this process no longer leads, and another one may have written since.
         """
         try:
             return await self._load()
         except EtcdJournalDamagedError:
-            await self._commit([])  # else what was read is of no journal at all
+            await self._commit([])  # Otherwise, the content may not be that of a journal at all.
             raise
 
     async def _load(self) -> Mapping[str, Sequence[Record]]:
@@ -111,21 +114,21 @@ class EtcdJournal:
         return found
 
     async def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """Makes records durable, all or none; with none, makes sure that this process still leads.
+        """Makes records durable, all or none. Without records, only checks that this process still leads.
 
         Returns when etcd has answered, however long that takes.
 
         Raises:
-            EtcdFullError: etcd has no space; to be called again with the same records.
-            DeposedError: this process does not lead any more; what it has decided may not be sent.
+            EtcdFullError: etcd has no space. Call again with the same records.
+            DeposedError: this process no longer leads, and its decisions may not be sent.
         """
         if not records:
             await self._commit([])
             return
-        await self._compact(job_id)  # which was put off, and may be carried out nevertheless
+        await self._compact(job_id)  # The earlier transaction was put off, but may still be carried out.
         await self._write(job_id, records)
         self._note(job_id, records)
-        with contextlib.suppress(EtcdFullError):  # these records are written
+        with contextlib.suppress(EtcdFullError):  # These records are written.
             await self._compact(job_id)
 
     async def forget(self, job_id: str) -> None:
@@ -141,12 +144,12 @@ class EtcdJournal:
         self._ledgers.pop(job_id, None)
 
     async def notes(self) -> Mapping[str, str]:
-        """What was noted beside the records, by name."""
+        """The notes stored next to the records, by name."""
         base = self._base("notes")
         return {pair.key[len(base) :].decode(): pair.value.decode() async for pair in self._pairs(base)}
 
     async def note(self, name: str, text: str) -> None:
-        """Notes a text under a name, in the place of the one before.
+        """Stores a text under a name, replacing the previous one.
 
         Raises:
             EtcdFullError, DeposedError: as :meth:`append`.
@@ -178,7 +181,7 @@ class EtcdJournal:
     # ------------------------------------------------------------ writing
 
     async def _write(self, job_id: str, records: Sequence[Record], *, alone: bool = False) -> None:
-        """Writes the next batch; ``alone``: in the place of all before it."""
+        """Writes the next batch; ``alone``: in place of all earlier batches."""
         head = self._heads.get(job_id, _Head())
         number = head.last + 1
         value = _WHOLE + _packed(records)
@@ -199,7 +202,7 @@ class EtcdJournal:
         )
 
     async def _move(self, job_id: str, head: _Head, operations: Sequence[pb.RequestOp]) -> None:
-        """Does all of this, and makes ``head`` the job's head, if that is as this process knows it."""
+        """Carries out these operations and replaces the job's head, if it is as this process knows it."""
         key, value = self._head_key(job_id), b"%d %d" % (head.first, head.last)
         before = self._heads.get(job_id, _Head()).revision
         reply = await self._commit([put(key, value), *operations], modified_in(key, before), get(key))
@@ -209,7 +212,7 @@ class EtcdJournal:
             found = reply.responses[1].response_range.kvs
             if not found or found[0].value != value:
                 raise self._leadership.depose("etcd says that another has written since")
-            revision = found[0].mod_revision  # an earlier try was carried out, and its answer lost
+            revision = found[0].mod_revision  # An earlier try was carried out, and its answer was lost.
         self._heads[job_id] = _Head(head.first, head.last, revision)
 
     async def _commit(
@@ -218,13 +221,16 @@ class EtcdJournal:
         also: pb.Compare | None = None,
         reads: pb.RequestOp | None = None,
     ) -> pb.TxnResponse:
-        """Does all of this if this process leads, and if ``also`` holds; where that fails, ``reads``."""
+        """Carries out these operations if this process leads and ``also`` holds.
+
+        Otherwise, carries out ``reads``.
+        """
         leader = self._leadership
         request = pb.TxnRequest(
             compare=[leader.fence(), *([] if also is None else [also])],
             success=operations,
-            # Without a read in it, etcd would answer a transaction that writes nothing from the memory of the
-            # member that is asked, which may be behind.
+            # A transaction that neither reads nor writes is answered from the memory of the member that is
+            # asked, which may be behind. So there is always a read in it.
             failure=[get(leader.key), *([] if reads is None else [reads])],
         )
         reply = await self._answer(request)
@@ -243,7 +249,7 @@ class EtcdJournal:
                 await self._pause(error)
 
     async def _pause(self, error: EtcdError) -> None:
-        """Waits for etcd to answer; gives the lead up where it refuses this process."""
+        """Waits before the next try; gives up the leadership if etcd refuses this process."""
         leader = self._leadership
         if leader.deposed.done():
             raise leader.depose(leader.deposed.result()) from error
@@ -260,10 +266,10 @@ class EtcdJournal:
             for record in records if ledger is not None else ():
                 ledger.apply(record)  # type: ignore[union-attr]
         except (KeyError, AttributeError, TypeError):
-            self._ledgers[job_id] = None  # recovery says so; nothing may be lost here
+            self._ledgers[job_id] = None  # Recovery reports this; nothing may be lost here.
 
     async def _compact(self, job_id: str) -> None:
-        """Puts one snapshot in the place of a job's many records, if its generation stands."""
+        """Replaces a job's many records by one snapshot, if its generation is established."""
         if self._kept.get(job_id, 0) < COMPACT_RECORDS:
             return
         ledger = self._ledgers[job_id]
@@ -330,7 +336,7 @@ class EtcdJournal:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Unpacks a value, and refuses one that becomes larger than any batch before all of it is in memory."""
+    """Unpacks a value; refuses one that is larger than any batch before all of it is in memory."""
     stream = zlib.decompressobj()
     text = stream.decompress(data, MAX_BATCH_BYTES)
     if stream.unconsumed_tail or not stream.eof:

@@ -1,14 +1,13 @@
-"""Elects the leading scheduler by a lease of etcd's, and gives the token that fences every write.
+"""Elects the leading scheduler with an etcd lease, and provides the token that fences every write.
 
-The leader's key exists for as long as its lease, and etcd gives each key that is created a revision that no
-other has. That revision is the token: a transaction that demands it is refused from the moment in which the
-key is gone, whatever the clocks say and however long the leader stood still. The leader also looks after its
-lease itself, and steps down when it cannot renew it, so that its workers find the next one; no proof needs
-that.
+The leader's key exists as long as its lease, and etcd gives each created key a unique revision. That revision
+is the token: a transaction that requires it is refused as soon as the key is gone, whatever the clocks show
+and however long the leader was paused. The leader also watches its own lease and steps down when it cannot
+renew it, so that its workers find the next leader. Safety does not depend on that.
 
-Beside the leader's key stands the version of the one that led last; the transaction that elects it writes it.
-What a later version has written may mean what an earlier one does not know, so that one neither leads nor
-stands by.
+Another key has the version of the last leader; the transaction of its election writes it. A later version may
+have written records that an earlier one does not understand, so a scheduler of an earlier version neither
+leads nor stands by.
 """
 
 from __future__ import annotations
@@ -38,50 +37,54 @@ from muster.wire.messages import is_later_series
 from muster.wire.v1 import etcd_pb2 as pb
 
 LEASE_S = 2
-"""The shortest that etcd grants by default: one and a half times its election time-out, rounded up."""
+"""The shortest lease, in seconds, that etcd grants by default: one and a half times its election timeout,
+rounded up.
+"""
 
 RENEW_S = 0.4
-"""The pause between two renewals."""
+"""The pause between two renewals, in seconds."""
 
 RETRY_S = 0.1
-"""The pause after a request that was not answered."""
+"""The pause after a request that was not answered, in seconds."""
 
 STEP_DOWN_S = 3.5
-"""The leader steps down this long after its last renewal. Longer than a lease: while etcd elects a leader of
-its own it renews none, and ends none."""
+"""The leader steps down this many seconds after its last renewal. This is longer than a lease, because etcd
+neither renews nor ends leases while it elects a leader of its own.
+"""
 
 WATCH_S = 2.0
-"""How long a standby relies on a watch at most: one on a member that is cut off stays silent."""
+"""How long a standby relies on a watch, in seconds: a watch on a member that is cut off stays silent."""
 
 SILENCE_REPORTED_S = 30.0
-"""The pause between two log lines of a standby that etcd does not answer."""
+"""The pause between two log lines of a standby that gets no answer from etcd, in seconds."""
 
 REFUSED_S = 25.0
-"""So long a standby that etcd refuses tries again before it ends: what it has to start too often systemd
-gives up, and then a role that is given back comes to nobody."""
+"""How long a standby that etcd refuses keeps trying before it ends, in seconds. Ending earlier would make
+systemd give up on a service that restarts too often, and a role that is restored later would not help.
+"""
 
 LOG = logging.getLogger("scheduler")
 
 
 class LaterVersionError(SchedulerError):
-    """A later version of Muster has led here; this one may not read what that has written."""
+    """A later version of Muster has led here; this version may not read what that one has written."""
 
     exit_code = 2
 
 
 def leader_value(name: str, schedulers: Sequence[str]) -> bytes:
-    """What the leader's key says: who leads, and the addresses of all schedulers of the job."""
+    """The value of the leader's key: the leader's name, and the addresses of all schedulers of the job."""
     return " of ".join(filter(None, (name, ",".join(schedulers)))).encode()
 
 
 def parse_leader(value: bytes) -> tuple[str, str]:
-    """The leader's name and the addresses, with commas between, from :func:`leader_value`."""
+    """Parses the value made by :func:`leader_value`: the leader's name, and comma-separated addresses."""
     name, _, addresses = value.decode(errors="replace").partition(" of ")
     return name, addresses
 
 
 class MonotonicClock(Protocol):
-    """Time; an asyncio event loop is one."""
+    """A source of time, such as an asyncio event loop."""
 
     def time(self) -> float:
         """Seconds on a monotonic clock."""
@@ -91,17 +94,18 @@ class Leadership:
     """One process's claim to lead.
 
     Args:
-        etcd: where it is elected.
-        prefix: of all keys of these schedulers.
-        name: of this process, for people.
+        etcd: the etcd in which the leader is elected.
+        prefix: prefix of all keys of these schedulers.
+        name: a readable name of this process.
         clock: the event loop.
-        schedulers: the addresses of all that may lead; the leader's key says them after its name.
+        schedulers: the addresses of all schedulers that may lead. The leader's key contains them after its
+            name.
 
     Attributes:
-        key: the leader's.
-        version_key: it says the version of the one that led last.
-        token: the revision in which this process has created it; 0: it never led.
-        deposed: done as soon as this process knows that it does not lead any more; says why.
+        key: the leader's key.
+        version_key: the key with the version of the last leader.
+        token: the revision in which this process created the leader's key; 0 if it never led.
+        deposed: completed with the reason as soon as this process knows that it no longer leads.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class Leadership:
 
         Raises:
             EtcdRefusedError: etcd has refused this process for :data:`REFUSED_S`.
-            SchedulerSettingsError: the one that leads is of other schedulers, which serve other workers.
+            SchedulerSettingsError: the leader belongs to other schedulers, which serve other workers.
             LaterVersionError: a later version of Muster has led here.
         """
         while not await self._tried():
@@ -144,7 +148,7 @@ class Leadership:
 
     @property
     def stood_by(self) -> bool:
-        """Whether another has led while this process waited."""
+        """Whether another process led while this one waited."""
         return bool(self._seen)
 
     @property
@@ -153,31 +157,31 @@ class Leadership:
         return self.token > 0 and not self.deposed.done()
 
     async def keep(self) -> None:
-        """Renews the lease until it cannot be; returns when this process is deposed."""
+        """Renews the lease until that fails; returns when this process is deposed."""
         pause_s = 0.0
         try:
             while not self.deposed.done():
                 await asyncio.wait({self.deposed}, timeout=pause_s)
                 pause_s = await self._renew()
         finally:
-            self.depose("its lease is renewed no more")  # a fault here must not go unnoticed
+            self.depose("its lease is renewed no more")  # A fault here must not go unnoticed.
 
     def fence(self) -> pb.Compare:
-        """What a transaction must demand that only the leader may carry out.
+        """What a transaction must require so that only the leader can carry it out.
 
-        By the revision and not by what the key says: another process may have this one's name.
+        It compares the revision, not the key's value, because another process may have the same name.
         """
         return created_in(self.key, self.token)
 
     def depose(self, why: str, *, remedy: str = "") -> DeposedError:
-        """Notes that this process does not lead any more; returns what to raise."""
+        """Records that this process no longer leads; returns the error to raise."""
         if not self.deposed.done():
             self.deposed.set_result(why)
             self._remedy = remedy
         return DeposedError(f"This scheduler leads no more: {why}.", remedy=self._remedy)
 
     async def resign(self) -> None:
-        """Lets the next one lead at once; without an answer from etcd when the lease is over."""
+        """Lets the next scheduler lead immediately; without an answer from etcd, when the lease has ended."""
         if self._lease:
             with contextlib.suppress(EtcdError):
                 await self.etcd.revoke(self._lease)
@@ -187,7 +191,7 @@ class Leadership:
     async def _tried(self) -> bool:
         try:
             reply = await self.etcd.read(pb.RangeRequest(key=self.key, range_end=end_of(self.key)))
-            if not self._tries:  # reads are answered without space as well
+            if not self._tries:  # Reads are answered without space as well.
                 self._answered()
             found = {pair.key: pair for pair in reply.kvs}
             version = found.get(self.version_key, pb.KeyValue())
@@ -199,7 +203,8 @@ class Leadership:
             self._complain(error)
             await asyncio.sleep(RETRY_S)
             return False
-        except EtcdFullError as error:  # nobody can lead before there is space, however often it is started
+        except EtcdFullError as error:
+            # Nobody can lead before there is space, however often the scheduler is started.
             self._complain(error)
             await self._back_off()
             return False
@@ -213,7 +218,7 @@ class Leadership:
         await asyncio.sleep(pause_s(self._tries))
 
     def _bear(self, error: EtcdRefusedError) -> None:
-        """Says that etcd refuses, once; raises that when it has done so for long."""
+        """Logs once that etcd refuses; raises the refusal when it has lasted for long."""
         now = self._clock.time()
         if self._refused_since is None:
             self._refused_since = now
@@ -222,10 +227,11 @@ class Leadership:
             raise error
 
     async def _follow(self, leader: pb.KeyValue, revision: int) -> bool:
-        if self._lease and leader.lease == self._lease:  # the answer to a try that won was lost
+        if self._lease and leader.lease == self._lease:  # The answer to a try that had won was lost.
             self.token = leader.create_revision
             return True
-        self._refused_since, self._tries = None, 0  # there is nothing to be refused while another leads
+        # Another scheduler leads, so there is nothing that could be refused.
+        self._refused_since, self._tries = None, 0
         name, addresses = parse_leader(leader.value)
         self._check_belongs(name, addresses)
         if name != self._seen:
@@ -235,7 +241,7 @@ class Leadership:
         return False
 
     def _check_belongs(self, name: str, addresses: str) -> None:
-        """Refuses to stand by for schedulers none of which this one's workers know: theirs are lost to it."""
+        """Refuses to stand by for schedulers that share no address with this one."""
         if addresses and self._schedulers and not set(addresses.split(",")) & set(self._schedulers):
             raise SchedulerSettingsError(
                 f"{name}, which leads under {self.prefix.decode()} in etcd, is of other schedulers"
@@ -252,7 +258,7 @@ class Leadership:
             )
 
     async def _try(self, version: pb.KeyValue) -> bool:
-        """Takes the lead, if nobody has it or has had it since ``version`` was read."""
+        """Becomes the leader, if nobody leads or has led since ``version`` was read."""
         now = self._clock.time()
         if not self._lease or now > self._renewed_at + LEASE_S / 2:
             self._lease = 0
@@ -272,7 +278,7 @@ class Leadership:
         except EtcdRefusedError as error:
             if error.code != "NOT_FOUND":
                 raise
-            self._lease = 0  # it was over before etcd came to this
+            self._lease = 0  # The lease had ended before etcd handled this.
             return False
         self._refused_since, self._tries = None, 0
         if reply.succeeded:
@@ -280,7 +286,7 @@ class Leadership:
         return reply.succeeded
 
     async def _renew(self) -> float:
-        """Renews the lease once; returns after how many seconds to do so again."""
+        """Renews the lease once; returns the time until the next renewal, in seconds."""
         sent = self._clock.time()
         try:
             ttl_s = await self.etcd.keep_alive(self._lease)
@@ -301,7 +307,10 @@ class Leadership:
         return RENEW_S
 
     async def _key_stands(self) -> bool:
-        """Whether the leader's key is this process's; without it the next one leads, lease or no lease."""
+        """Whether the leader's key is this process's.
+
+        Without the key the next scheduler leads, whatever the lease.
+        """
         reply = await self.etcd.read(pb.RangeRequest(key=self.key))
         return any(pair.create_revision == self.token for pair in reply.kvs)
 

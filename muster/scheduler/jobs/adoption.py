@@ -1,8 +1,8 @@
-"""Takes over a job whose workers are ahead of its journal, because that was lost or is a backup.
+"""Adopts a job whose workers are ahead of its journal, because the journal was lost or is a backup.
 
-Such workers are not sent away: they train on, and wait for the newest journal, or for an operator's word
-(``--adopt``). Given that, the generation that they hold is taken over once all its members have said the same
-of it, each with a rank of its own.
+Such workers are not refused: they continue to train, and wait for the newest journal or for an operator's
+consent (``--adopt``). With that consent, their generation is adopted once all its members have reported the
+same about it, each with a different rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from muster.wire import messages
 
 
 class AdoptingJob:
-    """A job that takes no worker back into an older generation than the worker holds.
+    """A job that does not put a worker back into an older generation than the worker holds.
 
     Args:
         job_id: the job.
         settings: its settings.
         journaled: the records of its journal.
         now: seconds on the clock of all calls.
-        adopt: whether an operator has said that members who agree are to be taken over.
+        adopt: whether the operator has consented to adopting members that agree.
 
     Attributes:
-        machine: the job's machine; another one once a generation is adopted.
+        machine: the job's machine; replaced when a generation is adopted.
 
     Raises:
         RecoveryError: as :meth:`Job.recover`.
@@ -58,21 +58,22 @@ class AdoptingJob:
         self._ledger = Ledger()
         self._keep(self._records)
         if not adopt and not self._ledger.generation:
-            self._records = None  # there is no journal, which every message says as ever
+            self._records = None  # There is no journal, so that every message is as usual.
         self._held: dict[events.SessionId, events.Joined] = {}
-        self._anybody_came = False  # with the journal's generation; who has finished since has shown it, too
+        # A worker with the journal's generation; one that has finished since has shown that generation too.
+        self._anybody_came = False
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """As :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
+        """Like :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
         if self._records is None:
             return self.machine.step(event, now, more=more)
         if isinstance(event, events.Joined) and (self._held or self._is_ahead(event)):
             self._held[event.session] = event
             return self._decide(now) or self._wait(event)
         if self._held and isinstance(event, events.Tick):
-            return Decision()  # nobody is lost before it is clear which generation counts
+            return Decision()  # Nobody is declared lost before it is clear which generation counts.
         if isinstance(event, events.ProcessEnded) and (self._held or not self._anybody_came):
-            return Decision()  # likewise: it is said again
+            return Decision()  # For the same reason; the worker repeats it later.
         session = getattr(event, "session", None)
         if session in self._held:
             if isinstance(event, events.SessionLost | events.LeftCleanly):
@@ -85,23 +86,23 @@ class AdoptingJob:
         self._keep(decision.records)
         self._records += decision.records
         if any(isinstance(record, records.GenerationFormed) for record in decision.records):
-            self._records = None  # the job has gone on by itself
+            self._records = None  # The job has continued by itself.
         return decision
 
     def deadline(self) -> float | None:
-        """As :meth:`Job.deadline`; none that is due while workers are held back."""
+        """Like :meth:`Job.deadline`; no deadline while workers are held back."""
         return math.inf if self._held else self.machine.deadline()
 
     def overdue(self, now: float) -> Sequence[events.SessionId]:
-        """As :meth:`Job.overdue`; nobody while workers are held back."""
+        """Like :meth:`Job.overdue`; nobody while workers are held back."""
         return () if self._held else self.machine.overdue(now)
 
     def view(self, now: float) -> JobView:
-        """As :meth:`Job.view`."""
+        """Like :meth:`Job.view`."""
         return self.machine.view(now)
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
-        """As :meth:`Job.weigh_drain`."""
+        """Like :meth:`Job.weigh_drain`."""
         return self.machine.weigh_drain(node_ids, hosts)
 
     # ------------------------------------------------------------ inside
@@ -143,7 +144,7 @@ class AdoptingJob:
         return Decision((), ((event.session, messages.Welcome(*times)), (event.session, waiting)), sentence)
 
     def _decide(self, now: float) -> Decision | None:
-        """Lets all workers that are held back go on, once it is clear in which generation."""
+        """Lets all workers that are held back continue, once it is clear in which generation."""
         held = list(self._held.values())
         takeover: tuple[records.Record, ...] = ()
         if self._adopt:
@@ -167,7 +168,7 @@ class AdoptingJob:
         )
 
     def _takeover(self, held: Sequence[events.Joined]) -> Iterable[records.Record]:
-        """The record of the generation that the workers hold, which the journal lacks."""
+        """The record of the generation that the workers hold and the journal lacks."""
         incarnations = {event.candidate.node_id: event.candidate.incarnation for event in held}
         if self._ledger.opened is None:
             yield records.JobOpened(self._job_id, *sizes(self._settings, held[0].candidate))
@@ -193,7 +194,7 @@ class AdoptingJob:
 
 
 def agreeing_members(held: Sequence[events.Joined]) -> list[events.Joined]:
-    """The members of the newest generation by rank, if all are there and agree; else none."""
+    """The members of the newest generation by rank, if all are there and agree; otherwise none."""
     generation = max(event.held_generation for event in held)
     members = sorted(
         (event for event in held if event.held_generation == generation), key=lambda one: one.held_rank

@@ -1,13 +1,14 @@
-"""Runs a job: a task takes its events and carries out its decisions, in order.
+"""Runs a job: one task takes its events and carries out its decisions, in order.
 
-Records are made durable before any message is sent. Events that wait together are stepped together, so
-that a thousand workers who join at once cost a few commits and not a thousand. What leaves for a worker waits
-in its :class:`~muster.scheduler.jobs.stream.OutgoingStream`.
+Records are made durable before any message is sent. Events that are waiting together are stepped together, so
+that a thousand workers that join at the same time cost a few commits and not a thousand. Messages to a worker
+wait in its :class:`~muster.scheduler.jobs.stream.OutgoingStream`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -20,35 +21,49 @@ from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.jobs.unread import unread_peers
 from muster.wire import messages
 from muster.wire.codec import AssignmentEncoder
+from muster.wire.time_by_cause import spent_in_words
 
 MAX_BATCH = 1024
 LOSS_SETTLE_S = 0.01
-"""Workers that die together, as all of a host do, are lost within this time of one another."""
+"""Workers that die together, such as all workers of a host, are lost within this many seconds of each
+other.
+"""
 
 PULSE_S = 0.5
-"""The machine gets an event at least so often, so that it learns when this process stood still."""
+"""The machine gets an event at least this often, in seconds, so that it learns when this process was
+paused.
+"""
 
 LATE_S = 0.1
-"""How late a pulse may be on a machine that is merely busy, in seconds."""
+"""How late the periodic tick may be on a machine that is only busy, in seconds."""
 
 DOUBT_S = 0.25
-"""A worker that counts as silent is looked at again after this time, and lost if nothing has come."""
+"""A worker that counts as silent is checked again after this many seconds, and is lost if nothing has
+come.
+"""
 
 LOSS_SETTLE_TIMES = 4
-"""How many times in a row the driver waits for more losses: survivors must hear within 100 ms."""
+"""How many times in a row the driver waits for more losses: survivors must be told within 100 ms."""
+
+TIME_SAID_EVERY_S = 600.0
+"""How often the log says where a job's time went, in seconds; also whenever a group is established or the job
+ends.
+"""
 
 STACKS_AT_ONCE = 4
-"""So many operators may wait for stacks of one job."""
+"""The most operators that may wait for stacks of one job at the same time."""
 
 PUT_OFF_S = 1.0
-"""How often workers hear that nothing can be written for now, so that they wait on for what is decided."""
+"""How often workers are told that nothing can be written at present, in seconds, so that they keep waiting
+for the decision.
+"""
 
 
 class JobMachine(Protocol):
-    """What the driver needs of :class:`muster.scheduler.core.machine.Machine`."""
+    """The part of :class:`muster.scheduler.core.machine.Machine` that the driver uses."""
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """Takes one event and says what follows; ``more``: together with the next one."""
+        """Handles one event; returns the decision. ``more``: it is handled together with the next event."""
 
     def deadline(self) -> float | None:
         """The time at which the machine wants a Tick, on the clock of ``now``."""
@@ -64,14 +79,14 @@ class JobMachine(Protocol):
 
 
 class Timer(Protocol):
-    """A callback that is due at a time."""
+    """A callback that is due at some time."""
 
     def cancel(self) -> None:
         """Cancels the callback."""
 
 
 class Clock(Protocol):
-    """Time, and callbacks at a time; an asyncio event loop is one."""
+    """Time, and callbacks at given times; an asyncio event loop is one."""
 
     def time(self) -> float:
         """Seconds on a monotonic clock."""
@@ -84,8 +99,8 @@ class Clock(Protocol):
 class Note:
     """An event for the log: ``kind`` is one word, ``text`` the sentence.
 
-    ``generation`` is the job's newest. ``incident`` is the generation that this event, or one before it, has
-    ended; 0: the job goes on.
+    ``generation`` is the job's newest. ``incident`` is the generation that was ended by this event or an
+    earlier one; 0 if the job is not in an incident.
     """
 
     kind: str
@@ -98,14 +113,14 @@ class Note:
 
 
 class RefusedByRulesError(RequestError):
-    """The job's rules leave this worker no place; the Refused message said why."""
+    """The job's rules leave no place for this worker; the Refused message said why."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 @dataclass
 class Counters:
-    """What the job did so far, for the metrics."""
+    """What the job has done so far, for the metrics."""
 
     heartbeats: int = 0
     events: int = 0
@@ -122,7 +137,7 @@ class _Item:
 
 
 Stepped = tuple[_Item, Decision]
-"""An event and what follows from it."""
+"""An event and the decision that follows from it."""
 
 
 @dataclass
@@ -133,17 +148,19 @@ class JobDriver:
         job_id: the job.
         job: its machine.
         clock: the event loop, or a test's clock.
-        make_durable: writes records down; returns once they would survive a crash.
-        note: called with everything worth a log line.
-        unwritable: why nothing can be made durable for now; empty: nothing is known to be in the way.
-        unread: of these addresses of peers, those whose bytes have arrived and are not read yet.
+        make_durable: writes records; returns once they would survive a crash.
+        note: called with everything that is worth a log line.
+        unwritable: why nothing can be made durable at present; empty if nothing is known to prevent it.
+        unread: given addresses of peers, returns those with bytes that have arrived and are not read yet.
         formed: the newest generation.
-        formed_here: this process has formed it, and not one before a restart.
-        generation_over: why the newest generation is over, before another has formed; empty: it is not.
-        encoder: of what leaves.
-        incident: the generation whose end the job has not overcome yet; 0: the job goes on.
-        keep: is handed the evidence of a hang; returns at once, and sets ``evidence``.
-        evidence: of the last hang, and where it lies, in words; empty: there is none.
+        formed_here: this process has formed it, as opposed to one before a restart.
+        generation_over: why the newest generation is over, while no other has formed; empty if it is not
+            over.
+        encoder: the encoder of outgoing messages.
+        incident: the generation whose end the job has not recovered from yet; 0 if there is none.
+        keep: called with the evidence of a hang; returns immediately, and sets ``evidence``.
+        evidence: says which evidence of the last hang there is and where it is stored; empty if there is
+            none.
     """
 
     job_id: str
@@ -178,24 +195,25 @@ class JobDriver:
     _put_off_at: float = 0.0
     _doubted: set[events.SessionId] = field(default_factory=set)
     _doubt_until: float = 0.0
+    _time_due: float = math.inf
     _watchers: list[Callable[[records.Record], None]] = field(default_factory=list)
 
     def watch_records(self, watcher: Callable[[records.Record], None]) -> None:
-        """Calls ``watcher`` with every record from now on, once it is durable."""
+        """Calls ``watcher`` with every record from now on, once the record is durable."""
         self._watchers.append(watcher)
 
     def admit(self, session: OutgoingStream) -> None:
-        """From now on messages to this stream leave by ``session``.
+        """Sends messages for this stream by ``session`` from now on.
 
         Raises:
-            StoppingError: the job is carried on no longer.
+            StoppingError: the driver has stopped.
         """
         if self._over:
             raise StoppingError("The scheduler is stopping.")
         self.sessions[session.id] = session
 
     def carries(self, session: events.SessionId) -> bool:
-        """Whether messages to this stream leave by one that was admitted and has not had its last word."""
+        """Whether this stream's session was admitted and has not got its last message yet."""
         return session in self.sessions
 
     def post(self, event: events.Event) -> None:
@@ -203,12 +221,12 @@ class JobDriver:
         self._queue.put_nowait(_Item(event))
 
     async def submit(self, event: events.Event) -> str:
-        """Enqueues an event, waits until it is carried out and returns the decision's reason.
+        """Enqueues an event, waits until it is carried out, and returns the decision's reason.
 
-        A stream that waits for each of its events before it reads the next can never flood the job.
+        A stream that waits for each of its events before it reads the next one cannot flood the job.
 
         Raises:
-            StoppingError: the job is carried on no longer.
+            StoppingError: the driver has stopped.
         """
         if self._over:
             raise StoppingError("The scheduler is stopping.")
@@ -217,11 +235,11 @@ class JobDriver:
         return await done
 
     async def ask_stacks(self, node_id: str = "") -> events.Bundle:
-        """Asks one worker, or all, where it stands; returns what has come within ``GATHER_S``.
+        """Asks one worker, or all, for stacks; returns the answers that came within ``GATHER_S`` seconds.
 
         Raises:
             LimitError: too many ask already.
-            StoppingError: the job is carried on no longer.
+            StoppingError: the driver has stopped.
         """
         if len(self._stacks_for) >= STACKS_AT_ONCE:
             raise LimitError(f"{STACKS_AT_ONCE} others ask for stacks of job {self.job_id} just now.")
@@ -236,7 +254,7 @@ class JobDriver:
             del self._stacks_for[ticket]
 
     async def run(self) -> None:
-        """Handles events until cancelled; an error that it raises (a broken disk, a fault) ends the job."""
+        """Handles events until cancelled. An error that it raises (a broken disk, a fault) ends the job."""
         self._awake_at = self.clock.time()
         self._arm()
         batch: list[_Item] = []
@@ -250,7 +268,7 @@ class JobDriver:
             self._stop(batch)
 
     def view(self) -> JobView:
-        """The job as it is now."""
+        """The job in its present state."""
         view = self.job.view(self.clock.time())
         return replace(view, reason=self._put_off or view.reason, evidence=self.evidence)
 
@@ -261,7 +279,7 @@ class JobDriver:
             batch.append(self._queue.get_nowait())
 
     async def _settle(self, batch: list[_Item]) -> None:
-        """Waits while losses keep coming, so that those of one cause make one generation."""
+        """Waits while losses keep coming, so that losses with one cause lead to one new generation."""
         seen = 0
         for _ in range(LOSS_SETTLE_TIMES):
             losses = sum(isinstance(item.event, events.SessionLost | events.ProcessEnded) for item in batch)
@@ -279,10 +297,10 @@ class JobDriver:
         self._arm()
 
     def decide(self, batch: list[_Item], now: float) -> list[Stepped]:
-        """Steps the machine with each event; records and messages are still to be written and sent."""
+        """Steps the machine with each event; its records and messages still have to be written and sent."""
         stood_s, held_up_s = self._stood_s + self._late(now), self._held_up_s
         self._stood_s = self._held_up_s = 0.0
-        if stood_s:  # goes first: what waits here may be the consequence
+        if stood_s:  # This goes first: the waiting events may be its consequence.
             batch.insert(0, _Item(events.ProcessPaused(stood_s)))
         if held_up_s:
             batch.insert(0, _Item(events.HeldUp(held_up_s)))
@@ -294,7 +312,7 @@ class JobDriver:
                 item.event.session in over
                 or item.event.session not in self.sessions
                 or (item.event.session in ended and self._is_unknown(item.event.candidate))
-            ):  # its stream has had the last word by now: nothing could answer it
+            ):  # The stream has had its last message by now, so nothing could answer the event.
                 stepped.append((item, Decision()))
                 continue
             if isinstance(item.event, events.Tick):
@@ -315,20 +333,20 @@ class JobDriver:
         return stepped
 
     def _is_unknown(self, candidate: messages.Candidate) -> bool:
-        """Whether no stream of this process has led to a place yet."""
+        """Whether no stream of this process has got a place yet."""
         process = candidate.node_id, candidate.incarnation
         known = (worker.candidate for worker in self.view().workers)
         return all((each.node_id, each.incarnation) != process for each in known)
 
     async def persist(self, stepped: Sequence[Stepped]) -> None:
-        """Makes the records durable; nothing may leave before that, or if it fails."""
+        """Makes the records durable; nothing may be sent before that, or if it fails."""
         records = [record for _, decision in stepped for record in decision.records]
         last_words = any(
             isinstance(message, messages.Refused | messages.Ended)
             for _, decision in stepped
             for _, message in decision.messages
         )
-        if records or last_words:  # of several schedulers only the one that leads may send a worker away
+        if records or last_words:  # Of several schedulers, only the leader may refuse a worker for good.
             self._pulse = self.clock.call_at(self._awake_at + PULSE_S, self._still_writing)
             try:
                 await self.make_durable(records)
@@ -337,7 +355,7 @@ class JobDriver:
             self._written()
 
     def _still_writing(self) -> None:
-        """Takes the time, and tells workers why nothing comes."""
+        """Records the time, and tells workers why nothing comes."""
         now, before = self.clock.time(), self._awake_at
         late_s = self._late(now)
         self._stood_s += late_s
@@ -363,28 +381,29 @@ class JobDriver:
             session.send(*self.encoder.encode_parts(message, 0))
 
     def _late(self, now: float) -> float:
-        """How long this process was not there since it last looked; it was there until now."""
+        """How long this process has not run since the last look, up to now, in seconds."""
         turn_s, self._awake_at = now - self._awake_at, now
         late_s = turn_s - PULSE_S
         if late_s <= LATE_S:
             return 0.0
-        # One that is busy was there for most of the time; one that was stopped perhaps for none of it.
+        # A process that was busy ran for most of the time; one that was stopped perhaps for none of it.
         return turn_s if late_s > PULSE_S / 2 else late_s
 
     def carry_out(self, stepped: Sequence[Stepped], now: float) -> None:
-        """Sends and logs what was decided, and answers the callers that wait for it."""
+        """Sends and logs the decisions, and answers the callers that wait for them."""
         for item, decision in stepped:
             self._carry_out(item.event, decision, now)
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
 
     def look(self, now: float) -> tuple[events.ReceiveBacklog | None, bool]:
-        """Checks, before a Tick declares workers lost, whether this process itself is behind with reading.
+        """Checks, before a Tick declares workers lost, whether this process is itself behind with reading.
 
         Returns:
-            That we are behind, if so; and whether the Tick has to wait until that is clear.
+            An event saying that this process is behind, if it is; and whether the Tick must wait until that
+            is known.
         """
-        overdue: dict[str, list[events.SessionId]] = {}  # workers of one host may share a stream
+        overdue: dict[str, list[events.SessionId]] = {}  # Workers of one host may share a stream.
         for session_id in self.job.overdue(now):
             if (session := self.sessions.get(session_id)) is not None:
                 overdue.setdefault(session.caller.address, []).append(session_id)
@@ -399,7 +418,7 @@ class JobDriver:
         known, self._doubted = self._doubted, {each for some in overdue.values() for each in some}
         if self._doubted <= known:
             return None, False
-        # What was read just now is on its way through gRPC's threads. How busy they are, the look has shown.
+        # Bytes that were read just now are still in gRPC's threads. This look has shown how busy those are.
         looked_at = self.clock.time()
         self._doubt_until = looked_at + max(DOUBT_S, 2 * (looked_at - now))
         return None, True
@@ -407,12 +426,12 @@ class JobDriver:
     def write(
         self, kind: str, text: str, session: OutgoingStream | None = None, code: str = "", incident: int = 0
     ) -> None:
-        """Notes an event for the log, with the generation, and the incident that it belongs to."""
+        """Logs an event, with its generation and the incident that it belongs to."""
         generation = 0 if self.formed is None else self.formed.generation
         self.note(Note(kind, self.job_id, text, session, code, generation, incident or self.incident))
 
     def _begin_incident(self, decision: Decision) -> None:
-        """Lines about what a decision comes from belong to the incident already."""
+        """Starts the incident first, so that log lines about the decision's causes belong to it."""
         if self.formed is not None and not self.incident:
             ends = (records.GenerationEnded, records.GenerationFormed)
             if any(isinstance(record, ends) for record in decision.records):
@@ -429,14 +448,27 @@ class JobDriver:
             session = self.sessions.get(session_id)
             if session is not None:
                 self._deliver(session, message, event)
-        # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
+        # A periodic report (who is missing) is repeated; what peers cause is logged only when it changes.
         if decision.reason and (decision.reason != self._reason or isinstance(event, events.Tick)):
             self.write("decided", decision.reason)
         self._reason = decision.reason or self._reason
         for bundle in decision.bundles:
             self._hand_over(bundle)
+        self._say_time(decision, now)
         if self.ended is not None:
             self.on_ended(self)
+
+    def _say_time(self, decision: Decision, now: float) -> None:
+        """Logs where the job's time went, if it is time to."""
+        turns = records.GroupEstablished, records.JobEnded
+        if now >= self._time_due or any(isinstance(record, turns) for record in decision.records):
+            self._time_due = now + TIME_SAID_EVERY_S
+            self._write_time(now)
+
+    def _write_time(self, now: float) -> None:
+        """Writes where the job's time went, for ``muster report``."""
+        if spent := self.job.view(now).time_by_cause:
+            self.write("time", spent_in_words(spent))
 
     def _hand_over(self, bundle: events.Bundle) -> None:
         if not bundle.ticket:
@@ -486,12 +518,13 @@ class JobDriver:
             self.counters.first_join_s = now
 
     def observe(self, record: records.Record, now: float, held_generation: int = 0) -> None:
-        """Updates counters and sessions for a record."""
+        """Updates counters and sessions after a record."""
         counters = self.counters
         if isinstance(record, records.GenerationFormed):
             counters.formed_s = now
             self.formed, self.generation_over = record, ""
-            self.formed_here = record.generation > held_generation  # else it was adopted from its members
+            # Otherwise it was adopted from its members.
+            self.formed_here = record.generation > held_generation
         elif isinstance(record, records.GenerationEnded):
             self.generation_over = record.reason
         elif isinstance(record, records.GroupEstablished):
@@ -521,6 +554,8 @@ class JobDriver:
 
     def _stop(self, batch: list[_Item]) -> None:
         self._over = True
+        if self.ended is None:
+            self._write_time(self.clock.time())
         if self._timer is not None:
             self._timer.cancel()
         self._put_off = ""
@@ -537,7 +572,7 @@ class JobDriver:
 
 
 def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
-    """For each event, whether it is a loss that another one follows; heartbeats in between do not matter."""
+    """For each event, whether it is a loss followed by another loss, ignoring heartbeats in between."""
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):

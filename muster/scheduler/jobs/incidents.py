@@ -1,4 +1,7 @@
-"""Writes the evidence of hangs: a directory for each, for its owner only, and the newest few of a job."""
+"""Writes evidence of hangs: a directory for each, readable by its owner only.
+
+Keeps the newest few of a job.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from muster.wire.files import open_own
 from muster.wire.redaction import without_secrets
 
 KEPT = 16
-"""So many of a job's bundles are kept; the oldest go first."""
+"""How many bundles of a job are kept; the oldest are removed first."""
 
 SUMMARY, COLLECTIVES = "incident.txt", "collectives.txt"
 MOST_COLLECTIVES = 100_000
-"""Lines on collectives in one bundle at most: of a large job each rank's last few."""
+"""The most lines on collectives in one bundle. In a large job, only the last few of each rank fit."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -27,7 +30,7 @@ class IncidentFiles:
     """The bundles of all jobs of a scheduler.
 
     Args:
-        directory: where they go; made when the first one does.
+        directory: the directory for the bundles; created with the first bundle.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +45,7 @@ class IncidentFiles:
             when: the time of day.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the bundle cannot be written.
         """
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         prefix = f"{_fit(job_id)}-"
@@ -64,7 +67,7 @@ class IncidentFiles:
 
 
 def _fit(name: str) -> str:
-    """A name as a part of a file's name."""
+    """Converts a name for use in a file's name."""
     return _UNSAFE.sub("_", name)[:80] or "_"
 
 

@@ -28,7 +28,7 @@ LOG = logging.getLogger("scheduler")
 
 
 class UnknownJobError(RequestError):
-    """This scheduler does not hold that job."""
+    """This scheduler does not serve that job."""
 
     grpc_code = "FAILED_PRECONDITION"
     refusal = "unknown_job"
@@ -40,14 +40,15 @@ class Jobs:
     Args:
         settings: the scheduler's settings.
         clock: the event loop.
-        note: called with everything worth a log line.
-        new_machine: makes a fresh job's machine.
+        note: called with everything that is worth a log line.
+        new_machine: makes the machine of a new job.
         recover_machine: makes a job's machine from its records.
-        storage: the journal; None: without recovery.
-        incidents: takes the evidence of hangs; None: nothing is kept of it.
-        stood_by: whether this process waited for another to end: a job that ended with that one is over, and
-            not begun again.
-        time_of_day: in seconds since 1970; planned drains of recovered jobs go by it. None: they wait.
+        storage: the journal; None without recovery.
+        incidents: stores evidence of hangs; None to keep none.
+        stood_by: whether this process was a standby of another scheduler: a job that ended under that one is
+            over, and is not started again.
+        time_of_day: the time in seconds since 1970, used for planned drains of recovered jobs. None: those
+            drains wait.
     """
 
     def __init__(
@@ -82,13 +83,17 @@ class Jobs:
 
     @property
     def unwritable(self) -> str:
-        """Why the journal cannot be written for now, in a sentence; empty: it can, for all that is known."""
+        """Why the journal cannot be written at present, as a sentence.
+
+        Empty if nothing is known to prevent it.
+        """
         return self._storage.unwritable if self._storage is not None else ""
 
     async def open(self) -> None:
-        """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
+        """Opens the journal and recovers its jobs; opens the scheduler's own job, unless it serves several.
 
-        Then each begins with its first worker: a daemon that idles must not run into MS_TOPO_TIMEOUT.
+        If it serves several, each job begins with its first worker, because an idle daemon must not run into
+        MS_TOPO_TIMEOUT.
         """
         if self._storage is not None:
             await self._recover_all(self._storage)
@@ -99,20 +104,20 @@ class Jobs:
             )
 
     async def for_join(self, job_id: str, *, fresh: bool) -> JobDriver:
-        """Finds the job that a worker names, and opens it where that is allowed.
+        """Finds the job that a worker names, and opens it if that is allowed.
 
         Args:
             job_id: the job.
-            fresh: the worker holds no place from before, so an ended job may begin again.
+            fresh: the worker holds no earlier place, so an ended job may start again.
 
         Raises:
-            UnknownJobError: this scheduler serves one other job.
-            LimitError: it holds as many jobs as it can.
+            UnknownJobError: this scheduler serves one job, and not this one.
+            LimitError: the scheduler has as many jobs as it may.
         """
         driver = self._drivers.get(job_id)
         if driver is not None and not self._is_to_begin_again(driver, fresh):
             return driver
-        async with self._opening:  # what is forgotten has to be gone from the journal before it begins again
+        async with self._opening:  # An ended job must be gone from the journal before it starts again.
             return await self._for_join(job_id, fresh)
 
     def _is_to_begin_again(self, driver: JobDriver, fresh: bool) -> bool:
@@ -121,7 +126,7 @@ class Jobs:
     async def _for_join(self, job_id: str, fresh: bool) -> JobDriver:
         driver = self._drivers.get(job_id)
         if driver is not None and not self._is_to_begin_again(driver, fresh):
-            return driver  # another stream has opened it by now
+            return driver  # Another stream has opened it by now.
         if driver is not None:
             await self._forget(job_id)
         if job_id != self._settings.job_id and not self._settings.serve:
@@ -151,13 +156,13 @@ class Jobs:
         return list(self._drivers.values())
 
     def follow(self, follower: Callable[[JobDriver], None]) -> None:
-        """Calls ``follower`` with each job that there is, and with each that is opened from now on."""
+        """Calls ``follower`` with each existing job, and with each that is opened from now on."""
         self._followers.append(follower)
         for driver in self._drivers.values():
             follower(driver)
 
     async def close(self) -> None:
-        """Stops all jobs; their workers learn that the scheduler is stopping."""
+        """Stops all jobs; their workers are told that the scheduler is stopping."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -192,7 +197,7 @@ class Jobs:
             jobs = await storage.load()
         except DeposedError:
             raise
-        except Exception as error:  # whatever a storage may raise: without it nothing may be promised
+        except Exception as error:  # Whatever the storage raises: without it, nothing may be promised.
             raise JournalUnavailableError(str(error)) from error
         for job_id, journaled in jobs.items():
             await self._recover(storage, job_id, journaled)
@@ -208,7 +213,7 @@ class Jobs:
         if ended is not None and own and not self._settings.serve and self._stood_by():
             self.own_job_over.set_result(ended)
             return
-        if ended is not None:  # a scheduler that starts again after the end means a new run
+        if ended is not None:  # A scheduler that is started after the end of its job means a new run.
             await storage.forget(job_id)
             return
         settings = self._settings.core(own_job=own)
@@ -254,10 +259,11 @@ class Jobs:
         raise LimitError(f"The scheduler already holds {MAX_JOBS} jobs.", remedy="End one, or start another.")
 
     async def _forget(self, job_id: str) -> None:
-        """Forgets an ended job, in the journal first.
+        """Forgets an ended job, first in the journal.
 
-        Who asks may be gone before that has space. What is not forgotten then is asked for again: a new run
-        written behind the end of the old one would be taken for ended when the scheduler is started again.
+        The caller may be gone before the journal has space for that. In this case, the next caller repeats
+        it: if a new run were written after the end of the old one, a restarted scheduler would take it for
+        ended.
         """
         if self._storage is not None:
             try:
@@ -269,7 +275,7 @@ class Jobs:
         self._tasks.pop(job_id).cancel()
 
     def _keep(self, driver: JobDriver, bundle: events.Bundle) -> None:
-        """Has the evidence of a hang written, by a thread: a disk that is slow holds nobody up."""
+        """Writes evidence of a hang in a thread, so that a slow disk delays nobody."""
         task = asyncio.ensure_future(self._write_evidence(driver, bundle))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -294,7 +300,7 @@ class Jobs:
 
     def _lose_journal(self, error: SchedulerError) -> None:
         if not self.journal_lost.done():
-            self.journal_lost.set_result(error)  # all other jobs' as well
+            self.journal_lost.set_result(error)  # Those of all other jobs as well.
 
     def _stopped(self, driver: JobDriver, task: asyncio.Task[None]) -> None:
         """Handles the end of a driver's task, which is always an error: logs it and ends the job."""
@@ -310,4 +316,4 @@ class Jobs:
                 error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")
             )
             self.own_job_over.set_exception(fault)
-            self.own_job_over.exception()  # serving several jobs, nobody else looks at it
+            self.own_job_over.exception()  # With several jobs, nothing else waits for this task.

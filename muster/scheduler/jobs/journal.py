@@ -1,18 +1,19 @@
 """The journal: the records of all jobs in one SQLite file, from which a scheduler restarts.
 
-Every call of :meth:`Journal.append` is one transaction, on the disk when it returns (``synchronous=FULL``).
-A scheduler killed between two commits finds exactly the commits that returned (and perhaps the one under
-way, whole). SQLite's rollback journal is used, not its write-ahead log: what was committed lies in the file
-itself, where damage shows, while a damaged log is passed over without a word, and its commits with it.
+Every call of :meth:`Journal.append` is one transaction, on the disk when it returns (``synchronous=FULL``). A
+scheduler that was killed between two commits finds exactly the commits that returned (and perhaps the one in
+progress, complete). SQLite's rollback journal is used, not its write-ahead log: commits are then in the file
+itself, where damage is detected, while SQLite silently ignores a damaged write-ahead log together with its
+commits.
 
-Each record's checksum covers those before it, and the last one of a job is kept apart: a record that was
-changed, moved, repeated or lost shows. After :data:`COMPACT_RECORDS` records of a job a snapshot of what they
-come to stands in their place.
+Each record's checksum covers the records before it, and the last checksum of a job is stored separately. So a
+record that was changed, moved, repeated or lost is detected. After :data:`COMPACT_RECORDS` records of a job,
+a snapshot of their result replaces them.
 
-A journal of version 0.1 (format 1) is rewritten when it is opened; the old file stays beside it.
+A journal of version 0.1 (format 1) is rewritten when it is opened; the old file is kept next to it.
 
-The file is opened exclusively, so that two schedulers never write one journal. Whatever is wrong with it is
-found before anything is written: the checks run on a copy.
+The file is locked exclusively, so that two schedulers never write one journal. All checks run on a copy
+before anything is written.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ APPLICATION_ID = 0x4D757374
 
 SCHEMA_VERSION = 2
 OLD_VERSION = 1
-"""The format of version 0.1: the same records, each with a CRC-32 of its own."""
+"""The format of version 0.1: the same records, each with its own CRC-32."""
 
 COMPACT_RECORDS = 256
 """Number of a job's records after which one snapshot replaces them."""
 
 PROBE_BYTES = 64 * 1024
-"""As much is written to find out whether there is space: more than what SQLite wants for a few records."""
+"""Bytes that are written to find out whether there is space: more than SQLite needs for a few records."""
 
 _NOTE = "note:"
-"""What the key of a note begins with, beside the owner's and the version's."""
+"""Prefix of a note's key, which distinguishes it from the keys of owner and version."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -86,7 +87,7 @@ class JournalError(SchedulerError):
 
     Attributes:
         path: the journal's file.
-        what: what is wrong.
+        what: the problem.
     """
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
@@ -100,7 +101,7 @@ class JournalUnreadableError(JournalError):
 
 
 class JournalFullError(JournalUnreadableError, NoSpaceError):
-    """Its disk is full, or a quota is: nothing was written."""
+    """The disk or a quota is full; nothing was written."""
 
 
 class JournalBusyError(JournalError):
@@ -108,15 +109,15 @@ class JournalBusyError(JournalError):
 
 
 class JournalDamagedError(JournalError):
-    """The file is no journal, or its content is damaged."""
+    """The file is not a journal, or its content is damaged."""
 
 
 class JournalVersionError(JournalError):
-    """The journal was written by another version of its format."""
+    """The journal was written in another version of its format."""
 
 
 class JournalOwnerError(JournalError):
-    """The journal is that of another scheduler's job."""
+    """The journal belongs to another scheduler's job."""
 
 
 class Files(Protocol):
@@ -135,20 +136,20 @@ class Files(Protocol):
         """Deletes a job's records."""
 
     def notes(self) -> Mapping[str, str]:
-        """What was noted beside the records, by name."""
+        """The notes stored next to the records, by name."""
 
     def note(self, name: str, text: str) -> None:
-        """Notes a text under a name."""
+        """Stores a text under a name."""
 
     def close(self) -> None:
         """Closes the files."""
 
 
 class InThread:
-    """Runs a blocking journal in a thread of its own.
+    """Runs a blocking journal in a separate thread.
 
     Args:
-        open_files: opens it, in that thread.
+        open_files: opens the journal, in that thread.
     """
 
     def __init__(self, open_files: Callable[[], Files]) -> None:
@@ -196,14 +197,14 @@ class InThread:
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """Records of jobs, durable. May be used from any thread, by one at a time.
+    """Durable records of jobs. May be used from any thread, but only by one at a time.
 
     Args:
-        path: the file; made (with its folder, readable by this user only) if it is not there.
-        owner: job id of the scheduler that keeps it; "" leaves it unchecked.
+        path: the file; created if it does not exist, together with its folder, which only this user can read.
+        owner: job id of the scheduler that keeps it; "" to skip this check.
 
     Raises:
-        JournalError: the file is not usable; nothing in it was changed.
+        JournalError: the file cannot be used; nothing in it was changed.
     """
 
     def __init__(self, path: Path | str, *, owner: str = "") -> None:
@@ -230,11 +231,12 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 raise
 
     def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """Writes records down in one commit; they survive a crash once this returns.
+        """Writes records in one commit; they survive a crash once this returns.
 
         Raises:
-            JournalFullError: nothing of them was written; they may be appended again when there is space.
-            JournalError: nothing of them was written.
+            JournalFullError: there is no space, and nothing was written. The records may be appended again
+                when there is space.
+            JournalError: writing failed, and nothing was written.
         """
         texts = [_text(record) for record in records]
         with self._as_journal_errors():
@@ -243,10 +245,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._appended[job_id] = self._appended.get(job_id, 0) + len(texts)
         if self._appended[job_id] >= COMPACT_RECORDS:
             with contextlib.suppress(JournalFullError), self._as_journal_errors():
-                self._compact(job_id)  # else with the next record: these are written
+                self._compact(job_id)  # Otherwise with the next record: these are written.
 
     def load(self, job_id: str) -> list[Record]:
-        """All records of a job, in the order in which they were appended.
+        """Reads all records of a job, in the order in which they were appended.
 
         Raises:
             JournalError: a record is damaged.
@@ -260,21 +262,21 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             return list(self._read(self._connection))
 
     def forget(self, job_id: str) -> None:
-        """Drops all records of a job, so that a job of that name can begin again."""
+        """Deletes all records of a job, so that a job of that name can start again."""
         with self._as_journal_errors(), self._transaction() as connection:
             _delete(connection, job_id)
         self._appended.pop(job_id, None)
 
     def notes(self) -> dict[str, str]:
-        """What was noted beside the records, by name."""
+        """The notes stored next to the records, by name."""
         with self._as_journal_errors():
             return _notes(self._connection)
 
     def note(self, name: str, text: str) -> None:
-        """Notes a text under a name, in the place of the one before; it survives a crash once this returns.
+        """Stores a text under a name, replacing the previous one; it survives a crash once this returns.
 
         Raises:
-            JournalError: it was not written.
+            JournalError: the note could not be written.
         """
         key = f"{_NOTE}{name}"
         row = (key, text, chained_checksum("", key, text))
@@ -295,7 +297,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     # ------------------------------------------------------------ opening
 
     def _create(self, owner: str) -> None:
-        """Makes an empty journal, unless another scheduler is faster; the lock decides between the two."""
+        """Creates an empty journal, unless another scheduler creates it first; the lock decides."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError), self._made(owner, {}, __version__) as name:
             os.link(name, self.path)
@@ -303,7 +305,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @contextlib.contextmanager
     def _made(self, owner: str, texts: Mapping[str, Sequence[str]], version: str) -> Iterator[Path]:
-        """Writes a journal beside the path, to be moved there, so that none is ever half made."""
+        """Writes a journal next to the path and moves it there, so that no half-written one has that name."""
         name = beside(self.path)
         os.close(open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         try:
@@ -322,13 +324,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             name.unlink(missing_ok=True)
 
     def _upgrade(self, owner: str) -> None:
-        """Puts a journal of the present format in the place of one of version 0.1, which stays beside it."""
+        """Replaces a journal of version 0.1 by one of the present format; the old file is kept next to it."""
         with self._copy() as connection:
             [whose] = connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone() or (None,)
             self._check_whose(whose, owner)
             texts = self._old_texts(connection)
         with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")  # rolls back what a scheduler that was killed had begun
+            connection.execute("BEGIN IMMEDIATE")  # This rolls back what a killed scheduler had begun.
             connection.execute("COMMIT")
         kept = self.path.with_name(f"{self.path.name}.format-{OLD_VERSION}")
         kept.unlink(missing_ok=True)
@@ -372,7 +374,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return lock
 
     def _inspect(self, owner: str) -> None:
-        """Checks a copy of the journal, as SQLite would change the original by merely closing it."""
+        """Checks a copy of the journal, because SQLite would change the original by merely closing it."""
         with self._copy() as connection:
             self._check_objects(connection)
             self._check_owner(connection, owner)
@@ -381,7 +383,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[sqlite3.Connection]:
-        """Opens a copy of the journal, whose pages are sound."""
+        """Opens a copy of the journal after its pages were checked."""
         self._check_header()
         with tempfile.TemporaryDirectory(prefix="muster-journal-") as folder:
             copy = Path(folder) / "copy"
@@ -415,7 +417,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
 
     def _check_objects(self, connection: sqlite3.Connection) -> None:
-        """Refuses what would act on its own when records are written, or stand for a table."""
+        """Refuses objects that would act when records are written (triggers) or replace a table (views)."""
         query = "SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view') LIMIT 1"
         for kind, name in connection.execute(query):
             raise self._damaged(f"it has a {kind}, {str(name)[:80]}")
@@ -427,7 +429,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._check_whose(row[0] if row is not None else None, owner)
 
     def _check_writer(self, version: str) -> None:
-        """Refuses what a later version has written, whose records may mean what this one does not know."""
+        """Refuses a journal written by a later version, whose records this version may not understand."""
         if is_later_series(version, __version__):
             raise JournalVersionError(
                 self.path,
@@ -436,7 +438,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
 
     def _note_version(self) -> None:
-        """Notes which version writes from now on; logs it where another one did before."""
+        """Records the version that writes from now on; logs it if another version wrote before."""
         before = _writer(self._connection)
         if before != __version__:
             if before:
@@ -502,14 +504,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             raise self._damaged(f"record {number}: {error}") from error
 
     def _compact(self, job_id: str) -> None:
-        """Puts one snapshot in the place of a job's records, if its generation stands and they make sense."""
+        """Replaces a job's records by one snapshot, if its generation is established and they are valid."""
         ledger = Ledger()
         try:
             for record in self._read(self._connection)[job_id]:
                 ledger.apply(record)
         except (KeyError, AttributeError, TypeError):
             self._appended[job_id] = 0
-            return  # recovery says so; nothing may be lost here
+            return  # Recovery reports this; nothing may be lost here.
         if ledger.established and ledger.outcome is None:
             with self._transaction() as connection:
                 _delete(connection, job_id)
@@ -531,13 +533,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             if isinstance(error, sqlite3.OperationalError):
                 raise self._unreadable(str(error), full=self._is_full(error)) from error
             raise self._damaged(str(error)) from error
-        except UnicodeDecodeError as error:  # of what SQLite says of a damaged schema
+        except UnicodeDecodeError as error:  # In what SQLite says about a damaged schema.
             raise self._damaged("a part of it that is text is not UTF-8") from error
         except OSError as error:
             raise self._unreadable(error.strerror or str(error), full=error.errno in _NO_SPACE) from error
 
     def _is_full(self, error: sqlite3.OperationalError) -> bool:
-        """Whether it is space that SQLite lacks. Of a quota it only says that writing failed."""
+        """Whether SQLite lacks space. If a quota is reached, it only says that writing failed."""
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             return code == sqlite3.SQLITE_FULL
@@ -568,11 +570,11 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """What a journal notes beside its records; read from a copy, also while a scheduler writes it.
+    """Reads a journal's notes from a copy, so that this is possible while a scheduler writes.
 
     Raises:
-        OSError: it cannot be read.
-        sqlite3.Error: it is no journal.
+        OSError: the file cannot be read.
+        sqlite3.Error: the file is not a journal.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "journal.sqlite"
@@ -594,7 +596,7 @@ def _notes(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def _writer(connection: sqlite3.Connection) -> str:
-    """The version that wrote a journal last; empty: it is not noted."""
+    """The version that last wrote a journal; empty if it was not recorded."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
     return str(row[0]) if row is not None else ""
 
@@ -615,7 +617,7 @@ def _insert(connection: sqlite3.Connection, job_id: str, texts: Sequence[str]) -
 
 
 def heads_agree(connection: sqlite3.Connection, heads: dict[str, tuple[int, str]]) -> bool:
-    """Whether each job's number of records and last checksum are those that were written."""
+    """Whether each job's number of records and last checksum are the stored ones."""
     kept = connection.execute("SELECT job_id, number, checksum FROM heads")
     return heads == {job_id: (number, checksum) for job_id, number, checksum in kept}
 
@@ -626,5 +628,5 @@ def _delete(connection: sqlite3.Connection, job_id: str) -> None:
 
 
 def chained_checksum(before: str, job_id: str, text: str) -> str:
-    """The checksum of a record and of the checksum of the one before it."""
+    """The checksum of a record together with the previous checksum."""
     return hashlib.blake2b("\0".join((before, job_id, text)).encode(), digest_size=8).hexdigest()

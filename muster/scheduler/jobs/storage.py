@@ -1,4 +1,4 @@
-"""What jobs need of a journal; and a journal without space, which is tried again until it is written."""
+"""The interface of journals; and a wrapper that repeats writes until the journal has space."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ T = TypeVar("T")
 
 
 class Storage(Protocol):
-    """A journal: that of :mod:`muster.scheduler.jobs.journal`, or of :mod:`muster.scheduler.etcd.journal`.
+    """A journal: :mod:`muster.scheduler.jobs.journal` or :mod:`muster.scheduler.etcd.journal`.
 
-    A call that raises :class:`NoSpaceError` may be made again as it was, and is carried out once then.
+    A call that raises :class:`NoSpaceError` may be repeated unchanged, and is then carried out only once.
     """
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
-        """All records of each job, oldest first."""
+        """Reads all records of each job, oldest first."""
 
     async def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """Makes records durable, all or none; with none, makes sure that nobody else writes here."""
+        """Makes records durable, all or none. Without records, checks that nobody else writes here."""
 
     async def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
 
     async def notes(self) -> Mapping[str, str]:
-        """What was noted beside the records, by name."""
+        """The notes stored next to the records, by name."""
 
     async def note(self, name: str, text: str) -> None:
-        """Notes a text under a name, in the place of the one before."""
+        """Stores a text under a name, replacing the previous one."""
 
     async def close(self) -> None:
         """Lets the next process write here."""
 
 
 class WaitingStorage:
-    """A journal whose calls wait for space, however long that takes. Others' errors it passes on.
+    """A journal whose calls wait for space, for any length of time. Other errors are passed on.
 
     Args:
         storage: the journal.
@@ -55,7 +55,7 @@ class WaitingStorage:
 
     @property
     def unwritable(self) -> str:
-        """Why nothing can be written for now, in a sentence; empty: nothing is known to be in the way."""
+        """Why nothing can be written at present, as a sentence; empty if nothing is known to prevent it."""
         return self._shortage.why
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
@@ -75,7 +75,7 @@ class WaitingStorage:
         return await self._storage.notes()
 
     async def note(self, name: str, text: str) -> None:
-        """See :class:`Storage`; this one call waits for nothing.
+        """See :class:`Storage`; this call alone does not wait for space.
 
         Raises:
             NoSpaceError: there is no space.

@@ -1,4 +1,4 @@
-"""What leaves for a worker: the messages that wait on its stream, and how that ends."""
+"""Outgoing messages of a worker's stream, and how the stream ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MAX_WAITING_BYTES = 16 * 1024 * 1024
 
 
 class EventSink(Protocol):
-    """What takes the events of a stream: the driver of its job."""
+    """Takes the events of a stream: the driver of its job."""
 
     def carries(self, session: events.SessionId) -> bool:
-        """Whether messages to this stream still leave by it."""
+        """Whether messages to this stream are still sent by it."""
 
     def post(self, event: events.Event) -> None:
         """Takes an event."""
 
     async def submit(self, event: events.Event) -> str:
-        """Takes an event; returns once it is carried out."""
+        """Takes an event; returns once it has been carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,22 @@ class _Outgoing:
 class OutgoingStream:
     """A worker's stream with its bounded queue of outgoing messages.
 
-    Nothing here waits: a peer that does not read fills its own queue and is dropped, and nobody else
-    notices.
+    Sending never waits: a peer that does not read fills its own queue and is dropped, without any effect on
+    others.
 
     Attributes:
         id: the number by which the job's machine knows the stream.
-        caller: who the TLS layer says is at the other end.
-        candidate: who the worker says it is, once its Join was allowed.
-        driver: the job that must learn when the stream is lost; None before the Join and after the loss.
-        closed: what the peer gets after the last message; None within ``over`` is a good end.
+        caller: the peer's identity according to TLS.
+        candidate: the worker's own description, once its Join was allowed.
+        driver: the job that must be told when the stream is lost; None before the Join and after the loss.
+        closed: the error that the peer gets after the last message; None for a normal end.
         takes_deltas: an assignment may build on the last one that was sent.
-        held: the generation of that one; 0: none was sent.
+        held: the generation of the last assignment sent; 0 if none was sent.
         expiry_reported: the log has said that the peer's certificate ended.
-        over: no further message is taken; what waits is still sent.
-        dropped: set when the stream must end at once, sent or not.
-        wake: set when there is something to send, or the end has come. Those on one connection share both.
+        over: no further message is accepted; the waiting ones are still sent.
+        dropped: set when the stream must end immediately, whether or not all was sent.
+        wake: set when there is something to send, or the stream is to end. Sessions on one connection share
+            ``dropped`` and ``wake``.
     """
 
     id: events.SessionId
@@ -83,8 +84,9 @@ class OutgoingStream:
         Args:
             parts: the message in pieces, joined only when it leaves: receivers of the same membership
                 share the piece that holds it, so that a thousand queues do not hold it a thousand times.
-            of_generation: the message is void once a newer generation exists.
-            assigns: the generation that the message begins: void ones that still wait are dropped. 0: none.
+            of_generation: the generation after which the message is void.
+            assigns: the generation that the message begins; void messages that are still waiting are dropped.
+                0 if it begins none.
         """
         if self.over:
             return
@@ -110,7 +112,7 @@ class OutgoingStream:
             self.wake.set()
 
     def drop(self, error: SchedulerError) -> None:
-        """Ends the stream at once."""
+        """Ends the stream immediately."""
         self._waiting.clear()
         self.over, self.closed = True, error
         self.dropped.set()
@@ -126,7 +128,7 @@ class OutgoingStream:
         return True
 
     def next_size(self) -> int:
-        """Bytes of the next message; 0 when none waits."""
+        """The size of the next message in bytes; 0 if none is waiting."""
         return self._waiting[0].size if self._waiting else 0
 
     async def next(self) -> bytes | None:
@@ -136,7 +138,7 @@ class OutgoingStream:
         return b"".join(self.take())
 
     def take(self) -> tuple[bytes, ...]:
-        """The next message in its pieces; empty where none waits."""
+        """The next message as its pieces; empty if none is waiting."""
         if not self._waiting:
             return ()
         outgoing = self._waiting.popleft()

@@ -1,6 +1,6 @@
-"""Loads the scheduler's credentials at its start, and decides where it may serve without TLS.
+"""Loads the scheduler's credentials at its start, and decides whether it may serve without TLS.
 
-Nothing here imports grpc: the cipher list must be in the environment before that.
+Nothing here imports grpc, because the cipher list must be in the environment before that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Follower | None:
-    """Loads what config.json names; None where no configuration is given.
+    """Loads the certificates that config.json names; None if there is no configuration.
 
     Raises:
         muster.certs.errors.CertificateError: the configuration or a certificate is unusable, or not a
@@ -36,10 +36,10 @@ def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Follow
 
 
 def check_is_scheduler(credentials: Credentials, job_id: str | None) -> None:
-    """Refuses a certificate whose role is not scheduler, which workers would refuse.
+    """Refuses a certificate whose role is not scheduler, because workers would refuse it.
 
     Raises:
-        IdentityError: another role, or another job.
+        IdentityError: the certificate is for another role or another job.
     """
     reason = credentials.identity.may(role="scheduler", job=job_id)
     if reason is not None:
@@ -50,10 +50,10 @@ def check_is_scheduler(credentials: Credentials, job_id: str | None) -> None:
 
 
 def check_may_listen(settings: SchedulerSettings, addresses: list[str], *, tls: bool) -> bool:
-    """Keeps plaintext on loopback.
+    """Restricts plaintext to loopback.
 
     Returns:
-        Whether a warning is due, because plaintext leaves this machine with the operator's consent.
+        Whether to warn, because plaintext may leave this machine with the operator's consent.
 
     Raises:
         SchedulerSettingsError: plaintext beyond loopback without consent.

@@ -1,4 +1,4 @@
-"""The standard gRPC health service, for callers whose certificate is in force."""
+"""The standard gRPC health service, for callers with a valid certificate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.scheduler.errors import UnauthenticatedError, status_of
 
 
 class GuardedHealth(health.aio.HealthServicer):
-    """The standard health service, for callers whose certificate is in force."""
+    """The standard health service, for callers with a valid certificate."""
 
     def __init__(self, access: Access, recorder: Recorder) -> None:
         super().__init__()
@@ -20,12 +20,12 @@ class GuardedHealth(health.aio.HealthServicer):
         self._recorder = recorder
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Answers whether a service is up."""
+        """Answers whether a service is serving."""
         await self._guard("Check", context)
         return await super().Check(request, context)
 
     async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Streams whether a service is up."""
+        """Streams whether a service is serving."""
         await self._guard("Watch", context)
         return await super().Watch(request, context)
 

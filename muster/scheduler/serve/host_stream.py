@@ -1,7 +1,7 @@
-"""Serves many workers' sessions on one stream, which their host's uplink carries.
+"""Serves the sessions of many workers on one stream, which their host's uplink opens.
 
-Each worker has a session like one on a stream of its own: the job does not see the difference. What is shared
-is the connection, the handshake, and what is sent to all.
+Each worker has a session as on a stream of its own; for the job there is no difference. The connection, the
+handshake and messages to all workers are shared.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SERVICE = "rendezvous.v1.HostStream"
 MAX_ITEMS = 4096
 MAX_DETAIL = 500
 BATCH_BYTES = 1 << 20
-"""Bytes from which on a batch is sent; one message may be larger."""
+"""A batch is sent when it has this many bytes; a single message may be larger."""
 
 HOST_STREAM_ENDED = "its host's stream ended"
 _DROPS = (TooSlowError, UnauthenticatedError)
-"""Errors that end the whole stream, and not only one worker's session."""
+"""Errors that end the whole stream, not only one worker's session."""
 
 _ForJob = tuple[EventSink, events.Event]
 
@@ -50,7 +50,7 @@ class HostStreams:
     """Serves ``rendezvous.v1.HostStream``.
 
     Args:
-        sessions: where workers' sessions are counted, and what feeds their jobs.
+        sessions: counts the workers' sessions and passes their events to their jobs.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -75,14 +75,15 @@ class HostStreams:
         try:
             await begin_stream(context)
             await host.serve(context)
-            if stream.closed is not None:  # waits for a peer that does not read: it counts until it is gone
+            # This waits for a peer that does not read; the stream counts until it is gone.
+            if stream.closed is not None:
                 await end_call(context, stream.closed)
         finally:
             self._sessions.release(stream)
 
 
 class _HostSession:
-    """One host's stream and its workers by the host's numbers; ``_stream`` stands for the stream itself."""
+    """One host's stream and its workers by the host's numbers; ``_stream`` represents the stream itself."""
 
     def __init__(self, sessions: Sessions, caller: Caller, stream: OutgoingStream) -> None:
         self._sessions = sessions
@@ -107,16 +108,17 @@ class _HostSession:
             if self._stream.dropped.is_set() and self._stream.closed is None:
                 drops = [each.closed for each in self._workers.values() if isinstance(each.closed, _DROPS)]
                 self._stream.closed = next(iter(drops), None)
-            # A message that is cut off while it is written would keep gRPC from ever ending the call.
+            # A message whose write is interrupted would keep gRPC from ever ending the call.
             self._ending = True
             self._stream.wake.set()
             limit_s = self._sessions.limits.farewell_timeout_s
             await asyncio.wait({writer, dropped}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when gRPC cancels the call because its connection broke
+        finally:  # Also when gRPC cancels the call because its connection broke.
             for task in tasks:
                 task.cancel()
             self._turned_away.clear()
-            for number in list(self._workers):  # that says nothing of them: they may come back by another
+            # The end of the host's stream says nothing about the workers: they may come back on another one.
+            for number in list(self._workers):
                 self._let_go(number, HOST_STREAM_ENDED, may_return=True)
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -127,7 +129,7 @@ class _HostSession:
             driver.post(event)
 
     def _removed(self, number: int, detail: str, *, may_return: bool) -> _ForJob | None:
-        """Forgets a worker; returns the event that its job still has to get."""
+        """Removes a worker; returns the event that its job still has to get."""
         session = self._workers.pop(number)
         session.over = True
         self._sessions.release(session)
@@ -147,7 +149,7 @@ class _HostSession:
             await self._take(_parsed(data))
 
     async def _take(self, items: Iterable[pb.FromWorker]) -> None:
-        """Carries out a batch: the next one is read when all jobs have, so that no host floods them."""
+        """Carries out a batch, before the next one is read, so that no host floods the jobs."""
         events: defaultdict[int, list[_ForJob]] = defaultdict(list)
         for item in items:
             found = await self._event(item)
@@ -162,12 +164,12 @@ class _HostSession:
                 await driver.submit(event)
 
     async def _event(self, item: pb.FromWorker) -> _ForJob | None:
-        """The event for a worker's job; None: nothing."""
+        """The event for a worker's job; None if there is none."""
         number, session = item.worker, self._workers.get(item.worker)
         if session is None and number > self._highest:
             self._highest = number
             session = self._begin(number)
-        if session is None or session.over:  # what crossed its end on the way
+        if session is None or session.over:  # This message crossed the session's end on the way.
             return None
         if item.HasField("gone"):
             detail = one_line(item.gone.detail[:MAX_DETAIL]) or "no goodbye was said"
@@ -179,7 +181,7 @@ class _HostSession:
                 event = self._sessions.event(session, item.message)
         except Exception as error:
             return self._sessions.loss(session, self._sessions.refuse(session, error))
-        if session.driver is None:  # the job has ended it by now
+        if session.driver is None:  # The job has ended the session by now.
             return None
         return session.driver, event
 
@@ -209,7 +211,7 @@ class _HostSession:
             wake.clear()
             while self._has_more():
                 large = any(each.next_size() >= LARGE_MESSAGE_BYTES for each in self._workers.values())
-                # A newer generation may take the place of what waits for its turn here.
+                # A newer generation may replace messages that wait for their turn here.
                 async with self._sessions.large_writes if large else contextlib.nullcontext():
                     batch = self._collect()
                     if batch is not None:
@@ -221,7 +223,10 @@ class _HostSession:
         )
 
     def _collect(self) -> bytes | None:
-        """The messages that wait, as one serialized ToHost; sessions that are over end with it."""
+        """Collects the waiting messages into one serialized ToHost.
+
+        Includes the end of sessions that are over.
+        """
         batch = MessageBatch()
         for number, error in self._turned_away:
             batch.close(number, error)
@@ -236,10 +241,10 @@ class _HostSession:
 
 
 class MessageBatch:
-    """Collects messages to workers, so that what several of them get is sent once.
+    """Collects messages to workers, so that a part that several of them get is sent once.
 
     Attributes:
-        size: bytes, about.
+        size: the approximate size in bytes.
     """
 
     def __init__(self) -> None:
@@ -249,10 +254,11 @@ class MessageBatch:
         self._last_of: dict[int, int] = {}
 
     def add(self, number: int, parts: tuple[bytes, ...]) -> None:
-        """Adds a worker's next message; ``parts``: what all receivers share, and then its own."""
+        """Adds a worker's next message; ``parts``: the part that all receivers share, and then its own."""
         message, own = parts[0], b"".join(parts[1:])
         at = self._of_message.get(message, -1)
-        # A worker's messages stay in order, and the pieces of its own are all there, or none is.
+        # A worker's messages stay in order, and either all pieces of its own part are in the batch or none
+        # is.
         if at <= self._last_of.get(number, -1) or bool(self._items[at].own) != bool(own):
             at = len(self._items)
             self._of_message[message] = at
@@ -274,7 +280,7 @@ class MessageBatch:
         self._items.append(pb.ToWorkers(workers=[number], closed=closed))
 
     def serialized(self) -> bytes | None:
-        """A ToHost; None if there is nothing in it."""
+        """A serialized ToHost; None if the batch is empty."""
         return pb.ToHost(items=self._items).SerializeToString() if self._items else None
 
 

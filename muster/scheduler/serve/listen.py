@@ -1,4 +1,4 @@
-"""Where the scheduler listens: resolves names, keeps plaintext on loopback, says why a bind fails."""
+"""The addresses that the scheduler listens on: resolves names and says why a bind fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def resolve(hosts: Sequence[str]) -> list[str]:
     """Turns host names or addresses into the numeric addresses to listen on.
 
     Raises:
-        SchedulerSettingsError: a name is not known; of several, none is.
+        SchedulerSettingsError: the name cannot be resolved, or none of several names can.
     """
     found: list[str] = []
     failure: SchedulerSettingsError | None = None
@@ -38,7 +38,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def usable(addresses: list[str], port: int) -> list[str]:
-    """Tries each address, because gRPC's own message does not say why a bind fails.
+    """Tries to bind each address, because gRPC's own message does not say why a bind fails.
 
     Returns:
         The addresses that this machine has; at least one.

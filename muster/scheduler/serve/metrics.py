@@ -1,4 +1,4 @@
-"""Prometheus metrics: a snapshot is taken in the event loop whenever somebody asks."""
+"""Prometheus metrics; a snapshot is taken in the event loop at each request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from muster.scheduler import __version__
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.errors import BindError
+from muster.scheduler.serve.gpu_metrics import gpu_metrics
 from muster.wire.messages import PLAIN, SEALED
 from muster.wire.settings import show_address
 
@@ -28,18 +29,20 @@ if TYPE_CHECKING:
 
 JOB_STATES = ("forming", "building", "running", "quiescing", "suspended", "ended")
 MAX_CONNECTIONS = 32
-"""Most connections at once; further ones are closed."""
+"""The most simultaneous connections; further ones are closed."""
 
 MAX_REQUEST_BYTES = 8192
 SHARE = 0.02
-"""Of its time the event loop spends so much with snapshots at the most, however often it is asked, ..."""
+"""The largest share of its time that the event loop spends on snapshots, however often they are requested,
+...
+"""
 
 CHEAP_S = 0.002
-"""... but for those that take less of the processor than this."""
+"""... not counting snapshots that take less processor time than this, in seconds."""
 
 LONGEST_REUSE_S = 1.0
 EXCHANGE_TIMEOUT_S = 5.0
-"""For request and answer together."""
+"""Timeout in seconds for request and answer together."""
 
 
 class SchedulerCollector:
@@ -63,7 +66,8 @@ class SchedulerCollector:
     def collect(self) -> list[Metric]:
         """Returns all metric families."""
         drivers = self._jobs.all()
-        return [*self._process(), *_job_metrics(drivers), *_worker_metrics(drivers), *self._expiry()]
+        gpus = gpu_metrics([driver.view() for driver in drivers])
+        return [*self._process(), *_job_metrics(drivers), *_worker_metrics(drivers), *gpus, *self._expiry()]
 
     def _process(self) -> Iterator[Metric]:
         yield InfoMetricFamily("muster_scheduler", "The running scheduler.", {"version": __version__})
@@ -202,8 +206,20 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
     silent = GaugeMetricFamily(
         "muster_longest_silence_seconds", "Since the rank was heard that is silent longest.", labels=["job"]
     )
+    spent = GaugeMetricFamily(
+        "muster_job_seconds", "The job's time since this scheduler began, by cause.", labels=["job", "cause"]
+    )
+    own = GaugeMetricFamily(
+        "muster_number",
+        "A number of the script's own, by name: mean over the ranks that report it.",
+        labels=["job", "name"],
+    )
     for driver in drivers:
         view = driver.view()
+        for cause, seconds in view.time_by_cause:
+            spent.add_metric([driver.job_id, cause], seconds)
+        for name, value in view.numbers:
+            own.add_metric([driver.job_id, name], value)
         ranked = [worker for worker in view.workers if worker.rank >= 0]
         gone = max(0, view.worker_num - len(ranked)) if view.state != "ended" else 0
         missing.add_metric([driver.job_id], gone)
@@ -215,7 +231,7 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
             workers.add_metric([driver.job_id, state], count)
         rate.add_metric([driver.job_id], sum(worker.samples_per_s for worker in ranked))
         step.add_metric([driver.job_id], min((worker.step for worker in ranked), default=0))
-    yield from (workers, rate, step, missing, silent, straggler)
+    yield from (workers, rate, step, missing, silent, straggler, spent, own)
 
 
 class MetricsServer:
@@ -224,7 +240,7 @@ class MetricsServer:
     ``GET /leader`` is for probes: 200 if this scheduler leads, 503 if it stands by for another.
 
     Args:
-        snapshot: makes the metrics of the moment.
+        snapshot: makes a snapshot of the metrics.
         leads: whether this scheduler leads.
     """
 
@@ -243,12 +259,12 @@ class MetricsServer:
         """Listens.
 
         Raises:
-            OSError: the address cannot be bound.
+            OSError: binding the address fails.
         """
         self._server = await asyncio.start_server(self._connected, host, port, limit=MAX_REQUEST_BYTES)
 
     def close(self) -> None:
-        """Stops listening, and ends what is under way."""
+        """Stops listening, and ends exchanges in progress."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -267,7 +283,7 @@ class MetricsServer:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the other side is too slow, too loud, or gone
+            pass  # The other side is too slow, sends too much, or is gone.
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
@@ -294,7 +310,7 @@ class MetricsServer:
         return _response("200 OK", content_type, await self._written(encode, content_type))
 
     async def _written(self, encode: Callable[[Any], bytes], content_type: str) -> bytes:
-        """The metrics: who asks ever again, and so would keep the event loop busy, gets what others got."""
+        """The metrics as text; the last ones again, if requests would keep the event loop busy."""
         loop, began = asyncio.get_running_loop(), time.thread_time()
         if loop.time() >= self._taken_until_s:
             self._taken, self._encoded = _Taken(list(self._snapshot())), {}
@@ -303,13 +319,14 @@ class MetricsServer:
             self._taken_until_s = loop.time() + rest_s
         written = self._encoded.get(content_type)
         if written is None:
-            # Nothing changes while the snapshot is taken; writing it down takes longer, and goes elsewhere.
+            # Nothing changes while the snapshot is taken. Formatting takes longer, and runs in another
+            # thread.
             written = self._encoded[content_type] = loop.run_in_executor(None, encode, self._taken)
         return await asyncio.shield(written)
 
 
 class _Taken:
-    """Collected metrics in the form in which a registry takes them."""
+    """Collected metrics in the form that a registry accepts."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -335,7 +352,7 @@ async def start_metrics(
     security: Follower | None,
     leads: Callable[[], bool] = lambda: True,
 ) -> Callable[[], None]:
-    """Serves ``/metrics``; returns what stops it.
+    """Serves ``/metrics``; returns a function that stops it.
 
     Raises:
         BindError: MS_METRICS_PORT cannot be bound.

@@ -46,6 +46,7 @@ from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.service import SERVICE, Service
 from muster.scheduler.serve.sessions import Limits, Sessions
 from muster.scheduler.store.service import StoreService
+from muster.scheduler.watch import recovery_traces
 from muster.scheduler.watch.service import WatchService
 from muster.wire.settings import server_options, show_address
 from muster.wire.threads import Pool
@@ -55,14 +56,14 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 1024 * 1024
 AT_ONCE = 16
-"""Calls that block, made at the same time at most."""
+"""The most blocking calls made at the same time."""
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
 READY_AT_LATEST_S = 5.0
 HEALTH_INTERVAL_S = 0.25
 EXIT_LIMIT_S = 60
-"""How long the shutdown may take, in seconds: tens of seconds on a busy machine."""
+"""How long the shutdown may take, in seconds; it may take tens of seconds on a busy machine."""
 
 EXIT_WARNING_S = 10
 """How long before :data:`EXIT_LIMIT_S` a warning is logged, because SIGALRM itself logs nothing."""
@@ -73,11 +74,12 @@ def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
     """All settings of the gRPC server.
 
     Args:
-        node_timeout_s: how long a worker may be silent; its connection lives as long.
+        node_timeout_s: how long a worker may be silent, in seconds; its connection is kept as long.
     """
     return (
         *server_options(node_timeout_s),
-        # A worker needs one. Each costs 33 kB, refused or not, and the allocator keeps what it has had once.
+        # A worker needs one stream. Each costs 33 kB, whether refused or not, and the allocator does not
+        # return memory.
         ("grpc.max_concurrent_streams", 8),
         ("grpc.max_allowed_incoming_connections", 30_000),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -89,12 +91,12 @@ def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
 async def run(
     settings: SchedulerSettings, security: Follower | None, watch: HandshakeWatch | None = None
 ) -> int:
-    """Serves until the own job is over or a signal comes.
+    """Serves until the scheduler's own job is over or a signal arrives.
 
     Args:
-        settings: what to serve, and where.
+        settings: the scheduler's settings.
         security: certificates; None for plaintext.
-        watch: learns of the handshakes that fail; None where nobody does.
+        watch: reports failed handshakes; None to report none.
 
     Returns:
         The exit code: 0 when the own job ended well (or, serving several, on a signal), 128 + the
@@ -120,6 +122,9 @@ async def run(
     jobs = _jobs(settings, loop, recorder, leadership, storage)
     anchors = Anchors(audit, storage) if audit is not None and storage is not None else None
     jobs.follow(lambda driver: membership.follow(driver, recorder.membership))
+    exporter = recovery_traces.exporter_of(os.environ)
+    if exporter is not None:
+        jobs.follow(recovery_traces.RecoveryTraces(exporter.export, loop.call_later).follow)
     if watch is not None:
         watch.report_to(recorder)
     try:
@@ -128,30 +133,33 @@ async def run(
         await jobs.close()
         if watch is not None:
             watch.finish_reports()
+        if exporter is not None:
+            await loop.run_in_executor(None, exporter.close)
         recorder.close()
         _keep_exit_code()
 
 
 def _keep_exit_code() -> None:
-    """Keeps signals from replacing the exit code, and cuts short a shutdown that hangs."""
+    """Keeps signals from changing the exit code, and ends a shutdown that hangs."""
     loop = asyncio.get_running_loop()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if signal.alarm(EXIT_LIMIT_S):
-        return  # done already
+        return  # This has been done already.
     late = f"The scheduler's work is done, but its end takes long: SIGALRM ends it in {EXIT_WARNING_S} s."
     warning = threading.Timer(EXIT_LIMIT_S - EXIT_WARNING_S, LOG.error, (late,))
     warning.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread is left: SIGALRM ends it without a word
+    # No thread is left by then: SIGALRM ends the process without a message.
+    with contextlib.suppress(RuntimeError):
         warning.start()
     for number in _STOPPING:
-        loop.remove_signal_handler(number)  # the loop's own end would put the default back
+        loop.remove_signal_handler(number)  # Closing the loop would restore the default handler.
         signal.signal(number, signal.SIG_IGN)
 
 
 def _leadership(
     settings: SchedulerSettings, security: Follower | None, loop: asyncio.AbstractEventLoop
 ) -> Leadership | None:
-    """This process's claim to lead; None where there is one scheduler."""
+    """The leadership object of this process; None if there is only one scheduler."""
     if settings.etcd is None:
         return None
     from muster.scheduler.etcd.calls import EtcdCalls
@@ -160,7 +168,7 @@ def _leadership(
     own = settings.bind_host or (settings.hosts[0] if len(settings.hosts) == 1 else socket.gethostname())
     name = f"{show_address(own, settings.port)} (pid {os.getpid()} on {socket.gethostname()})"
     if security is not None:
-        security.etcd()  # what is wrong with it shows at the start
+        security.etcd()  # Problems with it are found at the start.
     calls = EtcdCalls(settings.etcd.endpoints, security.etcd if security is not None else None)
     addresses = [show_address(host, settings.port) for host in settings.hosts]
     return Leadership(calls, settings.etcd.prefix.encode(), name, loop, addresses)
@@ -229,13 +237,13 @@ async def _serve(
         up = asyncio.Event()
         for work in (_keep_systemd_informed(up), keep_collecting()):
             at_end.callback(asyncio.ensure_future(work).cancel)
-        if security is not None and tls is not None:  # also while it stands by, which may take weeks
+        if security is not None and tls is not None:  # Also while it stands by, which may take weeks.
             at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         if leadership is not None:
             listen.usable(
                 addresses, settings.port
-            )  # what is wrong with the address shows before it is needed
-            up.set()  # as far as it goes: it may stand by for weeks
+            )  # Problems with the address are found before it is needed.
+            up.set()  # As far as possible: it may stand by for weeks.
             if not await _stand_by(leadership, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
@@ -264,13 +272,16 @@ async def _serve(
 
 
 async def _stand_by(leadership: Leadership, stop: asyncio.Future[int]) -> bool:
-    """Waits until this process leads; False: it was asked to stop before."""
+    """Waits until this process leads; returns False if it was asked to stop before."""
     print(f"scheduler stands by as {leadership.name}", flush=True)
     return await _before_stop(leadership.campaign(), stop)
 
 
 async def _opened(jobs: Jobs, stop: asyncio.Future[int]) -> bool:
-    """Opens the jobs, for which the journal may want space; False: it was asked to stop before."""
+    """Opens the jobs, waiting if the journal lacks space.
+
+    Returns False if the process was asked to stop before.
+    """
     return await _before_stop(jobs.open(), stop)
 
 
@@ -286,7 +297,7 @@ async def _before_stop(work: Coroutine[Any, Any, None], stop: asyncio.Future[int
 
 
 async def _keep_health_true(health_servicer: GuardedHealth, jobs: Jobs) -> None:
-    """Says that it serves while it can write what it decides, and not otherwise."""
+    """Keeps the health service's answer up to date: serving while decisions can be written, otherwise not."""
     while True:
         status = health_pb2.HealthCheckResponse
         await health_servicer.set(SERVICE, status.NOT_SERVING if jobs.unwritable else status.SERVING)
@@ -332,7 +343,7 @@ async def _until_over(
 
 
 def _on_signal(stop: asyncio.Future[int], number: int) -> None:
-    if stop.done():  # the second one means it
+    if stop.done():  # A second signal ends it.
         raise SystemExit(128 + number)
     stop.set_result(number)
 
@@ -364,10 +375,10 @@ def _say_ready(settings: SchedulerSettings, security: Follower | None, port: int
 
 
 async def _keep_systemd_informed(up: asyncio.Event) -> None:
-    """Reports ready to systemd once it is up, and alive for as long as the event loop turns.
+    """Reports ready to systemd after the start, and alive as long as the event loop runs.
 
-    One whose journal finds no space waits before it listens, and is reported ready all the same: systemd ends
-    what is not ready in time, and does not watch whether it lives.
+    A scheduler whose journal lacks space waits before it listens, and still reports ready, because systemd
+    ends a service that is not ready in time and would not watch whether it is alive.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(up.wait(), READY_AT_LATEST_S)
@@ -379,7 +390,10 @@ async def _keep_systemd_informed(up: asyncio.Event) -> None:
 
 
 async def keep_in_force(security: Follower, tls: RotatingServerCredentials, sessions: Sessions) -> None:
-    """Puts renewed certificates in force; a new revocation list ends the streams of those that it names."""
+    """Applies renewed certificates.
+
+    A new revocation list ends the streams of the certificates that it names.
+    """
     loop = asyncio.get_running_loop()
     while True:
         change = await loop.run_in_executor(None, security.poll)
@@ -407,7 +421,7 @@ async def _start_metrics(
 
 
 def _raise_file_limit() -> None:
-    """Raises the soft limit of open files: each worker takes a descriptor."""
+    """Raises the soft limit of open files, because each worker needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:

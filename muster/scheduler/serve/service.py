@@ -1,4 +1,4 @@
-"""The gRPC servicer of workers and of operators: authenticates, decodes, queues and streams replies.
+"""The gRPC servicer for workers and operators: authenticates, decodes, queues events and streams replies.
 
 It makes no decisions.
 """
@@ -34,7 +34,9 @@ from muster.wire import codec, messages
 
 SERVICE = "rendezvous.v1.Rendezvous"
 CLOCKS_DIFFER_S = 60.0
-"""So much of a time that is over an operator's clock may be behind: what is planned then happens at once."""
+"""By how many seconds an operator's clock may be behind: a drain whose time is past by less than this happens
+immediately.
+"""
 
 STATUS_ROLES = ("worker", "scheduler", "operator")
 
@@ -57,6 +59,7 @@ class Service:
                 "Session": grpc.stream_stream_rpc_method_handler(self.session),
                 "Status": grpc.unary_unary_rpc_method_handler(self.status),
                 "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
+                "Admit": grpc.unary_unary_rpc_method_handler(self.admit),
                 "Stacks": grpc.unary_unary_rpc_method_handler(self.stacks),
                 "Jobs": grpc.unary_unary_rpc_method_handler(self.jobs),
                 "ProcessEnded": grpc.unary_unary_rpc_method_handler(self.process_ended),
@@ -78,7 +81,7 @@ class Service:
         return await self._answer("Status", context, answer)
 
     async def jobs(self, data: bytes, context: Context) -> bytes:
-        """Answers Jobs, with those that the caller may see."""
+        """Answers Jobs with the jobs that the caller may see."""
 
         async def answer(caller: Caller) -> bytes:
             views = [driver.view() for driver in self._jobs.all() if self._may_see(caller, driver.job_id)]
@@ -105,7 +108,7 @@ class Service:
         return await self._answer("Drain", context, answer)
 
     async def _drain(self, driver: JobDriver, order: messages.DrainOrder, caller: Caller) -> str:
-        """Does what an operator wants of a drain; returns the answer in words."""
+        """Drains, plans or cancels as an operator asked; returns the answer as text."""
         nodes, hosts, now_s = order.node_ids, order.hosts, time.time()
         if order.cancel:
             done = await driver.submit(events.DrainCalledOff(nodes, hosts))
@@ -128,8 +131,23 @@ class Service:
         self._recorder.drained(driver.job_id, ", ".join(nodes), caller, text, ", ".join(hosts))
         return done or "They are asked to leave."
 
+    async def admit(self, data: bytes, context: Context) -> bytes:
+        """Answers Admit once the change is durable."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, name = decoded(codec.decode_admit_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("operator",), job=job_id)
+            driver = self._jobs.get(job_id)
+            _check_refused(driver.view(), name)
+            done = await driver.submit(events.AdmitAsked(name))
+            self._recorder.admitted(job_id, name, caller, done)
+            return codec.encode_admit_reply(done)
+
+        return await self._answer("Admit", context, answer)
+
     async def stacks(self, data: bytes, context: Context) -> bytes:
-        """Answers Stacks, when all workers that were asked have answered, or their time is over."""
+        """Answers Stacks once all workers that were asked have answered or the request has timed out."""
 
         async def answer(caller: Caller) -> bytes:
             named, node_id = decoded(codec.decode_stacks_request, data)
@@ -144,7 +162,7 @@ class Service:
         return await self._answer("Stacks", context, answer)
 
     async def process_ended(self, data: bytes, context: Context) -> bytes:
-        """Answers ProcessEnded, once what follows is durable."""
+        """Answers ProcessEnded once its results are durable."""
 
         async def answer(caller: Caller) -> bytes:
             named, node_id, incarnation, detail = decoded(codec.decode_process_ended_request, data)
@@ -186,7 +204,8 @@ class Service:
         try:
             await begin_stream(context)
             await self._serve(session, context)
-            if session.closed is not None:  # waits for a peer that does not read: it counts until it is gone
+            # This waits for a peer that does not read; the stream counts until it is gone.
+            if session.closed is not None:
                 await end_call(context, session.closed)
         finally:
             self._sessions.release(session)
@@ -206,7 +225,7 @@ class Service:
             self._sessions.report_loss(session, str(session.closed or detail))
             timeout_s = self._sessions.limits.farewell_timeout_s
             await asyncio.wait({writer, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when gRPC cancels the call because its connection broke
+        finally:  # Also when gRPC cancels the call because its connection broke.
             for task in tasks:
                 task.cancel()
             self._sessions.report_loss(session, detail)
@@ -215,7 +234,7 @@ class Service:
     async def _write(self, session: OutgoingStream, context: Context) -> None:
         while await session.has_next():
             large = session.next_size() >= LARGE_MESSAGE_BYTES
-            # A newer generation may take the place of what waits for its turn here.
+            # A newer generation may replace messages that wait for their turn here.
             async with self._sessions.large_writes if large else contextlib.nullcontext():
                 data = await session.next()
                 if data is not None:
@@ -236,11 +255,24 @@ class Service:
             await driver.submit(self._sessions.event(session, data))
 
 
-def _check_drained(view: JobView, node_ids: Sequence[str], hosts: Sequence[str]) -> None:
-    """Checks that all of these are there: a name that nobody has is a slip of the pen.
+def _check_refused(view: JobView, name: str) -> None:
+    """Checks that a refused GPU with this name exists.
 
     Raises:
-        NotFoundError: one is not.
+        NotFoundError: no refused GPU has this name.
+    """
+    refused = view.refused_gpus
+    if not any(name in each.names() for each in refused):
+        known = ", ".join(sorted({each.host_name for each in refused})[:16])
+        of = f"those that are refused are of {known}" if known else "no GPU is refused"
+        raise NotFoundError(f"Job {view.job_id!r} refuses no GPU of a host or node {name!r}: {of}.")
+
+
+def _check_drained(view: JobView, node_ids: Sequence[str], hosts: Sequence[str]) -> None:
+    """Checks that all named nodes and hosts exist, because an unknown name is probably a typing error.
+
+    Raises:
+        NotFoundError: one of them does not exist.
     """
     there = [worker.candidate for worker in view.workers]
     known = {each.node_id for each in there}

@@ -1,6 +1,6 @@
-"""All open sessions of workers, on streams of their own or a host's: counted, authenticated, decoded.
+"""All open sessions of workers, on their own streams or a host's: counts, authenticates and decodes.
 
-Nothing is decided here: what a worker sends becomes an event for its job.
+Nothing is decided here: each message of a worker becomes an event for its job.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from muster.scheduler.jobs.stream import EventSink, OutgoingStream
 from muster.wire import codec, messages
 
 LARGE_MESSAGE_BYTES = 16 * 1024
-LARGE_WRITES_AT_ONCE = 64  # bounds the memory in which gRPC copies a large world's assignments
+LARGE_WRITES_AT_ONCE = 64  # This bounds the memory in which gRPC copies the assignments of a large job.
 Context = grpc.aio.ServicerContext[Any, Any]
 DecodedT = TypeVar("DecodedT")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on sessions; per host counts streams from one address, and workers on a host's stream."""
+    """Limits on sessions.
+
+    ``sessions_per_host`` limits the streams from one address, and the workers on one host's stream.
+    """
 
     sessions: int = 20_000
     sessions_per_host: int = 4_096  # MS_MAX_STREAMS_PER_HOST
@@ -49,13 +52,13 @@ class Limits:
 
 
 class Sessions:
-    """The sessions there are, by id; ``idle`` is set while there is none.
+    """The open sessions by id; ``idle`` is set while there are none.
 
     Args:
-        jobs: what the workers join.
-        access: says who a caller is, and what that one may do.
-        recorder: takes notes of who is turned away.
-        limits: how much callers may hold.
+        jobs: the jobs that workers can join.
+        access: authenticates and authorises callers.
+        recorder: records refusals.
+        limits: limits on what callers may hold.
     """
 
     def __init__(self, jobs: Jobs, access: Access, recorder: Recorder, limits: Limits) -> None:
@@ -73,14 +76,14 @@ class Sessions:
     # ------------------------------------------------------------ begin and end
 
     def admit(self, caller: Caller, *, on: OutgoingStream | None = None) -> OutgoingStream:
-        """Counts a new session in.
+        """Counts a new session.
 
         Args:
-            caller: who the TLS layer says is at the other end.
-            on: the stream that this one shares with others; None: it has one of its own.
+            caller: the peer's identity according to TLS.
+            on: the stream that this session shares with others; None if it has its own.
 
         Raises:
-            LimitError: there are as many as may be, in all or from this address.
+            LimitError: the limit is reached, in total or for this address.
         """
         host = _host_of(caller)
         if len(self.all) >= self.limits.sessions:
@@ -97,7 +100,7 @@ class Sessions:
         return session
 
     def release(self, session: OutgoingStream) -> None:
-        """Counts a session out; its job has learned of its end before."""
+        """Removes a session from the count; its job has been told of its end before."""
         host = _host_of(session.caller)
         self._per_host[host] -= 1
         if not self._per_host[host]:
@@ -110,7 +113,7 @@ class Sessions:
     def loss(
         session: OutgoingStream, detail: str, *, may_return: bool = False
     ) -> tuple[EventSink, events.Event] | None:
-        """The event by which a job learns of a session's end, once; None: it knows already."""
+        """Returns the event that tells a job of a session's end; None if the job knows already."""
         driver, session.driver = session.driver, None
         if driver is None or not driver.carries(session.id):
             return None
@@ -124,7 +127,7 @@ class Sessions:
             driver.post(event)
 
     def refuse(self, session: OutgoingStream, error: BaseException) -> str:
-        """Ends a session because of a message of its worker, which gets a Refused with the reason."""
+        """Ends a session because of a message from its worker; the worker gets a Refused with the reason."""
         _, text = status_of(error)
         if not isinstance(error, SchedulerError):
             LOG.error("fault in a session with %s", session.caller.address, exc_info=error)
@@ -140,12 +143,12 @@ class Sessions:
     # ------------------------------------------------------------ what workers send
 
     async def join(self, session: OutgoingStream, data: bytes) -> events.Event:
-        """Takes a worker's first message; returns the event that is still to be submitted to its job.
+        """Handles a worker's first message; returns the event to be submitted to its job.
 
         Raises:
-            MalformedError: it is no Join.
+            MalformedError: the message is not a Join.
             NotPermittedError: the certificate does not allow this job, or this node.
-            SchedulerError: the job cannot be opened, or is carried on no longer.
+            SchedulerError: the job cannot be opened, or its driver has stopped.
         """
         join = decoded(codec.decode_worker_message, data)
         if not isinstance(join, messages.Join):
@@ -160,10 +163,10 @@ class Sessions:
 
     @staticmethod
     def event(session: OutgoingStream, data: bytes) -> events.Event:
-        """Takes any later message; returns the event for its job.
+        """Decodes any later message; returns the event for its job.
 
         Raises:
-            MalformedError: it breaks the protocol.
+            MalformedError: the message breaks the protocol.
         """
         message = decoded(codec.decode_worker_message, data)
         if isinstance(message, messages.Join):
@@ -173,8 +176,8 @@ class Sessions:
     # ------------------------------------------------------------ certificates that end
 
     async def expel_revoked(self) -> None:
-        """Ends every session whose certificate is revoked by now; its node loses its place."""
-        # A stream that carries several is ended after the sessions on it.
+        """Ends every session whose certificate has been revoked; its node loses its place."""
+        # A stream with several sessions is ended after them.
         for session in sorted(self.all.values(), key=lambda each: each.driver is None):
             reason = self.access.revoked(session.caller)
             if reason is None or session.over:
@@ -182,11 +185,11 @@ class Sessions:
             if session.driver is not None and session.candidate is not None:
                 with contextlib.suppress(StoppingError):
                     await session.driver.submit(events.Expel(session.candidate.node_id, reason.rstrip(".")))
-            if not session.over:  # it had no place to lose yet
+            if not session.over:  # It has no place yet that it could lose.
                 session.drop(UnauthenticatedError(reason))
 
     def report_expired(self) -> None:
-        """Says once of each session that its certificate has ended; it will not be let in again."""
+        """Logs once for each session that its certificate has expired, so that it cannot reconnect."""
         for session in self.all.values():
             if not session.expiry_reported and self.access.expired(session.caller):
                 session.expiry_reported = True
@@ -207,7 +210,7 @@ def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
 
 
 def event_of(session: events.SessionId, message: messages.WorkerMessage) -> events.Event:
-    """The event for a message that a worker has sent."""
+    """Makes the event for a worker's message."""
     if isinstance(message, messages.Join):
         who = message.profile
         return events.Joined(
@@ -221,6 +224,8 @@ def event_of(session: events.SessionId, message: messages.WorkerMessage) -> even
             last_call_s=who.last_call_s,
             held_world_size=message.held_world_size,
             gives_stacks=message.gives_stacks,
+            gpu_uuid=who.gpu_uuid,
+            gpu_fault=who.gpu_fault,
         )
     return EVENTS[type(message)](session=session, **vars(message))
 
@@ -237,7 +242,7 @@ EVENTS: dict[type[messages.WorkerMessage], Callable[..., events.Event]] = {
     messages.RequestLeave: events.LeaveRequested,
     messages.Leave: events.LeftCleanly,
 }
-"""The events that are a worker's message and the number of its stream, by the message's class."""
+"""The events that consist of a worker's message and the number of its stream, by the message's class."""
 
 
 def _host_of(caller: Caller) -> str:

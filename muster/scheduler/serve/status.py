@@ -1,4 +1,4 @@
-"""A job as its machine shows it, on the wire: the replies to Status and Jobs."""
+"""Encodes the replies to Status, Jobs and Stacks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         evidence=view.evidence,
         drains=to_proto(view.drains),
         seconds_by_cause=dict(view.time_by_cause),
+        numbers=dict(view.numbers),
+        steps=view.steps,
+        remaining_s=view.remaining_s,
+        refused_gpus=to_proto(view.refused_gpus),
     ).SerializeToString()
 
 
 def encode_stacks(bundle: Bundle) -> bytes:
-    """Encodes what workers have said of where they stand, as a serialized StacksReply."""
+    """Encodes workers' stacks as a serialized StacksReply."""
     return pb.StacksReply(
         workers=[
             pb.WorkerStacks(
@@ -50,7 +54,7 @@ def encode_stacks(bundle: Bundle) -> bytes:
 
 
 def encode_jobs(views: Iterable[JobView], *, version: str) -> bytes:
-    """Encodes jobs, in short, as a serialized JobsReply."""
+    """Encodes jobs, each in short form, as a serialized JobsReply."""
     return pb.JobsReply(jobs=[_summary(view) for view in views], version=version).SerializeToString()
 
 
@@ -87,4 +91,6 @@ def _worker_status(worker: WorkerView) -> pb.WorkerStatus:
         snapshot=to_proto(worker.snapshot),
         checkpoint=to_proto(worker.checkpoint),
         shares=to_proto(worker.shares),
+        gpu=to_proto(worker.gpu),
+        gpu_age_s=worker.gpu_age_s,
     )

@@ -1,1 +1,1 @@
-"""The key-value store of a generation, in the place of TCPStore for torch.distributed programs."""
+"""The key-value store of a generation, used in place of TCPStore by torch.distributed programs."""

@@ -1,11 +1,10 @@
-"""One namespace of the store: what torch's TCPStore keeps and answers, as a function of operations and time.
+"""One namespace of the store, with the semantics of torch's TCPStore, as a function of operations and time.
 
-Every operation is answered at once, or when what it waits for is there, or at its deadline. Changes are
-numbered. A member that comes back on a new stream repeats what was not answered: changes are carried out
-once. What asks about all keys takes several turns where they are many, and is answered as if it took one: a
-list has the keys of the moment when its first turn began, a count is that of the moment when it is answered.
-A namespace of a generation that formed before this scheduler started is put together from what all
-members hand in.
+Every operation is answered immediately, or when its keys exist, or at its deadline. Changes are numbered. A
+member that comes back on a new stream repeats its unanswered operations; each change is carried out only
+once. An operation on all keys takes several turns if there are many keys, and is answered as if it took one:
+a list has the keys at the start of its first turn, a count is that at the time of the answer. If the
+generation was formed before this scheduler started, the namespace is restored from what all members send.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ Member = tuple[str, int]
 MAX_KEY_BYTES = 4096
 MAX_VALUE_BYTES = 768 * 1024
 PUSHED_BYTES = 64 * 1024
-"""So large a value goes along with the answer to a wait for its key."""
+"""A value up to this size in bytes is sent along with the answer to a wait for its key."""
 
 OVERHEAD_BYTES = 128
-"""What a key costs beside its own bytes."""
+"""The memory charged for a key in addition to its own bytes."""
 
 VALUE_BYTES = 8
-"""What a value of an answer costs beside its own bytes."""
+"""The memory charged for a value of an answer in addition to its own bytes."""
 
 COUNTS_KEPT = 8
-"""The number of keys is kept of this many prefixes, those asked for last."""
+"""For how many prefixes the number of keys is cached, namely those asked for last."""
 
 WAITED_BYTES = 512
-"""What a key that is waited for costs beside its own bytes."""
+"""The memory charged for a key that is waited for in addition to its own bytes."""
 
 _NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,19})")
 _SIGN, _WRAP = 1 << 63, 1 << 64
 
 
 class OperationKind(enum.IntEnum):
-    """What an operation does; values are those of the wire."""
+    """The kind of an operation; the values are those on the wire."""
 
     SET = 1
     COMPARE_SET = 2
@@ -72,7 +71,7 @@ class OperationKind(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """How an operation went; values are those of the wire."""
+    """The result of an operation; the values are those on the wire."""
 
     OK = 0
     TIMEOUT = 1
@@ -80,7 +79,7 @@ class Status(enum.IntEnum):
 
 
 class EffectKind(enum.IntEnum):
-    """How a change left its key; values are those of the wire."""
+    """How a change left its key; the values are those on the wire."""
 
     SET = 1
     APPEND = 2
@@ -91,7 +90,7 @@ class EffectKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of a member; ``id`` is the member's own count. Keys and values are secrets."""
+    """One operation of a member; ``id`` is the member's own number for it. Keys and values are secrets."""
 
     id: int
     kind: OperationKind
@@ -103,7 +102,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to the operation ``id``. ``number`` is that of the change; 0: nothing was changed."""
+    """The answer to the operation ``id``.
+
+    ``number`` is the number of the change, 0 if nothing was changed.
+    """
 
     id: int
     status: Status = Status.OK
@@ -113,12 +115,12 @@ class Answer:
     popped: int = 0
     sentence: str = ""
     size_bytes: int = field(default=0, compare=False)
-    """What the values cost, where that was counted in turns; 0: it was not."""
+    """The size of the values, if it was counted in turns; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How a change left a key; see the wire."""
+    """How a change left a key; see the protocol definition."""
 
     number: int
     kind: EffectKind
@@ -129,13 +131,13 @@ class Effect:
 
 @dataclass(slots=True)
 class Returned:
-    """What a member hands in after a restart of the scheduler.
+    """What a member sends to restore a namespace after a restart of the scheduler.
 
     Attributes:
         count: how many changes of this member were answered.
-        seen: the highest number that it has heard of.
-        incomplete: it had too many to keep them all.
-        size_bytes: what the effects take.
+        seen: the highest number of a change that it knows of.
+        incomplete: there were too many effects to keep them all.
+        size_bytes: memory used by the effects, in bytes.
     """
 
     effects: list[Effect] = field(default_factory=list)
@@ -145,14 +147,14 @@ class Returned:
     size_bytes: int = 0
 
     def add(self, effect: Effect) -> None:
-        """Takes one more effect in."""
+        """Adds one more effect."""
         self.effects.append(effect)
         self.size_bytes += _cost(effect.key, effect.value)
 
 
 @dataclass(slots=True)
 class MemoryBudget:
-    """Bytes that namespaces may hold together."""
+    """A limit in bytes on what all namespaces hold together."""
 
     limit_bytes: int = 512 << 20
     used_bytes: int = 0
@@ -160,30 +162,30 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """How much one namespace may hold, and one member may have under way."""
+    """Limits for one namespace, and for the operations of one member."""
 
     keys: int = 1 << 20
     size_bytes: int = 128 << 20
     waits: int = 4096
     unconfirmed: int = 8192
-    """Answers to changes that a member has not confirmed to have received."""
+    """The most answers to changes that a member may leave unconfirmed."""
 
     kept_bytes: int = 64 << 20
-    """What a member's waits and those answers take."""
+    """The most bytes of a member's waits and unconfirmed answers."""
 
     answer_bytes: int = 32 << 20
-    """What a list of keys takes."""
+    """The largest list of keys, in bytes."""
 
     turn_keys: int = 4096
-    """How many keys are looked at before all others have a turn."""
+    """How many keys are examined before all other members have a turn."""
 
 
 class QuotaError(Exception):
-    """An operation is refused; says which bound it breaks, and no key."""
+    """An operation is refused because of a limit. The message names the limit, and no key."""
 
 
 class EndedError(Exception):
-    """The namespace is gone; says why."""
+    """The namespace no longer exists; the message says why."""
 
 
 @dataclass(slots=True)
@@ -197,12 +199,12 @@ class _Wait:
 
 @dataclass(slots=True)
 class _MemberState:
-    """What is remembered of a member while its stream may break."""
+    """The state kept of a member while its stream may break."""
 
     done: dict[int, Answer] = field(default_factory=dict)
     waits: dict[int, _Wait] = field(default_factory=dict)
     looks: dict[int, Operation] = field(default_factory=dict)
-    """Questions about all keys that take several turns."""
+    """Operations on all keys that take several turns."""
 
     held: dict[int, Operation] = field(default_factory=dict)
     held_bytes: int = 0
@@ -213,16 +215,16 @@ class KeyValueStore:
     """One namespace.
 
     Args:
-        answer: takes each answer, with the member that it is for.
-        members: those that must hand in what they have before anything is carried out; empty: the namespace
-            is new.
-        quotas: how much it may hold.
-        budget: what all namespaces may hold together.
+        answer: called with each answer and the member that gets it.
+        members: the members that must send their changes before any operation is carried out; empty for a new
+            namespace.
+        quotas: limits of this namespace.
+        budget: the limit on all namespaces together.
 
     Attributes:
-        number: of the newest change.
-        ended: why the namespace is gone; empty: it is not.
-        lost: whether it is gone because it could not be put together, while its generation goes on.
+        number: the number of the newest change.
+        ended: why the namespace has ended; empty if it has not.
+        lost: whether it has ended because it could not be restored, while its generation goes on.
     """
 
     def __init__(
@@ -257,53 +259,56 @@ class KeyValueStore:
     # ------------------------------------------------------------ members
 
     def wants_replay(self, member: Member) -> bool:
-        """Whether this member must hand in what it has changed."""
+        """Whether this member must send its changes."""
         return member in self._awaited
 
     @property
     def members(self) -> int:
-        """Of how many something is remembered."""
+        """The number of members of which any state is kept."""
         return len(self._states)
 
     @property
     def restoring(self) -> bool:
-        """Whether it is still waited for members; what they ask for is carried out afterwards."""
+        """Whether the namespace waits for members to send their changes.
+
+        Their operations are carried out afterwards.
+        """
         return bool(self._awaited)
 
     def check_returned(self, returned: Returned) -> None:
-        """Refuses to take more from a member than the namespace may hold."""
+        """Refuses to accept more from a member than the namespace may hold."""
         if returned.size_bytes > self._quotas.size_bytes:
             raise QuotaError(f"A member may hand in at most {self._quotas.size_bytes >> 20} MiB.")
 
     def hand_in(self, member: Member, returned: Returned, now: float) -> None:
-        """Takes what a member has changed; with the last one's the namespace is as it was."""
+        """Stores a member's changes; once the last member has sent them, the namespace is restored."""
         if member in self._awaited and not self.ended:
             self._awaited.discard(member)
             self._returned.append(returned)
             self._try_restore(now)
 
     def excuse(self, present: Iterable[Member], now: float) -> None:
-        """Waits for nobody who is no member any more: who has finished comes back no more."""
+        """Stops waiting for members that have finished or are gone, because they do not come back."""
         if self._awaited and not self.ended:
             self._awaited.intersection_update(present)
             self._try_restore(now)
 
     def confirm(self, member: Member, below: int) -> None:
-        """The member has the answers to all operations with a lower id."""
+        """Records that the member has the answers to all operations with a lower id."""
         state = self._state_of(member)
         done = state.done
-        while done:  # in the order in which they were made
+        while done:  # In the order in which they were made.
             first = next(iter(done))
             if first >= below:
                 return
             state.kept_bytes -= _kept(done.pop(first))
 
     def forget_gone(self, present: Container[Member], keep: int) -> None:
-        """Forgets what was remembered of members that are gone, but for those that came last.
+        """Forgets the state of members that are gone, except the most recent ones.
 
         Args:
-            present: those that are not.
-            keep: of the others; a stream that is opened again in a moment finds what it had.
+            present: the members that are not gone.
+            keep: how many of the others to keep, so that a stream that is soon opened again finds its state.
         """
         gone = [member for member in self._states if member not in present]
         for member in gone[: max(0, len(gone) - keep)]:
@@ -313,7 +318,7 @@ class KeyValueStore:
             del self._states[member]
 
     def end(self, reason: str) -> None:
-        """Drops everything, for good. Streams are ended by who holds them."""
+        """Drops everything for good. The owner of the streams ends them."""
         self.ended = self.ended or reason
         self._budget.used_bytes -= self._size_bytes
         self._size_bytes = 0
@@ -327,14 +332,14 @@ class KeyValueStore:
     # ------------------------------------------------------------ operations
 
     def execute(self, member: Member, operation: Operation, now: float) -> None:
-        """Carries out one operation, or repeats the answer that was lost on the way."""
+        """Carries out one operation, or repeats an answer that was lost."""
         if self.ended:
             raise EndedError(self.ended)
         state = self._state_of(member)
         if self._awaited:
             if len(state.held) >= self._quotas.waits:
                 raise QuotaError(f"A member may have {self._quotas.waits} operations under way.")
-            if operation.id in state.held:  # repeated on a newer stream
+            if operation.id in state.held:  # Repeated on a newer stream.
                 return
             size_bytes = state.held_bytes + _length(operation)
             if size_bytes > self._quotas.size_bytes:
@@ -363,7 +368,7 @@ class KeyValueStore:
         self._answer(member, answer)
 
     def cancel(self, member: Member, operation_id: int) -> None:
-        """Cancels an operation, which is not answered then."""
+        """Cancels an operation, which then gets no answer."""
         state = self._state_of(member)
         held = state.held.pop(operation_id, None)
         if held is not None:
@@ -374,20 +379,24 @@ class KeyValueStore:
             self._close(wait)
 
     def drop_looks(self, member: Member) -> None:
-        """The member's stream is gone, and nobody hears the answers: on its next one it asks again."""
+        """Drops operations on all keys of a member whose stream is gone.
+
+        It repeats them on its next stream.
+        """
         state = self._states.get(member)
         if state is not None:
             state.looks.clear()
 
     @property
     def looking(self) -> bool:
-        """Whether questions about all keys want a turn."""
+        """Whether operations on all keys need a turn."""
         return self._under_way is not None or bool(self._lookers)
 
     def turn(self) -> None:
-        """Takes one turn, of few milliseconds, for a question about all keys.
+        """Runs one turn, of a few milliseconds, of an operation on all keys.
 
-        One question comes after the other, so that one copy of all keys is held, and members come in turns.
+        Operations are handled one after the other, so that only one copy of all keys is held, and members
+        take turns.
         """
         if self._under_way is None and self._lookers:
             member = next(iter(self._lookers))
@@ -397,13 +406,13 @@ class KeyValueStore:
             self._under_way = None
 
     def deadline(self) -> float | None:
-        """When the next wait is over."""
+        """When the next wait times out."""
         while self._deadlines and self._deadlines[0][2].over:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self, now: float) -> None:
-        """Ends the waits whose time is up."""
+        """Ends the waits that have timed out."""
         while (due := self.deadline()) is not None and due <= now:
             wait = heapq.heappop(self._deadlines)[2]
             self._close(wait)
@@ -454,9 +463,9 @@ class KeyValueStore:
     # ------------------------------------------------------------ questions about all keys
 
     def _look_at_all(self, member: Member, operation: Operation) -> Answer | None:
-        """Answers at once what one turn is enough for; what takes more waits for its turns."""
+        """Answers immediately if one turn is enough; otherwise queues the operation for its turns."""
         prefix = _prefix(operation)
-        if len(prefix) > MAX_KEY_BYTES:  # of no key, and it would be kept
+        if len(prefix) > MAX_KEY_BYTES:  # No key has such a long prefix, and its count would be cached.
             return Answer(operation.id)
         known = self._counted(operation)
         if known is not None:
@@ -471,13 +480,13 @@ class KeyValueStore:
         return None
 
     def _look_through(self, member: Member) -> Iterator[None]:
-        """Answers a member's first question, in as many turns as it has steps."""
+        """Answers a member's first such operation, in as many turns as it has steps."""
         state = self._states.get(member)
         if state is None or not state.looks:
             return
         looks = state.looks
         operation = next(iter(looks.values()))
-        answer = self._counted(operation)  # it may have become known while this one waited
+        answer = self._counted(operation)  # The number may have become known while the operation waited.
         if answer is None:
             answer = yield from self._look_in_turns(operation, looks)
         if looks.get(operation.id) is operation:
@@ -494,14 +503,14 @@ class KeyValueStore:
             operation.kind is OperationKind.LIST_KEYS,
             self._quotas.turn_keys,
         )
-        keys = list(self._values)  # as they are now: a turn of its own, 3 to 8 ms for a million
+        keys = list(self._values)  # The present keys, in a turn of its own: 3 to 8 ms for a million keys.
         self._counting = {prefix: 0}
         found: list[bytes] = []
         count = size_bytes = 0
         yield
         try:
             for at in range(0, len(keys), step):
-                if looks.get(operation.id) is not operation:  # nobody wants to know any more
+                if looks.get(operation.id) is not operation:  # The answer is no longer wanted.
                     return Answer(operation.id)
                 some, some_bytes = _begin_with(prefix, keys[at : at + step])
                 count += len(some)
@@ -527,7 +536,7 @@ class KeyValueStore:
         return Answer(operation.id, values=found, amount=count, size_bytes=size_bytes)
 
     def _counted(self, operation: Operation) -> Answer | None:
-        """The answer to a question for a number that is known."""
+        """Answers an operation for which the number of keys is cached."""
         prefix = _prefix(operation)
         if operation.kind is not OperationKind.NUM_KEYS or (prefix and prefix not in self._counts):
             return None
@@ -537,7 +546,7 @@ class KeyValueStore:
         return Answer(operation.id, amount=self._counts[prefix])
 
     def _keep_count(self, prefix: bytes, count: int) -> None:
-        """Keeps how many keys begin so; the count that was asked for longest ago makes room."""
+        """Caches how many keys have this prefix; replaces the number that was asked for longest ago."""
         self._counts.pop(prefix, None)
         self._counts[prefix] = count
         if len(self._counts) > COUNTS_KEPT:
@@ -650,13 +659,13 @@ class KeyValueStore:
             raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
 
     def _found(self, operation: Operation) -> Answer:
-        """A value that somebody waited for, because it is asked for next."""
+        """Handles a value that somebody waited for, because it is usually read next."""
         value = self._values.get(operation.keys[0]) if len(operation.keys) == 1 else None
         pushed = value is not None and len(value) <= PUSHED_BYTES
         return Answer(operation.id, values=(value,) if value is not None and pushed else ())
 
     def _wake(self, key: bytes, *, one: bool = False) -> None:
-        """Something is there under this key: a queue's element is for one that waits, a value for all."""
+        """Answers the waits for a key that now exists: a queue's element to one of them, a value to all."""
         waits = self._waits.get(key)
         if waits is None:
             return
@@ -688,7 +697,7 @@ class KeyValueStore:
                     del self._waits[key]
 
     def _drop_old_deadlines(self) -> None:
-        """Forgets waits that are over long before their deadlines, once they are most of those kept."""
+        """Removes waits that ended long before their deadlines, once they are most of those kept."""
         self._over_early += 1
         if self._over_early > max(64, len(self._deadlines) // 2):
             self._over_early = 0
@@ -755,7 +764,7 @@ def _prefix(operation: Operation) -> bytes:
 
 
 def _begin_with(prefix: bytes, keys: Collection[bytes]) -> tuple[list[bytes], int]:
-    """The keys with this prefix, and what they cost in an answer."""
+    """The keys with this prefix, and their size in an answer."""
     found = [key for key in keys if key.startswith(prefix)]
     return found, sum(map(len, found)) + VALUE_BYTES * len(found)
 
@@ -765,12 +774,12 @@ def _length(operation: Operation) -> int:
 
 
 def _waited(operation: Operation) -> int:
-    """What a wait takes, in bytes."""
+    """The memory charged for a wait, in bytes."""
     return _length(operation) + WAITED_BYTES * len(operation.keys)
 
 
 def _kept(answer: Answer) -> int:
-    """What an answer takes that is kept for a member to ask again, in bytes."""
+    """The memory charged for an answer that is kept in case a member asks again, in bytes."""
     return sum(map(len, answer.values)) + OVERHEAD_BYTES
 
 

@@ -1,8 +1,8 @@
-"""The gRPC servicer of the store: lets in members of a generation, and moves operations and answers.
+"""The gRPC servicer of the store: admits members of a generation, and transfers operations and answers.
 
-It shares the scheduler's event loop, and each stream has one message under way. Between two of its messages,
-and every few milliseconds within one, everybody else has a turn, so no flood of one member, or of all, keeps
-heartbeats waiting. Nor does one question: those about all keys, and long answers, take several turns.
+It shares the scheduler's event loop, and handles one message of each stream at a time. Between two messages,
+and every few milliseconds within one, all other tasks have a turn, so that a flood from one or all members
+does not delay heartbeats. Operations on all keys, and long answers, take several turns for the same reason.
 """
 
 from __future__ import annotations
@@ -52,34 +52,37 @@ REPLY_BYTES = 1 << 20
 
 REVOCATION_LOOK_S = 1.0
 TURN_S = 0.005
-"""So long the operations of one message may take before all others have a turn."""
+"""How long the operations of one message may take before all others have a turn, in seconds."""
 
 GONE_KEPT = 8
-"""How many of the agents that are gone have remembered what they may ask for again."""
+"""How many agents that are gone keep the state with which they can repeat operations."""
 
 REASONS_KEPT = 16
 FAREWELL_S = 5.0
-"""How long a stream that ends may take to bring its last answers."""
+"""How long a stream that ends may take to deliver its last answers, in seconds."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationOverError(RequestError):
-    """The namespace is gone, because its generation is over; says why."""
+    """The namespace no longer exists, because its generation is over; the message says why."""
 
     grpc_code = "FAILED_PRECONDITION"
     refusal = "generation_over"
 
 
 class NamespaceLostError(GenerationOverError):
-    """What the namespace held is lost, and its generation stands until the members ask for another."""
+    """The namespace's content is lost.
+
+    Its generation stays established until the members ask for another one.
+    """
 
     grpc_code = "DATA_LOSS"
     refusal = "store_lost"
 
 
 class NotBackError(RequestError):
-    """The member's own session is not there (yet, or any more); trying again may help."""
+    """The member's own session does not exist (yet, or any more); trying again may help."""
 
     grpc_code = "UNAVAILABLE"
     refusal = "not_back"
@@ -87,11 +90,11 @@ class NotBackError(RequestError):
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """How much callers may hold."""
+    """Limits on what callers may hold."""
 
     open_timeout_s: float = 10.0
     waiting_bytes: int = 64 << 20
-    """Answers that wait for a member that does not read."""
+    """The most bytes of answers waiting for a member that does not read."""
 
     quotas: Quotas = field(default_factory=Quotas)
     budget_bytes: int = 512 << 20
@@ -109,13 +112,13 @@ class _Link:
     dropped: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def close(self, error: SchedulerError) -> None:
-        """Ends the stream once what waits is sent, or the member has had time to read it."""
+        """Ends the stream once all waiting answers are sent, or after enough time to read them."""
         self.closed = self.closed or error
         self.wake.set()
         asyncio.get_running_loop().call_later(FAREWELL_S, self.dropped.set)
 
     def drop(self, error: SchedulerError) -> None:
-        """Ends the stream at once; a member that does not read would keep its writer for ever."""
+        """Ends the stream immediately; a member that does not read would block its writer for ever."""
         self.close(error)
         self.waiting.clear()
         self.dropped.set()
@@ -138,7 +141,7 @@ class _OfJob:
     driver: JobDriver
     served: dict[int, _Served] = field(default_factory=dict)
     over: dict[int, str] = field(default_factory=dict)
-    """Why the last generations were over."""
+    """Why the most recent generations were over."""
 
 
 class StoreService:
@@ -146,9 +149,9 @@ class StoreService:
 
     Args:
         jobs: the scheduler's jobs.
-        access: says who a caller is, and what that one may do.
-        recorder: hears of refusals.
-        limits: how much callers may hold.
+        access: authenticates and authorises callers.
+        recorder: records refusals.
+        limits: limits on what callers may hold.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class StoreService:
         return grpc.method_handlers_generic_handler(SERVICE, {"Open": opened})
 
     def close(self) -> None:
-        """Ends all streams; their members try again elsewhere, or later."""
+        """Ends all streams; their members try again later, or at another scheduler."""
         for of_job in self._of_jobs.values():
             for served in of_job.served.values():
                 for link in served.links.values():
@@ -199,7 +202,10 @@ class StoreService:
     async def _converse(
         self, served: _Served, link: _Link, caller: Caller, context: Context
     ) -> BaseException | None:
-        """Reads and writes until either ends; returns why, None: the member has closed the stream."""
+        """Reads and writes until either ends.
+
+        Returns why it ended, None if the member has closed the stream.
+        """
         replay = served.store.wants_replay(link.member)
         await context.write(wire.encode_opened(replay=replay, seen=served.store.number))
         reader = asyncio.ensure_future(self._read(served, link, caller, context))
@@ -223,7 +229,7 @@ class StoreService:
         return wire.opening(wire.parse(data))
 
     def _link(self, served: _Served, member: Member) -> _Link:
-        """The newest stream of a member takes the place of the one before."""
+        """Registers a member's stream, which replaces its previous one."""
         before = served.links.get(member)
         if before is not None:
             before.drop(NotBackError("A newer stream of this member has taken its place."))
@@ -232,7 +238,7 @@ class StoreService:
 
     async def _turn_away(self, context: Context, caller: Caller | None, error: BaseException) -> None:
         if isinstance(error, GenerationOverError | NotBackError | StoppingError):
-            await end_call(context, error)  # the stream's ordinary ends
+            await end_call(context, error)  # The ordinary ends of a stream.
         await self._recorder.turn_away("Store", context, caller, error)
 
     async def _read(self, served: _Served, link: _Link, caller: Caller, context: Context) -> None:
@@ -294,7 +300,7 @@ class StoreService:
                 await context.write(wire.encode_answers(answers, served.store.number))
 
     async def _write_long(self, served: _Served, link: _Link, context: Context) -> None:
-        """Writes one answer, which is encoded in turns."""
+        """Writes one long answer, encoding it in turns."""
         answer, step = link.waiting.popleft(), self._limits.quotas.turn_keys
         link.waiting_bytes -= _size(answer)
         parts = []
@@ -308,7 +314,7 @@ class StoreService:
     def _admit(self, caller: Caller, opening: wire.Opening) -> _Served:
         driver = self._jobs.get(opening.job_id)
         of_job = self._of_jobs.get(opening.job_id)
-        if of_job is not None and of_job.driver is not driver:  # an ended job has begun again
+        if of_job is not None and of_job.driver is not driver:  # An ended job has started again.
             of_job = None
         if of_job is not None and opening.generation in of_job.over:
             raise GenerationOverError(of_job.over[opening.generation])
@@ -321,7 +327,7 @@ class StoreService:
             served = of_job.served[opening.generation] = self._serve(driver, opening.generation)
         if served.store.ended:
             raise _end_of(served.store)
-        if not opening.generation:  # whose members nobody counts: any session of the job opens it
+        if not opening.generation:  # Members of this one are not counted: any session of the job opens it.
             served.store.forget_gone({*served.links, *_in_session(driver)}, GONE_KEPT)
         if served.store.restoring:
             try:
@@ -337,7 +343,7 @@ class StoreService:
 
         def answer(member: Member, answer: Answer) -> None:
             link = links.get(member)
-            if link is None or link.closed is not None:  # its stream broke; it asks again, or goes
+            if link is None or link.closed is not None:  # Its stream broke; the member asks again, or leaves.
                 return
             link.waiting.append(answer)
             link.waiting_bytes += _size(answer)
@@ -350,7 +356,7 @@ class StoreService:
         return _Served(store, links)
 
     def _observe(self, job_id: str, driver: JobDriver, record: records.Record) -> None:
-        """A record of the job's machine: a generation may be over, a member have finished."""
+        """Handles a record of the job's machine: a generation may be over, or a member may have finished."""
         of_job = self._of_jobs.get(job_id)
         if of_job is None or of_job.driver is not driver:
             return
@@ -389,7 +395,7 @@ class StoreService:
             link.close(_end_of(served.store))
 
     def _take_turns(self, served: _Served) -> None:
-        """Gives questions about all keys their turns, between all that others do."""
+        """Gives operations on all keys their turns, between those of all other tasks."""
         if served.turn is None and served.store.looking:
             served.turn = asyncio.get_running_loop().call_soon(self._turn, served)
 
@@ -412,7 +418,7 @@ class StoreService:
         self._arm(served)
 
     def sizes(self) -> Mapping[str, int]:
-        """Bytes that all namespaces hold, how many streams there are, how many members are remembered."""
+        """Bytes that all namespaces hold, number of streams, and number of members with kept state."""
         served = [each for of_job in self._of_jobs.values() for each in of_job.served.values()]
         return {
             "bytes": self._budget.used_bytes,
@@ -422,16 +428,17 @@ class StoreService:
 
 
 def check_member(driver: JobDriver, caller: Caller, opening: wire.Opening) -> None:
-    """Lets in only the process that holds a member's session, with the certificate of that.
+    """Admits only the process that has the member's session, with the certificate of that session.
 
     Raises:
-        NotPermittedError: it is another one's, or no member.
-        GenerationOverError, NotBackError: the generation, or the session, is not there.
+        NotPermittedError: the certificate is not that of the session, or the caller is not a member.
+        GenerationOverError, NotBackError: the generation is over, or there is no such session.
     """
     if opening.generation:
         formed = driver.formed
         newest = formed.generation if formed is not None else 0
-        if opening.generation > newest and not driver.formed_here:  # the journal is older
+        # The journal is older than this generation.
+        if opening.generation > newest and not driver.formed_here:
             raise NotBackError(f"Generation {opening.generation} is not known to this scheduler.")
         if driver.generation_over or formed is None or opening.generation < newest:
             over = driver.generation_over or "a newer one has formed"
@@ -467,14 +474,14 @@ def _present(driver: JobDriver) -> list[Member]:
 
 
 def _in_session(driver: JobDriver) -> Iterator[Member]:
-    """Those whose sessions are there."""
+    """The members whose sessions are open."""
     for session in driver.sessions.values():
         if session.candidate is not None and not session.over:
             yield session.candidate.node_id, session.candidate.incarnation
 
 
 def _identity(caller: Caller) -> object:
-    """What a certificate says of its holder, which stays the same when it is renewed."""
+    """The part of a certificate that identifies its holder and stays the same when it is renewed."""
     return caller.certificate.identity if caller.certificate is not None else None
 
 

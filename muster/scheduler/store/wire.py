@@ -1,4 +1,4 @@
-"""The store's messages to values, checked, and back. Foreign keys and values stand in no error."""
+"""Decodes, checks and encodes the store's messages. Errors never contain keys or values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def parse(data: bytes) -> pb.StoreRequest:
     """Reads a message.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: the bytes are not such a message.
     """
     try:
         return pb.StoreRequest.FromString(data)
@@ -61,10 +61,10 @@ def parse(data: bytes) -> pb.StoreRequest:
 
 
 def opening(request: pb.StoreRequest) -> Opening:
-    """The first message of a stream.
+    """Decodes the first message of a stream.
 
     Raises:
-        MalformedError: it opens nothing, or a field is out of bounds.
+        MalformedError: the message has no ``open``, or a field is out of bounds.
     """
     if not request.HasField("open"):
         raise MalformedError("The first message of a store's stream must carry open.")
@@ -78,10 +78,10 @@ def opening(request: pb.StoreRequest) -> Opening:
 
 
 def operations(request: pb.StoreRequest) -> Iterable[Operation]:
-    """The operations of a message.
+    """Decodes the operations of a message.
 
     Raises:
-        MalformedError: one of them breaks a bound.
+        MalformedError: one of them exceeds a limit.
     """
     for said in request.operations:
         kind = _KINDS.get(said.kind)
@@ -100,10 +100,10 @@ def operations(request: pb.StoreRequest) -> Iterable[Operation]:
 
 
 def add_replay(returned: Returned, replay: pb.StoreReplay) -> bool:
-    """Adds a part of what a member hands in; returns whether it was the last.
+    """Adds a part of what a member sends to restore the namespace; returns whether it was the last part.
 
     Raises:
-        MalformedError: an effect is of no known kind, or a number out of bounds.
+        MalformedError: an effect's kind is unknown, or a number is out of bounds.
     """
     for said in replay.effects:
         kind = _EFFECTS.get(said.kind)
@@ -119,12 +119,12 @@ def add_replay(returned: Returned, replay: pb.StoreReplay) -> bool:
 
 
 def encode_opened(*, replay: bool, seen: int) -> bytes:
-    """The first reply."""
+    """Encodes the first reply."""
     return pb.StoreReply(opened=pb.StoreOpened(replay=replay), seen=seen).SerializeToString()
 
 
 def encode_answers(answers: Iterable[Answer], seen: int) -> bytes:
-    """Answers in one message."""
+    """Encodes answers as one message."""
     reply = pb.StoreReply(seen=seen)
     for answer in answers:
         said = reply.answers.add(
@@ -138,14 +138,15 @@ def encode_answers(answers: Iterable[Answer], seen: int) -> bytes:
 
 
 def encode_values(values: Sequence[bytes]) -> bytes:
-    """A part of an answer's values, for :func:`encode_long`."""
+    """Encodes a part of an answer's values, for :func:`encode_long`."""
     return pb.StoreAnswer(values=values).SerializeToString()
 
 
 def encode_long(answer: Answer, parts: Sequence[bytes], seen: int) -> bytes:
-    """One answer in one message, of values that were encoded in parts, each in a turn of its own.
+    """Encodes one answer as one message, from values that were encoded in parts, each in a separate turn.
 
-    Encoded messages of one type, one after the other, are to protobuf one message with all their values.
+    This relies on protobuf's merging: concatenated encodings of one message type decode as one message with
+    all values.
     """
     head = pb.StoreAnswer(id=answer.id, amount=answer.amount, number=answer.number).SerializeToString()
     length = len(head) + sum(map(len, parts))
@@ -154,7 +155,7 @@ def encode_long(answer: Answer, parts: Sequence[bytes], seen: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """A number as protobuf has it: seven bits a byte, the lowest first."""
+    """Encodes a number as a protobuf varint: seven bits a byte, the lowest first."""
     encoded = bytearray()
     while number >= 0x80:
         encoded.append(number & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""A job's state as operators see it: taken once for all watchers, and encoded once."""
+"""A job's state for operators: computed once for all watchers, and encoded once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from muster.wire.v1 import watch_pb2 as pb
 
 
 class Picture:
-    """A job's state when it was last taken.
+    """A job's state when it was last computed.
 
-    A part that has changed gets a new number; the roster, which is large, changes only with who is in.
+    A part that has changed gets a new number. The roster, which is large, changes only when members do.
 
     Args:
         driver: of the job.
@@ -27,7 +27,7 @@ class Picture:
     Attributes:
         line: the job in short.
         roster: the serialized roster, with its number.
-        progress: the serialized columns, which are of the newest roster, with their number.
+        progress: the serialized columns of numbers for the newest roster, with their number.
     """
 
     def __init__(self, driver: JobDriver, began: float) -> None:
@@ -40,7 +40,7 @@ class Picture:
         self._missing: tuple[str, ...] = ()
 
     def look(self) -> None:
-        """Takes the job's state as it is now."""
+        """Computes the job's present state."""
         view = self.driver.view()
         seats: list[tuple[object, ...]] = [
             (w.candidate, w.rank, w.local_rank, w.state, w.pid) for w in view.workers
@@ -58,7 +58,10 @@ class Picture:
 
 
 def began_at(driver: JobDriver, now: Callable[[], float] = time.time) -> float:
-    """When a job's first worker joined, in seconds since 1970; now, if the job came from a journal."""
+    """When a job's first worker joined, in seconds since 1970.
+
+    The present time if the job came from a journal.
+    """
     first = driver.counters.first_join_s
     return now() - (driver.clock.time() - first if first is not None else 0.0)
 
@@ -82,6 +85,9 @@ def _line(view: JobView, began: float) -> pb.JobLine:
         reason=view.reason,
         nccl_traffic=view.nccl_traffic,
         evidence=view.evidence,
+        numbers=dict(view.numbers),
+        steps=view.steps,
+        remaining_s=view.remaining_s,
     )
 
 
@@ -150,7 +156,15 @@ def _progress(roster: int, line: pb.JobLine, view: JobView) -> pb.Progress:
             for seat, worker in enumerate(workers)
             if worker.snapshot is not None or worker.checkpoint is not None
         ],
+        gpus=[
+            pb.SeatGpu(seat=seat, gpu=to_proto(worker.gpu))
+            for seat, worker in enumerate(workers)
+            if worker.gpu is not None
+        ],
+        refused_gpus=to_proto(view.refused_gpus),
         stragglers=to_proto(view.stragglers),
+        seconds_by_cause=dict(view.time_by_cause),
+        drains=to_proto(view.drains),
         computed_s=[worker.shares.computed if worker.shares else 0.0 for worker in workers],
         waited_s=[worker.shares.waited if worker.shares else 0.0 for worker in workers],
         data_s=[worker.shares.data if worker.shares else 0.0 for worker in workers],

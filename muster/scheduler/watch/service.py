@@ -1,8 +1,8 @@
-"""The gRPC servicer of operators who watch jobs: few at a time, at a bounded cost.
+"""The gRPC servicer for operators who watch jobs: a limited number of them, at a limited cost.
 
-While somebody watches, each job that is watched is looked at once a second, and soon after something
-happens to it; all watchers get the same bytes. Nothing is queued for a watcher: one that reads slowly gets
-what is true when it reads on, and one that does not read is dropped.
+The state of each watched job is computed once a second, and soon after an event; all watchers get the same
+bytes. Nothing is queued for a watcher: a slow reader gets the present state when it reads again, and one that
+does not read is dropped.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ ROLES = ("operator",)
 LOOK_S = 1.0
 FAREWELL_S = 1.0
 SOON_S = 0.1
-"""How soon after an event a job's state is taken again, in seconds."""
+"""How soon after an event a job's state is computed again, in seconds."""
 
 SHARE = 0.02
-"""The largest share of the event loop's time that goes into taking jobs' states."""
+"""The largest share of the event loop's time that is spent on computing jobs' states."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,12 +65,13 @@ class HasEndedError(RequestError):
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """How much watchers may hold.
+    """Limits on what watchers may hold.
 
     Attributes:
         watchers: streams at the same time.
-        of_one_job: of these, whose callers' certificates are for the same job: others find a place, too.
-        write_timeout_s: how long one may not read.
+        of_one_job: the most streams of callers whose certificates are for the same job, so that others find a
+            place, too.
+        write_timeout_s: how long a watcher may go without reading, in seconds.
     """
 
     watchers: int = 64
@@ -80,7 +81,7 @@ class WatchLimits:
 
 @dataclass
 class _Seen:
-    """What a watcher has been sent already."""
+    """What a watcher has already been sent."""
 
     overview: bytes = b""
     roster: int = 0
@@ -91,7 +92,7 @@ class _Seen:
 
 @dataclass
 class _Watcher:
-    """One stream; ``job_id`` is None where it is of all jobs."""
+    """One stream; ``job_id`` is None if it is for all jobs."""
 
     caller: Caller
     job_id: str | None
@@ -103,11 +104,11 @@ class WatchService:
 
     Args:
         jobs: the scheduler's jobs.
-        access: says who a caller is, and what that one may do.
-        recorder: hears of refusals, and passes on all that it hears.
-        own_job: the job that is meant where none is named.
+        access: authenticates and authorises callers.
+        recorder: records refusals, and passes on everything that it records.
+        own_job: the job to watch if none is named.
         security: the scheduler's certificates; None for plaintext.
-        limits: how much watchers may hold.
+        limits: limits on what watchers may hold.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class WatchService:
         self._started = time.time()
         self._watchers: list[_Watcher] = []
         self._pictures: dict[str, Picture] = {}
-        self._changed = asyncio.Event()  # set and replaced when there is something new
+        self._changed = asyncio.Event()  # Set and replaced when there is something new.
         self._happened = asyncio.Event()
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -201,7 +202,7 @@ class WatchService:
             self._access.allow(caller, roles=ROLES, job=job_id)
             self._jobs.get(job_id)
         elif caller.certificate is not None:
-            # Of which jobs is decided of each; that it may watch at all, here.
+            # Whether the caller may watch at all is checked here; whether it may see a job, for each job.
             self._access.allow(caller, roles=ROLES, job=caller.certificate.identity.job)
         if len(self._watchers) >= self._limits.watchers:
             raise LimitError(f"The scheduler already has {self._limits.watchers} watchers.")
@@ -234,12 +235,12 @@ class WatchService:
     # ------------------------------------------------------------ what there is to see
 
     def _news(self, watcher: _Watcher) -> Iterable[bytes]:
-        """Yields the messages that a watcher has not seen yet, each as of the time when it is taken."""
+        """Yields the messages that a watcher has not seen yet, each with the state at that time."""
         if watcher.job_id is None:
             yield from self._news_of_all(watcher)
             return
         seen, picture = watcher.seen, self._picture(watcher.job_id)
-        if picture is not seen.picture:  # the job has started over
+        if picture is not seen.picture:  # The job has started over.
             watcher.seen = seen = _Seen(happening=seen.happening, picture=picture)
         if picture.roster[0] != seen.roster:
             seen.roster, message = picture.roster
@@ -291,7 +292,7 @@ class WatchService:
         """The picture of a job, taken now if there is none yet.
 
         Raises:
-            NotFoundError: the job is no more.
+            NotFoundError: the job no longer exists.
         """
         driver = self._jobs.get(job_id)
         picture = self._pictures.get(job_id)
@@ -303,7 +304,7 @@ class WatchService:
     # ------------------------------------------------------------ when it is looked at
 
     def _tend(self) -> None:
-        """Takes the jobs' states while somebody watches, and forgets them when nobody does."""
+        """Computes the jobs' states while somebody watches, and drops them when nobody does."""
         if self._watchers:
             self._nobody.clear()
         else:
@@ -323,7 +324,7 @@ class WatchService:
             took_s = time.perf_counter() - began
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
-            # What happens in the meantime waits a little, so that a thousand joins are not a thousand looks.
+            # Events that follow wait a little, so that a thousand joins do not cause a thousand computations.
             rest_s = min(LOOK_S, max(SOON_S, took_s / SHARE))
             await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
@@ -346,9 +347,11 @@ class WatchService:
         self._happened.set()
 
     def _noted(self, kind: str, text: str, code: str, facts: Mapping[str, object]) -> None:
-        """Takes an event of the log, perhaps from the thread that reads failed handshakes."""
+        """Handles an event of the log, perhaps in the thread that reads failed handshakes."""
+        if kind == "time":  # The job's state contains it.
+            return
         if facts.get("call") == "handshake":
-            with contextlib.suppress(RuntimeError):  # the loop is closed already
+            with contextlib.suppress(RuntimeError):  # The loop is closed already.
                 self._loop.call_soon_threadsafe(self._keep, kind, text, code, facts)
         else:
             self._keep(kind, text, code, facts)

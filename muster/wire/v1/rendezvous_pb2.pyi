@@ -20,6 +20,7 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_MALFORMED: _ClassVar[RefusalCode]
     REFUSAL_CODE_NOT_PERMITTED: _ClassVar[RefusalCode]
     REFUSAL_CODE_EXPELLED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_GPU_FAILED: _ClassVar[RefusalCode]
 REFUSAL_CODE_UNSPECIFIED: RefusalCode
 REFUSAL_CODE_SETTINGS_DIFFER: RefusalCode
 REFUSAL_CODE_JOB_FULL: RefusalCode
@@ -31,6 +32,7 @@ REFUSAL_CODE_TOPO_TIMEOUT: RefusalCode
 REFUSAL_CODE_MALFORMED: RefusalCode
 REFUSAL_CODE_NOT_PERMITTED: RefusalCode
 REFUSAL_CODE_EXPELLED: RefusalCode
+REFUSAL_CODE_GPU_FAILED: RefusalCode
 
 class Host(_message.Message):
     __slots__ = ("id", "name", "address", "topology")
@@ -131,7 +133,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "held_world_size", "last_call_s", "takes_deltas", "gives_stacks", "probe_address")
+    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "held_world_size", "last_call_s", "takes_deltas", "gives_stacks", "probe_address", "gpu_uuid", "gpu_fault")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +163,8 @@ class Join(_message.Message):
     TAKES_DELTAS_FIELD_NUMBER: _ClassVar[int]
     GIVES_STACKS_FIELD_NUMBER: _ClassVar[int]
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    GPU_FAULT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job_id: str
     node_id: str
@@ -183,7 +187,9 @@ class Join(_message.Message):
     takes_deltas: bool
     gives_stacks: bool
     probe_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., held_world_size: _Optional[int] = ..., last_call_s: _Optional[float] = ..., takes_deltas: bool = ..., gives_stacks: bool = ..., probe_address: _Optional[str] = ...) -> None: ...
+    gpu_uuid: str
+    gpu_fault: str
+    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., held_world_size: _Optional[int] = ..., last_call_s: _Optional[float] = ..., takes_deltas: bool = ..., gives_stacks: bool = ..., probe_address: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., gpu_fault: _Optional[str] = ...) -> None: ...
 
 class PublishUniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -200,7 +206,14 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint", "times")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint", "times", "gpu", "checkpoints_s", "numbers", "steps")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +226,10 @@ class Heartbeat(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
@@ -225,7 +242,37 @@ class Heartbeat(_message.Message):
     snapshot: SnapshotReport
     checkpoint: CheckpointReport
     times: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., times: _Optional[_Iterable[float]] = ...) -> None: ...
+    gpu: GpuReport
+    checkpoints_s: float
+    numbers: _containers.ScalarMap[str, float]
+    steps: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., times: _Optional[_Iterable[float]] = ..., gpu: _Optional[_Union[GpuReport, _Mapping]] = ..., checkpoints_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class GpuReport(_message.Message):
+    __slots__ = ("state", "reasons", "busy_percent", "used_mb", "total_mb", "clock_mhz", "celsius", "uncorrected_errors", "nvlink_errors", "remapped_rows", "xids")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    USED_MB_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MB_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MHZ_FIELD_NUMBER: _ClassVar[int]
+    CELSIUS_FIELD_NUMBER: _ClassVar[int]
+    UNCORRECTED_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    REMAPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    XIDS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    busy_percent: int
+    used_mb: int
+    total_mb: int
+    clock_mhz: int
+    celsius: int
+    uncorrected_errors: int
+    nvlink_errors: int
+    remapped_rows: int
+    xids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, state: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., busy_percent: _Optional[int] = ..., used_mb: _Optional[int] = ..., total_mb: _Optional[int] = ..., clock_mhz: _Optional[int] = ..., celsius: _Optional[int] = ..., uncorrected_errors: _Optional[int] = ..., nvlink_errors: _Optional[int] = ..., remapped_rows: _Optional[int] = ..., xids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("generation", "agreed", "taken", "complete", "passed", "age_s", "size_bytes", "seconds", "partners")
@@ -328,18 +375,20 @@ class RequestLeave(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("generation", "finished", "reason", "consequence", "exit_code")
+    __slots__ = ("generation", "finished", "reason", "consequence", "exit_code", "gpu_fault")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CONSEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    GPU_FAULT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     finished: bool
     reason: str
     consequence: bool
     exit_code: int
-    def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
+    gpu_fault: str
+    def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ..., gpu_fault: _Optional[str] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
     __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe", "snapshot_word", "stacks_wanted")
@@ -530,7 +579,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss", "snapshot", "checkpoint", "shares")
+    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss", "snapshot", "checkpoint", "shares", "gpu", "gpu_age_s")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -549,6 +598,8 @@ class WorkerStatus(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    GPU_AGE_S_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host_name: str
     host_id: str
@@ -567,7 +618,9 @@ class WorkerStatus(_message.Message):
     snapshot: SnapshotReport
     checkpoint: CheckpointReport
     shares: StepShares
-    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., shares: _Optional[_Union[StepShares, _Mapping]] = ...) -> None: ...
+    gpu: GpuReport
+    gpu_age_s: float
+    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., shares: _Optional[_Union[StepShares, _Mapping]] = ..., gpu: _Optional[_Union[GpuReport, _Mapping]] = ..., gpu_age_s: _Optional[float] = ...) -> None: ...
 
 class StepShares(_message.Message):
     __slots__ = ("computed", "waited", "data")
@@ -616,8 +669,15 @@ class JobCopies(_message.Message):
     def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "drains", "seconds_by_cause", "evidence")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "drains", "seconds_by_cause", "numbers", "steps", "remaining_s", "evidence", "refused_gpus")
     class SecondsByCauseEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -640,7 +700,11 @@ class StatusReply(_message.Message):
     STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
     DRAINS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_BY_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_GPUS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -657,8 +721,30 @@ class StatusReply(_message.Message):
     stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
     drains: _containers.RepeatedCompositeFieldContainer[PlannedDrain]
     seconds_by_cause: _containers.ScalarMap[str, float]
+    numbers: _containers.ScalarMap[str, float]
+    steps: int
+    remaining_s: float
     evidence: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., drains: _Optional[_Iterable[_Union[PlannedDrain, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., evidence: _Optional[str] = ...) -> None: ...
+    refused_gpus: _containers.RepeatedCompositeFieldContainer[RefusedGpu]
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., drains: _Optional[_Iterable[_Union[PlannedDrain, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ..., evidence: _Optional[str] = ..., refused_gpus: _Optional[_Iterable[_Union[RefusedGpu, _Mapping]]] = ...) -> None: ...
+
+class RefusedGpu(_message.Message):
+    __slots__ = ("gpu", "host_name", "host_id", "address", "node_id", "device_index", "reason")
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    gpu: str
+    host_name: str
+    host_id: str
+    address: str
+    node_id: str
+    device_index: int
+    reason: str
+    def __init__(self, gpu: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., node_id: _Optional[str] = ..., device_index: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
     __slots__ = ()
@@ -723,6 +809,20 @@ class PlannedDrain(_message.Message):
     def __init__(self, number: _Optional[int] = ..., at_s: _Optional[float] = ..., node_ids: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainReply(_message.Message):
+    __slots__ = ("sentence",)
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    sentence: str
+    def __init__(self, sentence: _Optional[str] = ...) -> None: ...
+
+class AdmitRequest(_message.Message):
+    __slots__ = ("job_id", "name")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    name: str
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class AdmitReply(_message.Message):
     __slots__ = ("sentence",)
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     sentence: str

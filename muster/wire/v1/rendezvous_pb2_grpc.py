@@ -49,6 +49,11 @@ class RendezvousStub(object):
                 request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
                 response_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Admit = channel.unary_unary(
+                '/rendezvous.v1.Rendezvous/Admit',
+                request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitRequest.SerializeToString,
+                response_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitReply.FromString,
+                _registered_method=True)
         self.Stacks = channel.unary_unary(
                 '/rendezvous.v1.Rendezvous/Stacks',
                 request_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.StacksRequest.SerializeToString,
@@ -97,6 +102,14 @@ class RendezvousServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Admit(self, request, context):
+        """Lets a GPU that was refused in again: all of a host, or that with which a node came. Role: operator.
+        Errors: PERMISSION_DENIED, NOT_FOUND (no such job, no such GPU refused), INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stacks(self, request, context):
         """Asks where the processes of workers stand. Role: operator. Answered within 10 s, with what has come by then.
         Errors: PERMISSION_DENIED, NOT_FOUND (no such job or node), INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many ask).
@@ -139,6 +152,11 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
                     response_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
+            ),
+            'Admit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Admit,
+                    request_deserializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitRequest.FromString,
+                    response_serializer=muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitReply.SerializeToString,
             ),
             'Stacks': grpc.unary_unary_rpc_method_handler(
                     servicer.Stacks,
@@ -237,6 +255,33 @@ class Rendezvous(object):
             '/rendezvous.v1.Rendezvous/Drain',
             muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
             muster_dot_wire_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Admit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rendezvous.v1.Rendezvous/Admit',
+            muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitRequest.SerializeToString,
+            muster_dot_wire_dot_v1_dot_rendezvous__pb2.AdmitReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,7 +46,14 @@ class Validity(_message.Message):
     def __init__(self, what: _Optional[str] = ..., not_after: _Optional[float] = ...) -> None: ...
 
 class JobLine(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic", "evidence")
+    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic", "evidence", "numbers", "steps", "remaining_s")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +70,9 @@ class JobLine(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     NCCL_TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -79,7 +89,10 @@ class JobLine(_message.Message):
     reason: str
     nccl_traffic: str
     evidence: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., evidence: _Optional[str] = ...) -> None: ...
+    numbers: _containers.ScalarMap[str, float]
+    steps: int
+    remaining_s: float
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., evidence: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("number", "seats", "missing")
@@ -120,7 +133,14 @@ class Seat(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., topology: _Optional[str] = ..., device: _Optional[_Union[_rendezvous_pb2.Device, _Mapping]] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., certificate_ends: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls", "copies", "seat_copies", "stragglers", "computed_s", "waited_s", "data_s")
+    __slots__ = ("roster", "job", "step", "silent_s", "samples_per_s", "loss", "call", "sequence", "done", "calls", "copies", "seat_copies", "stragglers", "computed_s", "waited_s", "data_s", "gpus", "refused_gpus", "seconds_by_cause", "drains")
+    class SecondsByCauseEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +157,10 @@ class Progress(_message.Message):
     COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     DATA_S_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_GPUS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_BY_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
     roster: int
     job: JobLine
     step: _containers.RepeatedScalarFieldContainer[int]
@@ -153,7 +177,19 @@ class Progress(_message.Message):
     computed_s: _containers.RepeatedScalarFieldContainer[float]
     waited_s: _containers.RepeatedScalarFieldContainer[float]
     data_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ..., copies: _Optional[_Union[_rendezvous_pb2.JobCopies, _Mapping]] = ..., seat_copies: _Optional[_Iterable[_Union[SeatCopies, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[_rendezvous_pb2.Straggler, _Mapping]]] = ..., computed_s: _Optional[_Iterable[float]] = ..., waited_s: _Optional[_Iterable[float]] = ..., data_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[SeatGpu]
+    refused_gpus: _containers.RepeatedCompositeFieldContainer[_rendezvous_pb2.RefusedGpu]
+    seconds_by_cause: _containers.ScalarMap[str, float]
+    drains: _containers.RepeatedCompositeFieldContainer[_rendezvous_pb2.PlannedDrain]
+    def __init__(self, roster: _Optional[int] = ..., job: _Optional[_Union[JobLine, _Mapping]] = ..., step: _Optional[_Iterable[int]] = ..., silent_s: _Optional[_Iterable[float]] = ..., samples_per_s: _Optional[_Iterable[float]] = ..., loss: _Optional[_Iterable[float]] = ..., call: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., done: _Optional[_Iterable[bool]] = ..., calls: _Optional[_Iterable[_Union[_rendezvous_pb2.Collective, _Mapping]]] = ..., copies: _Optional[_Union[_rendezvous_pb2.JobCopies, _Mapping]] = ..., seat_copies: _Optional[_Iterable[_Union[SeatCopies, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[_rendezvous_pb2.Straggler, _Mapping]]] = ..., computed_s: _Optional[_Iterable[float]] = ..., waited_s: _Optional[_Iterable[float]] = ..., data_s: _Optional[_Iterable[float]] = ..., gpus: _Optional[_Iterable[_Union[SeatGpu, _Mapping]]] = ..., refused_gpus: _Optional[_Iterable[_Union[_rendezvous_pb2.RefusedGpu, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., drains: _Optional[_Iterable[_Union[_rendezvous_pb2.PlannedDrain, _Mapping]]] = ...) -> None: ...
+
+class SeatGpu(_message.Message):
+    __slots__ = ("seat", "gpu")
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    seat: int
+    gpu: _rendezvous_pb2.GpuReport
+    def __init__(self, seat: _Optional[int] = ..., gpu: _Optional[_Union[_rendezvous_pb2.GpuReport, _Mapping]] = ...) -> None: ...
 
 class SeatCopies(_message.Message):
     __slots__ = ("seat", "snapshot", "checkpoint")

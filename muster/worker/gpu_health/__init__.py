@@ -1,1 +1,1 @@
-"""Whether a GPU is well: readings of the driver, and what they mean."""
+"""The health of a GPU: the driver's readings and their interpretation, and a check of the GPU's results."""

@@ -1,40 +1,48 @@
-"""Judges what the driver says of a GPU against limits; pure."""
+"""Compares the driver's readings of a GPU with limits; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 
-# Xids after which the GPU, or what it computes, is not to be trusted until it has been reset or replaced:
-# memory errors that nothing contained or remapped, a GPU gone from the bus, a GPU's own firmware that hangs.
-ILL_XIDS = frozenset({48, 64, 79, 95, 119, 120})
-# Xids that a program's own mistake causes; they say nothing of the GPU.
-PROGRAM_XIDS = frozenset({13, 31, 43, 45})
+from muster.wire.messages import Value
+from muster.wire.variables import default_of
+
+# Both lists follow NVIDIA's catalogue of Xids and its immediate actions
+# (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html; as a table in NVIDIA/NVSentinel,
+# xiderrorsmapping.csv). The first list has those after which the GPU must be reset or its host restarted:
+# memory errors that were neither contained nor replaced (48, 64, 95, 140, 156, 160), a GPU gone from the bus
+# (79) or not started (143), engines, firmware and controllers that hang (46, 62, 109, 110, 119, 120, 158),
+# links that cannot be trained (136, 155).
+ILL_XIDS = frozenset({46, 48, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158, 160})
+# The second list has those that a program's own mistake or end causes (13, 31, 43, 45), that only test the
+# path of a message (106, 107), or that refer to another one (154): they say nothing about the GPU. All others
+# make it suspect.
+PROGRAM_XIDS = frozenset({13, 31, 43, 45, 106, 107, 154})
 
 
 class GpuState(Enum):
-    """How a GPU is; the worst finding decides."""
+    """The state of a GPU, which is that of its worst finding."""
 
     WELL = "well"
     SUSPECT = "suspect"
     ILL = "ill"
 
 
-@dataclass(frozen=True)
-class GpuReading:
-    """What the driver said of one GPU; ``None`` is what this GPU or driver does not tell.
+class GpuReading(Value):
+    """The driver's reading of one GPU; ``None`` for values that this GPU or driver does not report.
 
     Attributes:
         index: the driver's number of the GPU.
-        lost: the driver's error, where it cannot reach the GPU any more.
-        busy_percent: of the time in which a kernel ran.
+        lost: the driver's error, if it can no longer reach the GPU.
+        busy_percent: share of the time in which a kernel ran.
         slowed_by: reasons other than load or settings for which the clocks are lower.
-        uncorrected_errors: of ECC, since the driver was loaded.
+        uncorrected_errors: uncorrected ECC errors since the driver was loaded.
+        remapped_rows: total number of rows of memory that were replaced.
         remap_pending: rows of memory wait for a reset to be replaced.
         remap_failed: a row of memory could not be replaced.
         nvlink_errors: replays and recoveries of all links, since the driver was loaded.
-        xids: of critical errors since the last reading.
+        xids: numbers (Xids) of critical errors since the last reading.
     """
 
     index: int
@@ -46,31 +54,30 @@ class GpuReading:
     celsius: int | None = None
     slowed_by: tuple[str, ...] = ()
     uncorrected_errors: int | None = None
+    remapped_rows: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     nvlink_errors: int | None = None
     xids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class GpuLimits:
-    """From where on a number is a finding: at more than this many."""
+class GpuLimits(Value):
+    """Limits of the readings: a larger number is a finding."""
 
-    celsius: int = 90
-    uncorrected_errors: int = 0
-    nvlink_errors: int = 100
+    celsius: int = default_of("MS_GPU_MAX_CELSIUS")
+    uncorrected_errors: int = default_of("MS_GPU_MAX_ECC_ERRORS")
+    nvlink_errors: int = default_of("MS_GPU_MAX_NVLINK_ERRORS")
 
 
-@dataclass(frozen=True)
-class GpuJudgement:
-    """A GPU's state, and all that speaks for it, the worst first."""
+class GpuJudgement(Value):
+    """A GPU's state and all findings, the worst first."""
 
     state: GpuState
     reasons: tuple[str, ...] = ()
 
 
 def judge_gpu(reading: GpuReading, limits: GpuLimits | None = None) -> GpuJudgement:
-    """Judges one reading; what the driver does not tell is never a finding."""
+    """Judges one reading. Values that the driver does not report are never a finding."""
     ill = tuple(_ill(reading, limits or GpuLimits()))
     suspect = tuple(_suspect(reading, limits or GpuLimits()))
     state = GpuState.ILL if ill else GpuState.SUSPECT if suspect else GpuState.WELL
@@ -78,7 +85,7 @@ def judge_gpu(reading: GpuReading, limits: GpuLimits | None = None) -> GpuJudgem
 
 
 def describe_gpu(reading: GpuReading, judgement: GpuJudgement) -> str:
-    """One line: the numbers that are known, then the state and its reasons where it is not well."""
+    """One line with the known numbers, then the state and its reasons if it is not healthy."""
     numbers = []
     if reading.busy_percent is not None:
         numbers.append(f"{reading.busy_percent} % busy")

@@ -1,4 +1,4 @@
-"""Reads GPUs through NVML's Python module; what a GPU or a driver does not tell stays unknown."""
+"""Reads GPUs through NVML's Python module; values that a GPU or driver does not report stay unknown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from muster.worker.gpu_health.identity import GpuIdentity
 from muster.worker.gpu_health.judgement import GpuReading
 
 _SLOWED_BY = {
@@ -25,7 +26,7 @@ _MOST_EVENTS = 64
 class NvmlGpus:
     """The GPUs of this host, read through an NVML module whose ``nvmlInit`` was called.
 
-    The caller shuts NVML down. Critical errors (Xids) are heard from the first reading of a GPU on.
+    The caller shuts NVML down. Critical errors (Xids) are recorded from the first reading of a GPU on.
     """
 
     def __init__(self, nvml: Any) -> None:
@@ -33,11 +34,20 @@ class NvmlGpus:
         self._events: dict[int, Any] = {}
 
     def count(self) -> int:
-        """How many GPUs the driver shows; raises what the module does."""
+        """How many GPUs the driver reports; raises NVML's errors."""
         return int(self._nvml.nvmlDeviceGetCount())
 
+    def index_of(self, gpu: GpuIdentity) -> int:
+        """The driver's number of a GPU, looked up by its most reliable name; raises NVML's errors."""
+        nvml = self._nvml
+        if gpu.pci_bus_id:
+            return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)))
+        if gpu.uuid.startswith("GPU-"):
+            return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)))
+        return gpu.index
+
     def read(self, index: int) -> GpuReading:
-        """Reads one GPU; one that the driver has lost is a reading with ``lost``, not an error."""
+        """Reads one GPU; if the driver has lost it, returns a reading with ``lost`` instead of raising."""
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             return self._reading(index, handle)
@@ -47,9 +57,9 @@ class NvmlGpus:
             raise
 
     def close(self) -> None:
-        """Stops hearing of critical errors."""
+        """Stops recording critical errors."""
         for events in self._events.values():
-            with contextlib.suppress(Exception):  # a lost GPU's set cannot be freed
+            with contextlib.suppress(Exception):  # The event set of a lost GPU cannot be freed.
                 self._nvml.nvmlEventSetFree(events)
         self._events.clear()
 
@@ -68,6 +78,7 @@ class NvmlGpus:
             celsius=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             slowed_by=self._slowed_by(handle),
             uncorrected_errors=self._ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_LOAD),
+            remapped_rows=None if rows is None else int(rows[0]) + int(rows[1]),
             remap_pending=None if rows is None else bool(rows[2]),
             remap_failed=None if rows is None else bool(rows[3]),
             nvlink_errors=self._nvlink_errors(handle),
@@ -76,7 +87,7 @@ class NvmlGpus:
 
     def _slowed_by(self, handle: Any) -> tuple[str, ...]:
         mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if mask is None:  # drivers before 535 know it by its old name
+        if mask is None:  # Drivers before 535 have it under its old name.
             mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return tuple(name for bit, name in _SLOWED_BY.items() if (mask or 0) & bit)
 
@@ -84,7 +95,7 @@ class NvmlGpus:
         found: int | None = None
         for link in range(_MOST_LINKS):
             if self._ask("nvmlDeviceGetNvLinkState", handle, link) is None:
-                break  # links are numbered without gaps: this one does not exist
+                break  # Links are numbered without gaps, so there is no further one.
             for counter in _LINK_COUNTERS:
                 errors = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
                 found = found if errors is None else (found or 0) + int(errors)
@@ -104,7 +115,7 @@ class NvmlGpus:
         xids = []
         for _ in range(_MOST_EVENTS):
             event = self._hear(index)
-            if event is None:  # none left within 0 ms
+            if event is None:  # No event left within 0 ms.
                 break
             xids.append(int(event.eventData))
         return tuple(xids)
@@ -112,11 +123,11 @@ class NvmlGpus:
     def _hear(self, index: int) -> Any:
         try:
             return self._nvml.nvmlEventSetWait(self._events[index], 0)
-        except Exception:  # nothing came, or the GPU is gone: then its reading says so
+        except Exception:  # Nothing came, or the GPU is gone, which its reading then says.
             return None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer, or None where the GPU, the driver or the module has none; a lost GPU raises."""
+        """The answer, or None if the GPU, the driver or the module has none; raises if the GPU is lost."""
         call: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if call is None:
             return None

@@ -1,7 +1,7 @@
-"""Drives the membership machine: its clock, its threads, its stream, and the threads that wait for it.
+"""Drives the membership machine: its clock, threads and stream, and the threads waiting for results.
 
-The machine is a monitor: whichever thread has news steps it under one lock. One thread of ours reads the
-present stream, one waits for the machine's deadline. Whatever may block (minting ids, aborting
+The machine is a monitor: any thread with an event steps it under one lock. One thread of the client reads the
+present stream, another waits for the machine's deadline. Everything that may block (minting ids, aborting
 communicators, closing streams) happens outside the lock.
 """
 
@@ -48,7 +48,7 @@ class Minting(Protocol):
 
 
 class Line(Protocol):
-    """What the client uses of a :class:`~muster.worker.session.connection.SchedulerConnection`."""
+    """The part of a :class:`~muster.worker.session.connection.SchedulerConnection` that the client uses."""
 
     post: Callable[[events.Event], object]
 
@@ -56,7 +56,7 @@ class Line(Protocol):
         """Begins to open a stream under this number."""
 
     def send(self, data: bytes) -> None:
-        """Sends a message on the newest stream, as soon as that is open."""
+        """Sends a message on the newest stream, once that is open."""
 
     def close(self, number: int) -> None:
         """Ends this stream, if it is open."""
@@ -66,23 +66,26 @@ class Line(Protocol):
 
 
 class Client:
-    """One worker's side of the conversation with the scheduler, and its results for the training thread.
+    """One worker's side of the communication with the scheduler, and its results for the training thread.
 
     Args:
         core: the machine.
         connection: to the scheduler.
         backend: makes unique ids; called on a thread of the client.
-        collectives: those that the training thread has called.
-        prober: takes addresses by node id, and returns why some of those workers cannot be reached.
-        lone_leave: when a worker that is to leave goes without consent.
-        pace: when a wait for others is too long.
+        collectives: the collectives that the training thread has called.
+        prober: given addresses by node id, returns why some of those workers cannot be reached.
+        lone_leave: decides when a worker that wants to leave goes without the scheduler's consent.
+        pace: decides when a wait for others is too long.
         threads: starts threads.
-        times: where the time of the steps since its last call went, for heartbeats.
-        stacks: where this process stands, in lines, in at most so many bytes; may block for seconds.
+        times: returns how the time of the steps since its last call was spent, for heartbeats.
+        figures: returns how long the training was blocked by checkpoints, and the script's own numbers, for
+            heartbeats.
+        gpu: returns readings of the worker's GPU since its last call, for heartbeats.
+        stacks: returns this process's stacks as text within a limit in bytes; may block for seconds.
 
     Attributes:
         communicators: those that the end of a generation aborts.
-        training: what the training thread is in.
+        training: the state of the training thread.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Client:
         pace: Pace | None = None,
         threads: Threads | None = None,
         times: Callable[[], messages.StepTimes | None] = lambda: None,
+        figures: Callable[[], tuple[float, tuple[tuple[str, float], ...]]] = lambda: (0.0, ()),
+        gpu: Callable[[], messages.GpuReport | None] = lambda: None,
         stacks: Callable[[int], str] = lambda limit_bytes: "",
     ) -> None:
         self._core = core
@@ -104,6 +109,8 @@ class Client:
         self._backend = backend
         self._collectives = collectives
         self._times = times
+        self._figures = figures
+        self._gpu = gpu
         self._stacks = stacks
         self._loss_noted = False
         self._threads = threads or Threads()
@@ -125,7 +132,10 @@ class Client:
         connection.post = self.post
 
     def _handled(self) -> dict[type, Callable[[Any], Callable[[], None] | None]]:
-        """What follows each of the machine's notices; what is returned is called without the lock."""
+        """The handler of each of the machine's notices.
+
+        A function that it returns is called without the lock.
+        """
         return {
             events.Connect: lambda notice: self._connection.open(notice.stream),
             events.Disconnect: lambda notice: lambda: self._connection.close(notice.stream),
@@ -163,35 +173,44 @@ class Client:
             self._news = News()
         self.post(events.Renewed(incarnation, data_address))
         with self._lock:
-            self._leave_reported = False  # the machine has started over, and the leave has not
+            self._leave_reported = False  # The machine has started over, but the leave is still wanted.
             self._wake_timer()
 
     def expect_leave(self, reason: str) -> None:
-        """Lets the timer's thread ask for leave at once, whatever the training thread is in.
+        """Makes the timer's thread ask for leave immediately, whatever the training thread is doing.
 
-        If no scheduler can let this worker go, or the next generation does not form, it soon goes without.
+        If no scheduler can grant the leave, or the next generation does not form, the worker soon leaves
+        without consent.
 
-        Callable from a signal handler, wherever that interrupts this thread: it takes no lock.
+        Can be called from a signal handler at any point, because it takes no lock.
         """
         if self._lone_leave.wanted is None:
             self._lone_leave.wanted = (self._clock(), reason)
             self._wake_timer()
 
     def leave_now(self, reason: str) -> None:
-        """As :meth:`expect_leave`, for a worker that has begun nothing yet and need wait for nobody."""
+        """Like :meth:`expect_leave`, for a worker that has begun nothing and need not wait for anybody."""
         self._lone_leave.at_once = True
         self.expect_leave(reason)
 
-    def leave(self, *, finished: bool, reason: str, consequence: bool = False, exit_code: int = 0) -> bool:
-        """Says goodbye and waits until that is heard, or its deadline is over."""
-        self.post(events.Goodbye(finished, reason, consequence, exit_code))
+    def leave(
+        self,
+        *,
+        finished: bool,
+        reason: str,
+        consequence: bool = False,
+        exit_code: int = 0,
+        gpu_fault: str = "",
+    ) -> bool:
+        """Sends Leave and waits until the scheduler has confirmed it, or its deadline has passed."""
+        self.post(events.Goodbye(finished, reason, consequence, exit_code, gpu_fault))
         with self._lock:
             while not self._news.left and not self._closed:
                 self._wait()
         return self._news.left
 
     def close(self) -> None:
-        """Ends everything at once; idempotent. No thread of ours is in gRPC afterwards.
+        """Ends everything immediately; idempotent. Afterwards no thread of the client is in gRPC.
 
         The interpreter may hang if it ends while a daemon thread holds one of gRPC's locks.
         """
@@ -207,7 +226,7 @@ class Client:
     # ------------------------------------------------------------ the monitor
 
     def post(self, event: events.Event) -> events.Effects:
-        """Feeds the machine with an event and carries out its decision. Callable from any thread."""
+        """Passes an event to the machine and carries out the decision. Can be called from any thread."""
         later: list[Callable[[], None]] = []
         with self._lock:
             if self._closed:
@@ -217,7 +236,7 @@ class Client:
                 log.debug("%s", decision.reason)
             for notice in decision.notices:
                 action = self._handlers[type(notice)](notice)
-                if action is not None:  # it may block: not under the lock
+                if action is not None:  # It may block, so it is called without the lock.
                     later.append(action)
             for message in decision.messages:
                 if isinstance(message, messages.Heartbeat):
@@ -238,11 +257,17 @@ class Client:
         self._changed.notify_all()
 
     def _with_collectives(self, beat: messages.Heartbeat) -> messages.Heartbeat:
-        """Adds the last collective to a heartbeat, or all kept ones if nothing has moved since the last."""
+        """Adds the last collective to a heartbeat, or all kept ones if there was no progress."""
         place = (beat.generation, beat.started_step, beat.step)
         moved, self._place_reported = place != self._place_reported, place
+        checkpoints_s, numbers = self._figures()
         return beat.replaced(
-            recent=self._collectives.recent(last_only=moved), pid=os.getpid(), times=self._times()
+            recent=self._collectives.recent(last_only=moved),
+            pid=os.getpid(),
+            times=self._times(),
+            gpu=self._gpu(),
+            checkpoints_s=checkpoints_s,
+            numbers=numbers,
         )
 
     def _wake_timer(self) -> None:
@@ -270,7 +295,7 @@ class Client:
         return 0.0
 
     def _leave_alone_if_due(self) -> None:
-        """Lets a worker leave by itself where the scheduler cannot plan it in time."""
+        """Lets a worker leave on its own if the scheduler cannot plan the leave in time."""
         wanted = self._lone_leave.wanted
         if wanted is None or self._news.failure is not None:
             return
@@ -322,12 +347,12 @@ class Client:
                 self._fail(failure)
 
     def _take_stacks(self, notice: events.TakeStacks) -> None:
-        """Takes them on a thread of their own: what they wait for holds no message up."""
+        """Takes the stacks on a separate thread, so that a slow source delays no messages."""
 
         def take() -> None:
             try:
                 text = self._stacks(notice.limit_bytes)
-            except Exception as error:  # to look must end nothing
+            except Exception as error:  # Taking stacks must not end anything.
                 log.debug("no stacks", exc_info=error)
                 text = f"No stacks were taken: {error!r}."
             self.post(events.StacksTaken(notice.request, text or "This worker says nothing of its stacks."))
@@ -338,21 +363,24 @@ class Client:
 
     @property
     def failure(self) -> WorkerError | None:
-        """Why the membership is over for good; None: it is not."""
+        """Why the membership is over for good; None if it is not."""
         return self._news.failure
 
     @property
     def pending(self) -> events.ChangePending | None:
-        """The planned change that is to come; None: there is none."""
+        """The next planned change; None if there is none."""
         return self._news.pending
 
     @property
     def snapshot_word(self) -> messages.SnapshotWord | None:
-        """The scheduler's newest word on snapshots; None: none has come."""
+        """The scheduler's newest message on snapshots; None if there is none yet."""
         return self._news.snapshot_word
 
     def adopt(self, generation: int, communicator: Communicator) -> None:
-        """Registers a communicator that is aborted when ``generation`` ends; at once if it has."""
+        """Registers a communicator, to be aborted when ``generation`` ends.
+
+        If it has ended, aborts it immediately.
+        """
         with self._lock:
             self.communicators.add(generation, communicator)
             error = self.over(generation)
@@ -366,11 +394,11 @@ class Client:
     def check(self, generation: int) -> None:
         """Raises the error with which the generation ended, if it has."""
         if (error := self.over(generation)) is not None:
-            raise error.with_traceback(None)  # each raise would add to that of the last one
+            raise error.with_traceback(None)  # Each raise would extend the traceback of the last one.
 
     @property
     def news_of_members(self) -> object:
-        """Differs after a change of members, once a group stands, or the scheduler could decide nothing."""
+        """A value that changes with the members, with a new group, and when the scheduler is undecided."""
         return self._news.change, self.training.is_building, self._core.times_put_off
 
     def is_outdated(self, generation: int) -> bool:
@@ -383,10 +411,10 @@ class Client:
         return self._news.leave_granted
 
     def next_build(self) -> events.Build:
-        """Waits for the newest generation that can be built, and takes it.
+        """Waits for the newest generation that can be built, and returns it.
 
         Raises:
-            WorkerError: there will be none.
+            WorkerError: there will be no further generation.
         """
         self.post(events.EntryRequested())
         with self._lock:
@@ -401,7 +429,9 @@ class Client:
             return build
 
     def built(self, generation: int) -> bool:
-        """Reports the communicator built and waits for all members; False: the generation is over.
+        """Reports that the communicator is built and waits for all members.
+
+        Returns False if the generation is over.
 
         Raises:
             WorkerError: the membership is over for good.
@@ -420,15 +450,16 @@ class Client:
                 self._wait_unless_closed()
 
     def verdict(self, generation: int, rank: int, error: Exception) -> Exception:
-        """Waits to learn whether a failed collective means that the membership has changed.
+        """Waits for the scheduler's verdict: whether a failed collective means a change of members.
 
         Args:
-            generation: in which it failed.
-            rank: world rank that seems to be at fault; -1: unknown.
-            error: what it failed with.
+            generation: the generation in which it failed.
+            rank: world rank that seems to be at fault; -1 if unknown.
+            error: the error of the collective.
 
         Returns:
-            What to raise: why the generation is over; if it stands, ``error``, or who has finished.
+            The error to raise: why the generation is over. If it is not over, ``error``, or an error that
+                names the rank that has finished.
         """
         self._news.no_verdict = 0
         if self.over(generation) is None:
@@ -444,7 +475,7 @@ class Client:
             return self._news.finished or error
 
     def start_step(self, step: int, generation: int) -> None:
-        """Asks whether the step after ``step`` may begin; waits while a planned change is worked out.
+        """Asks whether the step after ``step`` may begin; waits while a planned change is being prepared.
 
         Raises:
             MembershipChanged: the next step belongs to the next generation.
@@ -468,10 +499,10 @@ class Client:
     # ------------------------------------------------------------ waiting
 
     def _wait(self) -> None:
-        """Waits for news, for a bounded time, because a signal in another thread does not end the wait.
+        """Waits for news for a limited time, because a signal in another thread does not end the wait.
 
-        So it is where a process was stopped, got the signal, and was continued. Python runs handlers in the
-        main thread, and only between two steps of its code.
+        This happens when a process is stopped, gets the signal, and is continued. Python runs handlers only
+        in the main thread, between two bytecode instructions.
         """
         self._changed.wait(LOOK_S)
 
@@ -480,7 +511,7 @@ class Client:
         self._wait()
 
     def _refuse_if_closed(self) -> None:
-        if self._closed:  # nothing is carried out any more that could end a wait
+        if self._closed:  # Nothing that could end a wait is carried out any more.
             raise NotInitializedError("The session was released.")
 
 

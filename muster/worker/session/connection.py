@@ -1,4 +1,4 @@
-"""The connection to the scheduler: numbered streams, one after the other, and what they bring as events."""
+"""The connection to the scheduler: consecutive, numbered streams, whose messages become events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SchedulerConnection:
         dial: opens a stream.
 
     Attributes:
-        post: takes the events; called on the streams' threads.
+        post: called with each event, on the streams' threads.
     """
 
     def __init__(self, dial: Dial) -> None:
@@ -39,7 +39,7 @@ class SchedulerConnection:
         self._closed = False
 
     def send(self, data: bytes) -> None:
-        """Sends a message on the newest stream, as soon as that is open."""
+        """Sends a message on the newest stream, once that is open."""
         self._outbox.put(data)
 
     def open(self, number: int) -> None:
@@ -91,7 +91,7 @@ class SchedulerConnection:
             self.post(events.Received(number, messages.Refused(messages.RefusalCode.MALFORMED, str(error))))
         except (OSError, WireError) as error:
             self.post(events.StreamLost(number, str(getattr(error, "strerror", None) or error)))
-        except Exception as error:  # a fault of ours must not leave the worker waiting for nobody
+        except Exception as error:  # A fault of Muster's own must not leave the worker waiting for ever.
             log.exception("fault on the scheduler's stream; connecting again")
             self.post(events.StreamLost(number, f"{type(error).__name__}: {error}"))
         finally:

@@ -1,4 +1,4 @@
-"""What a worker last told of the copies of its state: in peers' memory, and on disk."""
+"""A worker's last report on the copies of its state: in peers' memory and on disk."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Copies:
         self._written_at = 0.0
 
     def note_snapshot(self, report: messages.SnapshotReport, now: float) -> None:
-        """Takes in what is kept from now on."""
+        """Records what is kept from now on."""
         last = self._report
         if last is None or (last.generation, last.newest) != (report.generation, report.newest):
             self._complete_at = now
         self._report = report
 
     def note_checkpoint(self, written: events.CheckpointWritten, now: float) -> None:
-        """Notes a checkpoint that has just been written."""
+        """Records a checkpoint that has just been written."""
         self._written, self._written_at = written, now
 
     def snapshot(self, now: float) -> messages.SnapshotReport | None:
-        """What heartbeats say of snapshots; None: this worker takes none."""
+        """The report on snapshots for heartbeats; None if this worker takes none."""
         if self._report is None or self._report.newest < 0:
             return self._report
         return self._report.replaced(age_s=now - self._complete_at + self._report.seconds)
 
     def checkpoint(self, now: float) -> messages.CheckpointReport | None:
-        """What heartbeats say of checkpoints; None: this worker has written none."""
+        """The report on checkpoints for heartbeats; None if this worker has written none."""
         written = self._written
         if written is None:
             return None

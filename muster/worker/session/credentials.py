@@ -1,4 +1,4 @@
-"""A worker's certificate, loaded and followed."""
+"""Loads a worker's certificate and follows its renewals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger("muster.worker")
 
 
 def load_keyring(settings: Settings, env: Mapping[str, str]) -> Follower | None:
-    """Loads this worker's certificate and hands the ciphers to gRPC; None without TLS.
+    """Loads this worker's certificate and sets gRPC's ciphers; returns None without TLS.
 
     Raises:
         SettingsError: config.json or the password's variable is wrong.
-        SecurityError: the certificate, its password or its authority is.
+        SecurityError: the certificate, its password or its authority is wrong.
     """
     if settings.config_path is None:
         return None

@@ -1,4 +1,4 @@
-"""Opens streams to the scheduler: a handshake that tells what is wrong, and then gRPC."""
+"""Opens streams to the scheduler: first a handshake that reports errors precisely, then gRPC."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def grpc_dial(settings: Settings, keyring: Follower | None, method: str = SESSION_METHOD) -> Dial:
-    """Opens streams over gRPC, over mutual TLS where there is a keyring."""
+    """Opens streams over gRPC, with mutual TLS if there is a keyring."""
     schedulers, count = Schedulers(settings), len(settings.scheduler_hosts)
 
     def dial(outbox: SimpleQueue[bytes | None]) -> Stream:
-        # Loaded before the scheduler is looked for: while it starts there is time, afterwards there is none.
+        # gRPC is loaded before the scheduler is found: there is time while the scheduler starts, and none
+        # afterwards.
         guard_grpc_log(os.environ)
         import muster.certs.runtime.grpc_credentials  # noqa: F401
 
@@ -81,7 +82,10 @@ def _channel(settings: Settings, credentials: Any, name: str | None, count: int)
 
 
 def _probe_plaintext(settings: Settings, timeout_s: float) -> None:
-    """Checks that a plaintext HTTP/2 server answers; one that wants TLS would only hang up."""
+    """Checks that a plaintext HTTP/2 server answers.
+
+    A server that requires TLS would only close the connection.
+    """
     from muster.certs.runtime.probe import Spoken, spoken_at
 
     spoken = spoken_at(settings.scheduler_hosts[0], settings.scheduler_port, timeout_s)

@@ -1,4 +1,4 @@
-"""Events and notices: input and output of the worker's membership machine. Values only.
+"""Events and notices: input and output of the worker's membership machine, as plain values.
 
 Events come in, :class:`Effects` go out. All times are seconds on one monotonic clock.
 """
@@ -24,21 +24,22 @@ class Timing(Value):
     """Deadlines of the worker, in seconds.
 
     Attributes:
-        topo_timeout_s: how long a worker without a place goes on looking for the scheduler.
+        topo_timeout_s: how long a worker without a place looks for the scheduler.
         reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
             that has lost its place may look for one that gives it a new one.
-        waits_without_limit: a member waits for a scheduler however long it is away: one of several leads
-            again when etcd has a majority. ``reconnect_timeout_s`` then bounds only what one that is there
-            owes, and a worker that has lost its place looks for ``topo_timeout_s``.
-        verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed, it
-            cannot say on which, waits to hear that the membership changed. One that names a peer waits
-            for ``reconnect_timeout_s``: the scheduler then forms a generation in any case, which takes one
-            that stood still, or is behind with reading, longer than its node time-out.
-        goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
-            would count a worker that ended without one as lost.
-        late_again_s: the pause between two words to the scheduler that a collective is late.
-        report_first_s, report_last_s: the first and the longest pause between two lines that say that the
-            scheduler cannot be reached; each is twice the one before.
+        waits_without_limit: a member waits for the scheduler without limit, because one of several schedulers
+            will lead again when etcd has a majority. ``reconnect_timeout_s`` then only limits answers of a
+            scheduler that is connected, and a worker that has lost its place looks for one for
+            ``topo_timeout_s``.
+        verdict_margin_s: how long after the scheduler's node time-out a worker waits for a change of members,
+            if its collective failed without naming a peer. A worker that names a peer waits for
+            ``reconnect_timeout_s``, because the scheduler then forms a generation in any case. This may take
+            a scheduler that was paused, or is behind with reading, longer than its node time-out.
+        goodbye_timeout_s: how long Leave may take; long enough for a restart of the scheduler, which would
+            count a worker that ended without Leave as lost.
+        late_again_s: the pause between two reports to the scheduler that a collective is late.
+        report_first_s, report_last_s: the first and the longest pause between two log lines saying that the
+            scheduler cannot be reached; each pause is twice the previous one.
         retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
         retry_share: the pause is this share of the time that the scheduler has been away.
     """
@@ -64,7 +65,7 @@ class Started(Value):
 
 
 class StreamOpened(Value):
-    """The stream asked for by :class:`Connect` stands; nothing was sent on it yet."""
+    """The stream requested by :class:`Connect` is established; nothing was sent on it yet."""
 
     stream: int
 
@@ -77,7 +78,7 @@ class StreamLost(Value):
 
 
 class StreamDenied(Value):
-    """TLS or identity failed; ``by_scheduler``: it said so itself, so that trying again is of no use."""
+    """TLS or identity failed; ``by_scheduler``: the scheduler refused, and trying again is of no use."""
 
     stream: int
     sentence: str
@@ -85,14 +86,14 @@ class StreamDenied(Value):
 
 
 class Received(Value):
-    """A message came on the stream."""
+    """A message arrived on the stream."""
 
     stream: int
     message: SchedulerMessage
 
 
 class UniqueIdsMinted(Value):
-    """Answer to :class:`MintUniqueIds`. Secret."""
+    """The answer to :class:`MintUniqueIds`. Secret."""
 
     secret_fields = ("unique_ids",)
 
@@ -101,11 +102,11 @@ class UniqueIdsMinted(Value):
 
 
 class EntryRequested(Value):
-    """The training thread holds no communicator any more and wants the newest generation."""
+    """The training thread no longer holds a communicator and wants the newest generation."""
 
 
 class CommunicatorBuilt(Value):
-    """The training thread has built what :class:`Build` asked for."""
+    """The training thread has built the communicator requested by :class:`Build`."""
 
     generation: int
 
@@ -113,7 +114,7 @@ class CommunicatorBuilt(Value):
 class CommunicatorFailed(Value):
     """Building or a collective failed; ``rank`` is the world rank that seems to be at fault, or -1.
 
-    ``timed_out``: nothing broke, others did not come in time.
+    ``timed_out``: nothing failed, but others did not come in time.
     """
 
     generation: int
@@ -123,7 +124,7 @@ class CommunicatorFailed(Value):
 
 
 class CollectivesStuck(Value):
-    """Whether a collective has been under way for long. Sent while the scheduler is away."""
+    """Whether a collective has been in progress for long. Sent while the scheduler is away."""
 
     stuck: bool
 
@@ -135,7 +136,7 @@ class PeersLate(Value):
 
 
 class ProbesDone(Value):
-    """Answer to :class:`ProbeWanted`; see :class:`~muster.wire.messages.Probed`."""
+    """The answer to :class:`ProbeWanted`; see :class:`~muster.wire.messages.Probed`."""
 
     round: int
     unreached: tuple[tuple[str, str], ...]
@@ -146,14 +147,14 @@ class ProbesDone(Value):
 
 
 class StacksTaken(Value):
-    """Answer to :class:`TakeStacks`: where this process stands, in lines."""
+    """The answer to :class:`TakeStacks`: this process's stacks as text."""
 
     request: int
     text: str
 
 
 class StepStarting(Value):
-    """The training thread has finished ``step`` steps and would begin the next."""
+    """The training thread has finished ``step`` steps and wants to begin the next one."""
 
     step: int
 
@@ -165,10 +166,11 @@ class ProgressReported(Value):
     samples_per_s: float
     loss: float | None = None
     learning_rate: float | None = None
+    steps: int = 0
 
 
 class SnapshotChanged(Value):
-    """What this worker keeps of snapshots has changed; without ``age_s``, which follows from the time."""
+    """The snapshots that this worker keeps have changed; without ``age_s``, which follows from the time."""
 
     report: SnapshotReport
 
@@ -188,23 +190,30 @@ class LeaveWanted(Value):
 
 
 class Goodbye(Value):
-    """The training thread is done, or gives up."""
+    """The training thread is done or gives up; ``gpu_fault``: because its GPU has failed a check."""
 
     finished: bool
     reason: str
     consequence: bool = False
     exit_code: int = 0
+    gpu_fault: str = ""
 
 
 class Renewed(Value):
-    """After having lost its place, the process asks for another one, under a new incarnation."""
+    """After losing its place, the process asks for another one under a new incarnation."""
 
     incarnation: int
     data_address: str
 
 
+class GpuFailed(Value):
+    """The GPU of this worker has failed its check before the join; ``fault`` says how."""
+
+    fault: str
+
+
 class DeadlineReached(Value):
-    """The deadline that the machine asked for has come."""
+    """The machine's deadline has been reached."""
 
 
 Event = (
@@ -228,6 +237,7 @@ Event = (
     | LeaveWanted
     | Goodbye
     | Renewed
+    | GpuFailed
     | DeadlineReached
 )
 
@@ -250,7 +260,7 @@ class Disconnect(Value):
 class LogLine(Value):
     """Log this line.
 
-    ``waits``: it says for what this worker waits; otherwise, that it need not any more.
+    ``waits``: the line says what this worker waits for; otherwise, that it no longer has to wait.
     """
 
     sentence: str
@@ -258,14 +268,14 @@ class LogLine(Value):
 
 
 class MintUniqueIds(Value):
-    """This worker is rank 0 of the generation: mint its ids, answer UniqueIdsMinted."""
+    """This worker is rank 0 of the generation: mint its ids, and answer with UniqueIdsMinted."""
 
     generation: int
     count: int
 
 
 class Build(Value):
-    """Answer to EntryRequested: build the communicator of this generation. The ids are secret."""
+    """The answer to EntryRequested: build the communicator of this generation. The ids are secret."""
 
     secret_fields = ("unique_ids",)
 
@@ -280,9 +290,9 @@ class Running(Value):
 
 
 class Over(Value):
-    """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them.
+    """The generation is over. Unless ``planned``: abort its communicators, whatever they are doing.
 
-    ``save``: the job cannot go on for now, and this worker should save the training state.
+    ``save``: the job cannot continue for now, and this worker should save the training state.
     """
 
     generation: int
@@ -293,11 +303,11 @@ class Over(Value):
 
 
 class Dismissed(Value):
-    """This worker leaves as asked: it has no place in the next generation and should say goodbye.
+    """This worker leaves as asked: it has no place in the next generation and should send Leave.
 
     Attributes:
-        reason: why, in words.
-        alone: nobody in the next generation holds the training state: this worker should save it.
+        reason: the reason, as text.
+        alone: nobody in the next generation holds the training state, so this worker should save it.
     """
 
     reason: str
@@ -305,11 +315,11 @@ class Dismissed(Value):
 
 
 class StepGranted(Value):
-    """Answer to StepStarting: go on."""
+    """The answer to StepStarting: begin the step."""
 
 
 class StepHeld(Value):
-    """Answer to StepStarting: ask again when the next notice comes."""
+    """The answer to StepStarting: ask again when the next notice comes."""
 
 
 class GateChanged(Value):
@@ -329,14 +339,14 @@ class ChangePutOff(Value):
 
 
 class ProbeWanted(Value):
-    """Try to reach these workers, by node id and address; answer ProbesDone."""
+    """Try to reach these workers, by node id and address; answer with ProbesDone."""
 
     round: int
     targets: tuple[tuple[str, str], ...]
 
 
 class TakeStacks(Value):
-    """Look where this process stands; answer StacksTaken, of at most so many bytes."""
+    """Take this process's stacks; answer with StacksTaken, within the limit in bytes."""
 
     request: int
     limit_bytes: int
@@ -345,7 +355,7 @@ class TakeStacks(Value):
 class NoVerdict(Value):
     """A collective of the generation failed, but the scheduler sees no change of members.
 
-    ``finished_rank`` has finished while this worker still waited, as ``sentence`` says; -1: none has.
+    ``finished_rank`` has finished while this worker still waited, as ``sentence`` says; -1 if none has.
     """
 
     generation: int
@@ -361,7 +371,7 @@ class FailureKind(enum.Enum):
     UNREACHABLE = "unreachable"
     FORMATION_TIMEOUT = "formation timeout"
     JOB_ENDED = "job ended"
-    LEAVE = "leave granted"  # as asked, but at once: there is no step boundary to leave at
+    LEAVE = "leave granted"  # As asked, but immediately: there is no step boundary to leave at.
 
 
 class Failed(Value):
@@ -374,19 +384,19 @@ class Failed(Value):
 
 
 class LossKnown(Value):
-    """The scheduler says who was the first to go; comes before what follows from it."""
+    """The scheduler reports which member was the first to go; comes before the consequences."""
 
     loss: FirstLoss
 
 
 class SnapshotWordCame(Value):
-    """The scheduler says which snapshot counts, and which is to be taken next."""
+    """The scheduler reports which snapshot counts, and which one is to be taken next."""
 
     word: SnapshotWord
 
 
 class Left(Value):
-    """The goodbye is done. ``heard``: the scheduler has confirmed it."""
+    """The Leave is done. ``heard``: the scheduler has confirmed it."""
 
     heard: bool
 

@@ -1,10 +1,11 @@
-"""Which error a script sees when its membership ends, and what others learn of one that ends a script."""
+"""The error that a script gets when its membership ends, and how others are told of a script's error."""
 
 from __future__ import annotations
 
 from muster.errors import (
     CommunicatorAbortedError,
     FormationTimeoutError,
+    GpuFailedError,
     JobEndedError,
     LeaveGranted,
     LeaveNow,
@@ -15,6 +16,7 @@ from muster.errors import (
     SecurityError,
     WorkerError,
 )
+from muster.wire.messages import RefusalCode
 from muster.worker.session import events
 
 
@@ -34,6 +36,8 @@ def failure_of(notice: events.Failed) -> WorkerError:
         return LeaveGranted(text, alone=True)
     if notice.kind is events.FailureKind.JOB_ENDED:
         return JobEndedError(text, ok=notice.ok)
+    if notice.code is RefusalCode.GPU_FAILED:
+        return GpuFailedError(text)
     return RefusedError(text, code=notice.code.name)
 
 
@@ -51,13 +55,14 @@ def reason_of(error: BaseException) -> str:
         return "asked to leave"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f"exit code {error.code}"
-    text = error.message if isinstance(error, WorkerError) else str(error)  # its remedy is for its own script
+    # The remedy is meant for the script itself.
+    text = error.message if isinstance(error, WorkerError) else str(error)
     text = " ".join(text.split())
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether an error comes from what other processes did, or was raised while such an error was handled."""
+    """Whether an error was caused by other processes, or was raised while such an error was handled."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, _OF_OTHERS) or (isinstance(error, RefusedError) and error.code in _LATE):
@@ -78,7 +83,7 @@ _LATE = ("JOB_ENDED", "SUPERSEDED")
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """The code with which Python, or Muster's hook, ends a process that ``error`` ends: 0 to 255."""
+    """The exit code, 0 to 255, with which Python or Muster's hook ends a process because of ``error``."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -91,7 +96,10 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def is_good_exit(error: BaseException) -> bool:
-    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
+    """Whether this is a SystemExit without a code or with 0.
+
+    Python exits with 1 for a code that is not an integer.
+    """
     return isinstance(error, SystemExit) and (
         error.code is None or (isinstance(error.code, int) and error.code == 0)
     )

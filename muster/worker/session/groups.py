@@ -14,7 +14,7 @@ MAX_NAME_LENGTH = 128
 
 
 class Group:
-    """One group: its ranks within the world, and its communicator where this rank is in it."""
+    """One group: its world ranks, and its communicator if this rank is in the group."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], communicator: Communicator | None) -> None:
         self.name = name
@@ -23,9 +23,9 @@ class Group:
 
 
 class Groups:
-    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
+    """The groups of a session, created as in MindSpore: every rank creates every group, in the same order.
 
-    They are remade in each generation.
+    They are recreated in each generation.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Groups:
         self._groups: dict[str, Group] = {}
 
     def enter(self, world: Communicator) -> None:
-        """Enters a new generation and makes the groups again, in the order of their creation.
+        """Enters a new generation and recreates the groups, in the order of their creation.
 
-        A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
-        A group with a rank that the new world lacks stays without a communicator.
+        A new worker creates the same groups by calling ``create_group`` right after ``init``. A group with a
+        rank that the new world lacks stays without a communicator.
         """
         wanted = [(group.name, group.ranks) for group in self._groups.values()]
         self._world, self._groups = world, {}
@@ -45,13 +45,13 @@ class Groups:
             self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
 
     def leave(self) -> None:
-        """Leaves the generation, whose communicators are not to be used any more."""
+        """Leaves the generation; its communicators may no longer be used."""
         for group in self._groups.values():
             group.communicator = None
         self._world = None
 
     def create(self, name: str, ranks: Sequence[int]) -> None:
-        """Makes a group.
+        """Creates a group.
 
         Raises:
             GroupError: the name is taken or not usable, or the ranks are not distinct ranks of the world.
@@ -69,7 +69,7 @@ class Groups:
         self._groups[name] = Group(name, chosen, world.split(name, chosen))
 
     def destroy(self, name: str) -> None:
-        """Ends a group; every rank of it calls this.
+        """Destroys a group; every rank of it must call this.
 
         Raises:
             GroupError: there is no such group, or it is the world.
@@ -79,11 +79,12 @@ class Groups:
         group = self._find(name)
         del self._groups[name]
         if group.communicator is not None:
-            with contextlib.suppress(WorkerError):  # a broken group ends as well as a whole one
+            # A broken group can be destroyed as well as an intact one.
+            with contextlib.suppress(WorkerError):
                 group.communicator.close()
 
     def communicator(self, name: str | None = None) -> Communicator:
-        """The communicator of a group; None: of the world.
+        """The communicator of a group; None for that of all ranks.
 
         Raises:
             GroupError: there is no such group, or this rank is not in it.

@@ -1,4 +1,4 @@
-"""What gRPC logs in a worker: nothing, or its records, escaped and marked."""
+"""gRPC's log in a worker: suppressed, or its records, escaped and marked."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from muster.wire.grpc_stderr import NativeStderr, Sayings, record_of, write_all
 _grpc = logging.getLogger("muster.grpc")
 _LINES = 200
 _watches: list[_GrpcLog] = []
-"""This process's reader of gRPC's log, once there is one."""
+"""This process's reader of gRPC's log, if there is one."""
 
 
 def guard_grpc_log(env: MutableMapping[str, str]) -> None:
-    """Keeps what strangers send to gRPC from forging lines; call it before grpc is imported or used.
+    """Keeps data that strangers send to gRPC from forging log lines; call it before grpc is imported or used.
 
-    What gRPC would say, our own errors say. Who asks for its log by GRPC_VERBOSITY gets its records escaped
-    and marked in the worker's own log, and what other C code writes to standard error as it is.
+    By default gRPC logs nothing, because Muster's errors say the same. If GRPC_VERBOSITY is set, gRPC's
+    records go to the worker's own log, escaped and marked. What other C code writes to standard error is
+    passed on unchanged.
     """
-    # A script's own forks, a DataLoader's worker processes say, never use it: without handlers that prepare
-    # them, gRPC has nothing to complain of at each.
+    # The script's own forks, such as a DataLoader's worker processes, never use gRPC. Without its fork
+    # handlers, it has nothing to report at each fork.
     env.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if env.setdefault("GRPC_VERBOSITY", "NONE").upper() == "NONE" or _watches:
         return
     try:
         watch = _GrpcLog()
-    except OSError:  # there is nothing to read it by
+    except OSError:  # Standard error cannot be captured here.
         env["GRPC_VERBOSITY"] = "NONE"
     else:
         _watches.append(watch)
@@ -36,14 +37,14 @@ def guard_grpc_log(env: MutableMapping[str, str]) -> None:
 
 
 class _GrpcLog:
-    """Reads gRPC's log from standard error and passes all else on; lasts as long as the process."""
+    """Reads gRPC's log from standard error and passes on everything else; lasts as long as the process."""
 
     def __init__(self) -> None:
         self._sayings = Sayings(_LINES)
         self._native = NativeStderr(self, (logging.getLogger("muster"),))
 
     def close(self) -> None:
-        """Puts standard error back as it was; nothing that was written is lost."""
+        """Restores standard error; nothing that was written is lost."""
         self._native.close()
         self._say(self._sayings.due(float("inf")))
 

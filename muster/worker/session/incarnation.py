@@ -1,4 +1,7 @@
-"""What a worker's machine knows of its membership; dropped as a whole when the worker has lost its place."""
+"""What a worker's machine knows about its membership.
+
+Replaced as a whole when the worker has lost its place.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,38 @@ from muster.worker.session import events
 
 @dataclass(slots=True)
 class Incarnation:
-    """What one incarnation of a worker knows of its membership.
+    """What one incarnation of a worker knows about its membership.
 
     Attributes:
-        ended: it is over for good.
-        welcome: the scheduler's latest; None: it has not answered.
-        renewed: the worker has lost its place, and was not welcomed since.
+        ended: the membership is over for good.
+        welcome: the scheduler's latest Welcome; None if it has not answered.
+        renewed: the worker has lost its place and has not been welcomed since.
         heartbeat_at: when the next heartbeat is due.
-        waiting_sentence: what is waited for, as last told.
-        times_put_off: how often the scheduler has said that it can decide nothing.
+        waiting_sentence: what the worker waits for, as last reported.
+        times_put_off: how often the scheduler has reported that it can decide nothing.
         absent: the scheduler's absence was logged.
         seen: the highest generation heard of.
         over: generations up to this one are over.
         current: the generation that the training thread is in.
         next: a newer one that it has not entered yet.
         ids: the unique ids of ``next``.
-        minted: those that this worker has made for it.
+        minted: the unique ids that this worker has made for it.
         wants_entry: the training thread waits for a generation.
-        built: it has built its communicator of ``current``.
-        running: so have all members.
+        built: the worker has built its communicator of ``current``.
+        running: all members have built theirs.
         suspended: the job waits for workers.
         held: the generation in which no further step may begin.
-        uses_steps: the training asks before each step.
+        uses_steps: the training thread asks before each step.
         stepped_in: the last generation in which a step was begun.
-        leave_reason: why the worker is to leave; None: it is not.
-        goodbye: what it has said at its end.
-        leave_at: when it no longer waits for an answer to that.
-        suspicion_since: since when a verdict on a failed collective is waited for.
-        suspicion: what was said of a peer then; None: no peer was named.
-        timed_out_step: the step in which collectives timed out before.
-        late_reported_at: when it was last told that a collective is late.
-        stuck: cut off from the scheduler, and from some peer too.
-        need_since: since when something is wanted from the scheduler.
+        leave_reason: why the worker will leave; None if it will not.
+        goodbye: the Leave that the worker has sent.
+        leave_at: when it stops waiting for the answer to that.
+        suspicion_since: since when the worker waits for a verdict on a failed collective.
+        suspicion: the report on a peer at that time; None if no peer was named.
+        timed_out_step: the step in which collectives have already timed out.
+        late_reported_at: when the scheduler was last told that a collective is late.
+        stuck: the worker is cut off from the scheduler and from some peer.
+        need_since: since when the worker needs something from the scheduler.
     """
 
     ended: bool = False
@@ -92,7 +95,7 @@ class Incarnation:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing is wanted from the scheduler, so that training may go on without it."""
+        """Whether nothing is needed from the scheduler, so that training may go on without it."""
         return (
             self.running
             and self.next is None
@@ -108,30 +111,30 @@ class Incarnation:
         return self.ended or generation <= self.over or generation < self.seen
 
     def is_by_steps(self, new: messages.Assignment, step: int) -> bool:
-        """Whether the change comes at a boundary of steps, and after ``step`` steps it is still to come."""
+        """Whether the change comes at a step boundary, and has not come yet after ``step`` steps."""
         return new.switch_after_step >= 0 and (self.uses_steps or new.switch_after_step > step)
 
     def take_up(self, new: messages.Assignment) -> None:
-        """Notes a newer generation, which the training thread is to enter."""
+        """Records a newer generation, which the training thread has to enter."""
         self.seen = new.generation
         self.next, self.ids, self.minted = new, None, None
         self.suspended = False
 
     def suspend(self, generation: int) -> None:
-        """Notes that up to ``generation`` all is over, and that the job waits for workers."""
+        """Records that everything up to ``generation`` is over, and that the job waits for workers."""
         self.seen = self.over = generation
         self.next = self.ids = self.minted = None
         self.suspended = True
 
     def enter(self, new: messages.Assignment) -> None:
-        """The training thread goes over to ``new``, which was the next generation."""
+        """The training thread enters ``new``, which was the next generation."""
         self.current, self.next, self.wants_entry = new, None, False
         self.built = self.running = False
         self.suspicion_since = None
         self.over = max(self.over, new.generation - 1)
 
     def end(self) -> None:
-        """Notes that the membership is over for good."""
+        """Records that the membership is over for good."""
         self.ended = True
         self.leave_at = None
         self.minted = self.ids = None

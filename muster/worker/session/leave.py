@@ -1,23 +1,23 @@
-"""When a worker that is to leave goes without the scheduler's consent."""
+"""When a worker that wants to leave goes without the scheduler's consent."""
 
 from __future__ import annotations
 
-UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
-UNFORMED_S = 5.0  # for the next generation to form
+UNREACHABLE_S = 3.0  # Time to find a lost scheduler that could grant the leave; launchers kill after 10.
+UNFORMED_S = 5.0  # Time for the next generation to form.
 
 
 class LoneLeave:
-    """Whether a leave was asked for, and what has stood in its way for too long.
+    """Whether a leave is wanted, and what has prevented it for too long.
 
     Args:
-        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
+        unfinished_s: how long after the request it waits for others that do not come to the step's end.
         unreachable_s: how long the worker waits for a lost scheduler's consent.
         unformed_s: how long it waits for a generation to form.
 
     Attributes:
-        wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
-            can set it without a lock.
-        at_once: the worker has begun nothing yet and need wait for nobody.
+        wanted: when the leave was requested, and why; None if it was not. It is a single value, so that a
+            signal handler can set it without a lock.
+        at_once: the worker has begun nothing yet and need not wait for anybody.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LoneLeave:
         self.at_once = False
 
     def note_entering(self, now: float) -> None:
-        """Notes that the worker waits for a generation."""
+        """Records that the worker waits for a generation."""
         if self._entering_since is None:
             self._entering_since = now
 
@@ -45,16 +45,16 @@ class LoneLeave:
         return self._entering_since is not None
 
     def note_entered(self) -> None:
-        """Notes that the generation was entered."""
+        """Records that the generation was entered."""
         self._entering_since = None
 
     def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
-        """The reason for which this worker leaves by itself; empty: it does not, or not yet.
+        """The reason for leaving without consent; empty if the worker does not do that (yet).
 
         Args:
-            now: seconds on the clock of all other times here.
-            away: there is no line to the scheduler.
-            waits: others keep this worker from the step's end; its own work may take as long as it likes.
+            now: the time, on the same clock as all other times here.
+            away: there is no connection to the scheduler.
+            waits: the worker waits for others to reach the step's end; its own work is not limited.
         """
         if self.wanted is None:
             return ""

@@ -1,4 +1,4 @@
-"""The link to the scheduler as the worker's machine sees it: streams, absences and when to try again."""
+"""The state of the link to the scheduler: streams, absences and when to try again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Link:
 
     Attributes:
         stream: number of the newest stream.
-        open: it stands.
+        open: that stream is established.
         settled: the scheduler has welcomed this worker on it.
         away_since: since when there is no settled stream; None while there is one.
-        retry_at: when to connect next; None while an attempt or a stream is under way.
-        detail: what the last attempt failed with.
+        retry_at: when to connect next; None during an attempt or while there is a stream.
+        detail: why the last attempt failed.
     """
 
     def __init__(self, timing: Timing, jitter: Callable[[], float]) -> None:
@@ -32,7 +32,7 @@ class Link:
         self.detail = ""
 
     def start(self, now: float) -> int:
-        """Begins an attempt at once; returns its stream number."""
+        """Begins an attempt immediately; returns its stream number."""
         self._note_absence(now)
         self.open = self.settled = False
         self.retry_at = None
@@ -40,17 +40,20 @@ class Link:
         return self.stream
 
     def opened(self, stream: int) -> bool:
-        """Notes that a stream stands; False if it is not the newest."""
+        """Records that a stream is established; returns False if it is not the newest."""
         self.open = stream == self.stream and self.retry_at is None
         return self.open
 
     def welcomed(self) -> None:
-        """Notes that the scheduler has answered, which ends earlier trouble."""
+        """Records that the scheduler has answered, which ends earlier trouble."""
         self.settled = True
         self.away_since = self.report_at = None
 
     def lost(self, stream: int, detail: str, now: float) -> bool:
-        """Notes the end of a stream or attempt and plans the next; False if it is not the newest."""
+        """Records the end of a stream or attempt and plans the next one.
+
+        Returns False if it is not the newest.
+        """
         if stream != self.stream or self.retry_at is not None:
             return False
         away_since = self._note_absence(now)
@@ -62,7 +65,7 @@ class Link:
         return True
 
     def _note_absence(self, now: float) -> float:
-        """Notes since when the scheduler has been away."""
+        """Records since when the scheduler has been away."""
         if self.away_since is None:
             self.away_since = now
             self._report_interval_s = self._timing.report_first_s
@@ -70,18 +73,18 @@ class Link:
         return self.away_since
 
     def reported(self, now: float) -> None:
-        """Notes that a line about the trouble was logged."""
+        """Records that a line about the trouble was logged."""
         self._report_interval_s = min(2 * self._report_interval_s, self._timing.report_last_s)
         self.report_at = now + self._report_interval_s
 
     def put_off(self, now: float) -> None:
-        """Notes that the scheduler is there, and can neither welcome nor refuse anybody for now."""
+        """Records that the scheduler is there, but can neither welcome nor refuse workers at present."""
         if self.away_since is not None:
             self.away_since = now
             self.reported(now)
 
     def close(self) -> None:
-        """No further attempts."""
+        """Allows no further attempts."""
         self.open = self.settled = False
         self.retry_at = self.report_at = self.away_since = None
         self.stream += 1

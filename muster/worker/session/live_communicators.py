@@ -1,4 +1,4 @@
-"""The communicators that the end of a generation aborts."""
+"""The communicators that are aborted at the end of a generation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class LiveCommunicators:
     """The open communicators of the present generation.
 
     Args:
-        lock: the one under which generations end.
-        start: starts a thread, given its name and what it runs.
+        lock: the lock under which generations end.
+        start: starts a thread, given its name and function.
     """
 
     def __init__(
@@ -30,22 +30,23 @@ class LiveCommunicators:
         self._aborting: threading.Thread | None = None
 
     def add(self, generation: int, communicator: Communicator) -> None:
-        """Adds a communicator; those of another generation are forgotten."""
+        """Adds a communicator; those of other generations are forgotten."""
         with self._lock:
             if self._generation != generation:
                 self._generation, self._communicators = generation, []
             self._communicators.append(communicator)
 
     def forget(self, communicator: Communicator) -> None:
-        """Forgets a communicator that needs no abort any more; idempotent."""
+        """Forgets a communicator that no longer needs an abort; idempotent."""
         with self._lock, contextlib.suppress(ValueError):
             self._communicators.remove(communicator)
 
     def abort(self, error: Exception) -> None:
-        """Begins to abort all of them; call it under the lock.
+        """Starts to abort all of them; call it under the lock.
 
-        On a thread of its own: an abort may take a while, and the next generation's ids come before its end.
-        It is started under the lock, so that a thread that sees the change can wait for it.
+        This runs on a separate thread, because an abort may take a while, and the next generation's ids
+        arrive before its end. The thread is started under the lock, so that any thread that sees the change
+        can wait for it.
         """
         communicators = list(self._communicators)
         if not communicators:
@@ -58,9 +59,9 @@ class LiveCommunicators:
         self._aborting = self._start("muster-abort", run)
 
     def end(self, end: Callable[[Communicator], None]) -> None:
-        """Calls ``end`` with each communicator there is, the youngest first.
+        """Calls ``end`` with each open communicator, the newest first.
 
-        That may block on a peer that dies, so the end of the generation still aborts it.
+        That may block on a peer that dies, so the end of the generation still aborts each of them.
         """
         self.settle_aborts()
         while youngest := self._communicators[-1:]:
@@ -71,8 +72,8 @@ class LiveCommunicators:
         self.settle_aborts()
 
     def settle_aborts(self) -> None:
-        """Waits until no thread is inside a communicator to abort it."""
-        with self._lock:  # a thread that cannot be joined yet is not seen
+        """Waits until no thread is aborting a communicator."""
+        with self._lock:  # A thread that cannot be joined yet is not in the list.
             aborting = self._aborting
         if aborting is not None:
             aborting.join()

@@ -1,19 +1,19 @@
-"""The worker's state machine: its membership, from the first Join to the last Leave, and reconnects.
+"""The worker's state machine: its membership from the first Join to the last Leave, including reconnects.
 
-It has no clock, no thread and no socket. What drives it, the :class:`~muster.worker.session.client.Client`,
-keeps to this:
+It has no clock, no thread and no socket. Its driver, the :class:`~muster.worker.session.client.Client`,
+follows these rules:
 
-* ``step(event, now)`` is called by one thread at a time, with a clock that never goes back. Of one stream,
-  events come in the order in which they happened.
-* Of the decision, the notices are carried out in their order, then the messages are sent in theirs on the
-  newest stream, all before the next step. What may block may follow later, on any thread.
+* ``step(event, now)`` is called by one thread at a time, with a clock that never goes back. Events of one
+  stream come in the order in which they happened.
+* The notices of a decision are carried out in order. Then its messages are sent in order on the newest
+  stream, all before the next step. Work that may block may be done later, on any thread.
 * ``Connect`` is answered by one ``StreamOpened``, each message by ``Received``, and the end of the attempt
   or the stream by one ``StreamLost`` or ``StreamDenied``. Events of older streams change nothing.
 * ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
   ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``, ``TakeStacks`` by ``StacksTaken``. ``Over``
   aborts the generation's communicators unless it was planned; the training thread then comes back with
   ``EntryRequested``, or says ``Goodbye``.
-* After each step ``deadline()`` says when ``DeadlineReached`` is due, if nothing happens before.
+* After each step, ``deadline()`` returns when ``DeadlineReached`` is due, if nothing happens before.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MembershipMachine:
     """The state machine of one worker process's membership, from its first Join to its Leave.
 
     Args:
-        profile: who this worker is.
+        profile: this worker's identity and description.
         timing: deadlines.
         jitter: random numbers from [0, 1).
-        address: the scheduler's host and port, for sentences about it.
+        address: the scheduler's host and port, for messages.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class MembershipMachine:
         self._samples_per_s = 0.0
         self._loss: float | None = None
         self._learning_rate: float | None = None
+        self._steps = 0
         self._copies = Copies()
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -74,6 +75,7 @@ class MembershipMachine:
             events.LeaveWanted: self._on_leave_requested,
             events.Goodbye: self._on_goodbye,
             events.Renewed: self._on_renewed,
+            events.GpuFailed: self._on_gpu_failed,
             events.DeadlineReached: self._on_tick,
             messages.Welcome: self._on_welcome,
             messages.Waiting: self._on_waiting,
@@ -92,10 +94,10 @@ class MembershipMachine:
         self._messages: list[messages.WorkerMessage] = []
         self._notices: list[events.Notice] = []
         self._reason = ""
-        self._probe_asked = (0, 0)  # on which stream, and in which round
+        self._probe_asked = (0, 0)  # On which stream it came, and in which round.
 
     def deadline(self) -> float | None:
-        """The time of the next DeadlineReached; None: no timer is needed."""
+        """The time of the next DeadlineReached; None if no timer is needed."""
         state = self._state
         if state.ended:
             return None
@@ -111,7 +113,7 @@ class MembershipMachine:
 
     @property
     def phase(self) -> str:
-        """The state in one word, for logs and tests."""
+        """The state as one word, for logs and tests."""
         state = self._state
         if state.ended:
             return "ended"
@@ -134,12 +136,12 @@ class MembershipMachine:
 
     @property
     def times_put_off(self) -> int:
-        """How often the scheduler has said that it can decide nothing, since this incarnation began."""
+        """How often the scheduler has reported that it can decide nothing, since this incarnation began."""
         return self._state.times_put_off
 
     @property
     def is_away(self) -> bool:
-        """Whether there is no scheduler at the moment."""
+        """Whether there is no scheduler at present."""
         return not self._link.settled
 
     def is_over(self, generation: int) -> bool:
@@ -147,7 +149,7 @@ class MembershipMachine:
         return self._state.is_over(generation)
 
     def _send(self, message: messages.WorkerMessage) -> None:
-        """Sends if the stream stands; what matters is sent again after a reconnect."""
+        """Sends a message if there is a stream; important messages are repeated after a reconnect."""
         if self._link.open:
             self._messages.append(message)
 
@@ -182,7 +184,7 @@ class MembershipMachine:
         return at is not None and at <= self._now
 
     def _interval_s(self, welcome: messages.Welcome) -> float:
-        """How often the scheduler wants to hear of this worker: less often before it has a place."""
+        """How often the scheduler wants to hear from this worker; less often before it has a place."""
         waits = self._state.seen == 0 and welcome.waiting_interval_s
         return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
 
@@ -199,6 +201,7 @@ class MembershipMachine:
                 entered_generation=state.generation,
                 loss=self._loss,
                 learning_rate=self._learning_rate,
+                steps=self._steps,
                 snapshot=self._copies.snapshot(self._now),
                 checkpoint=self._copies.checkpoint(self._now),
             )
@@ -211,7 +214,7 @@ class MembershipMachine:
             return None
         if state.seen == 0:
             looks_s = self._timing.topo_timeout_s
-            # The scheduler was there: it need not be waited for as one that is to start.
+            # The scheduler was there, so this is not the wait for a scheduler that is still starting.
             if state.renewed and not self._timing.waits_without_limit:
                 looks_s = min(looks_s, self._timing.reconnect_timeout_s)
             return away + looks_s
@@ -224,7 +227,8 @@ class MembershipMachine:
         if state.suspicion_since is None or state.welcome is None or not self._link.settled:
             return None
         patience_s = state.welcome.node_timeout_s + self._timing.verdict_margin_s
-        if state.suspicion is not None:  # answered with a generation, however far behind the scheduler is
+        # A worker with this is answered with a generation, however far behind the scheduler is.
+        if state.suspicion is not None:
             patience_s = max(patience_s, self._timing.reconnect_timeout_s)
         return state.suspicion_since + patience_s
 
@@ -262,7 +266,7 @@ class MembershipMachine:
     def _end_generation(
         self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
     ) -> None:
-        """Declares the training thread's generation over, once."""
+        """Ends the generation of the training thread, once."""
         state = self._state
         current = state.standing
         if current is None:
@@ -279,7 +283,8 @@ class MembershipMachine:
         *,
         ok: bool = False,
     ) -> None:
-        if self._state.goodbye is not None:  # who waits for its answer has no use for a failure
+        # A worker that waits for the answer to its Leave has no use for a failure.
+        if self._state.goodbye is not None:
             self._finish_leaving(heard=False)
             return
         self._end()
@@ -298,7 +303,7 @@ class MembershipMachine:
     # ------------------------------------------------------------ interface
 
     def step(self, event: events.Event, now: float) -> events.Effects:
-        """Takes one event at time ``now``; never raises on what a scheduler or network may do."""
+        """Handles one event at time ``now``; never raises because of what a scheduler or network does."""
         self._now = now
         self._messages, self._notices, self._reason = [], [], ""
         self._handlers[type(event)](event)
@@ -352,7 +357,7 @@ class MembershipMachine:
             self._finish_leaving(heard=False)
         elif event.by_scheduler or state.seen == 0:
             self._fail(events.FailureKind.SECURITY, event.sentence)
-        else:  # a member keeps its place while the scheduler's certificate, say, is being put right
+        else:  # A member keeps its place, for example while the scheduler's certificate is being replaced.
             self._on_stream_lost(events.StreamLost(event.stream, event.sentence))
 
     def _on_received(self, event: events.Received) -> None:
@@ -367,6 +372,10 @@ class MembershipMachine:
         if why:
             self._fail(events.FailureKind.REFUSED, why, messages.RefusalCode.SETTINGS_DIFFER)
             return
+        # A scheduler of version 0.2 does not know checks, and would give it a place.
+        if self.profile.gpu_fault:
+            self._fail(events.FailureKind.REFUSED, self._gpu_failure(), messages.RefusalCode.GPU_FAILED)
+            return
         state.welcome = message
         state.renewed = False
         if state.absent:
@@ -379,7 +388,7 @@ class MembershipMachine:
                 events.LogLine("this worker waits as a spare: it takes a place that comes free.")
             )
         state.heartbeat_at = self._now + self._interval_s(message)
-        if state.suspicion_since is not None:  # a restarted scheduler has not heard of it
+        if state.suspicion_since is not None:  # A restarted scheduler does not know of it.
             state.suspicion_since = self._now
             if state.suspicion is not None:
                 self._send(state.suspicion)
@@ -392,7 +401,7 @@ class MembershipMachine:
             state.waiting_sentence = message.sentence
             over = state.running and message.present >= message.needed
             self._notices.append(events.LogLine(message.sentence, waits=not over))
-        if message.undecided:  # what it has not said yet means nothing
+        if message.undecided:  # Values that it has not sent yet have no meaning.
             state.times_put_off += 1
             self._link.put_off(self._now)
             if state.suspicion_since is not None:
@@ -407,7 +416,7 @@ class MembershipMachine:
             return
         if new.generation > state.seen:
             self._take_up(new)
-        elif state.held == new.generation:  # sent again: the planned change is put off, or forgotten
+        elif state.held == new.generation:  # Sent again: the planned change is postponed or cancelled.
             state.held = 0
             self._notices += [events.ChangePutOff(), events.GateChanged()]
         if new.rank == 0 and (state.next is not None or not state.running):
@@ -418,7 +427,7 @@ class MembershipMachine:
             self._notices.append(events.LossKnown(loss))
 
     def _is_mine(self, assignment: messages.Assignment) -> bool:
-        if assignment.rank < 0:  # leaving as asked
+        if assignment.rank < 0:  # The worker leaves as asked.
             return True
         me = assignment.members[assignment.rank]
         return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
@@ -428,10 +437,12 @@ class MembershipMachine:
         first = state.seen == 0
         state.take_up(new)
         if state.heartbeat_at is not None and state.welcome is not None and first:
-            share = (new.rank + 1) / len(new.members)  # those of all members are spread over the interval
+            # The heartbeats of all members are spread over the interval.
+            share = (new.rank + 1) / len(new.members)
             state.heartbeat_at = min(state.heartbeat_at, self._now + share * self._interval_s(state.welcome))
         self._note_loss(new.first_loss)
-        if first and state.leave_reason is not None:  # asked for before there was a place to leave
+        # The leave was requested before there was a place to leave.
+        if first and state.leave_reason is not None:
             self._send(messages.RequestLeave(new.generation, state.leave_reason))
         self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
         current = state.standing
@@ -499,7 +510,7 @@ class MembershipMachine:
 
     def _on_probe(self, message: messages.Probe) -> None:
         asked = (self._link.stream, message.round)
-        if asked == self._probe_asked:  # said twice: a second answer would only hold up the next one
+        if asked == self._probe_asked:  # Repeated: a second answer would only delay the next one.
             return
         self._probe_asked = asked
         self._notices.append(events.ProbeWanted(message.round, message.targets))
@@ -517,7 +528,7 @@ class MembershipMachine:
             self._fail(events.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
         elif message.code is messages.RefusalCode.JOB_ENDED and self._state.seen:
             self._fail(events.FailureKind.JOB_ENDED, message.sentence, message.code)
-        elif message.code is messages.RefusalCode.NOT_PERMITTED:  # by what the certificate says
+        elif message.code is messages.RefusalCode.NOT_PERMITTED:  # According to the certificate.
             self._fail(events.FailureKind.SECURITY, message.sentence, message.code)
         else:
             self._fail(events.FailureKind.REFUSED, message.sentence, message.code)
@@ -556,7 +567,7 @@ class MembershipMachine:
         if new is None or ids is None or new.rank < 0 or not state.wants_entry or state.ended:
             return
         state.enter(new)
-        self._started = self._step  # a step that was broken off is not begun in the new generation
+        self._started = self._step  # A step that was aborted does not begin in the new generation.
         self._notices.append(events.Build(new, ids.unique_ids))
 
     def _on_built(self, event: events.CommunicatorBuilt) -> None:
@@ -571,16 +582,18 @@ class MembershipMachine:
         current = state.standing
         if current is None or current.generation != event.generation:
             return
-        suspect = event.rank if event.rank >= 0 else current.rank  # itself: it knows of nobody
+        # It named itself: it does not know which peer failed.
+        suspect = event.rank if event.rank >= 0 else current.rank
         hint = messages.SuspectPeer(event.generation, suspect, event.detail)
-        if state.next is not None:  # peers have switched already, or will: so does this worker
-            self._send(hint)  # those that still hang in the last step learn of it
+        if state.next is not None:  # Peers have switched already or will, and so does this worker.
+            self._send(hint)  # Those that still hang in the last step are told.
             self._dismiss_if_leaving(state.next)
             self._end_generation(state.next.reason, state.next.lost)
             return
         if state.suspicion_since is None:
             state.suspicion_since = self._now
-        # Who did not come in time may come later, to the next generation. In the same step again: never.
+        # A peer that did not come in time may come later, in the next generation, but never in the same step
+        # again.
         late = event.timed_out and state.timed_out_step != self._step
         state.timed_out_step = self._step if event.timed_out else state.timed_out_step
         state.suspicion = hint if event.rank >= 0 or late else None
@@ -602,7 +615,7 @@ class MembershipMachine:
 
     def _on_probes_done(self, event: events.ProbesDone) -> None:
         if self._link.settled and not self._state.ended:
-            self._send_heartbeat()  # first: how far this worker is
+            self._send_heartbeat()  # First, this worker's own progress.
             reply = messages.Probed(
                 event.round, event.unreached, event.late, event.waits, event.busy, event.seconds
             )
@@ -630,7 +643,7 @@ class MembershipMachine:
             self._report_first_step(current)
 
     def _report_first_step(self, current: messages.Assignment) -> None:
-        """Reports at once that a newcomer begins a step and so holds the state: its giver may go or die."""
+        """Reports immediately that a newcomer holds the state, because its giver may now leave or die."""
         if self._state.stepped_in < current.generation:
             self._state.stepped_in = current.generation
             if current.rank in current.newcomer_ranks and self._link.settled:
@@ -639,7 +652,7 @@ class MembershipMachine:
     def _on_progress(self, event: events.ProgressReported) -> None:
         self._step = event.step
         self._samples_per_s = event.samples_per_s
-        self._loss, self._learning_rate = event.loss, event.learning_rate
+        self._loss, self._learning_rate, self._steps = event.loss, event.learning_rate, event.steps
 
     def _on_snapshot_changed(self, event: events.SnapshotChanged) -> None:
         self._copies.note_snapshot(event.report, self._now)
@@ -671,8 +684,23 @@ class MembershipMachine:
         said = self._state.goodbye
         assert said is not None
         self._send(
-            messages.Leave(self._state.seen, said.finished, said.reason, said.consequence, said.exit_code)
+            messages.Leave(
+                self._state.seen,
+                said.finished,
+                said.reason,
+                said.consequence,
+                said.exit_code,
+                said.gpu_fault,
+            )
         )
+
+    def _gpu_failure(self) -> str:
+        who, fault = self.profile, self.profile.gpu_fault.rstrip(".")
+        where = f"node {who.node_id} on host {who.host.name}"
+        return f"The GPU of {where} has failed its check: {fault}. Reset or replace it."
+
+    def _on_gpu_failed(self, event: events.GpuFailed) -> None:
+        self.profile = self.profile.replaced(gpu_fault=event.fault)
 
     def _on_renewed(self, event: events.Renewed) -> None:
         self._state = Incarnation(renewed=True)

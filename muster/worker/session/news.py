@@ -1,4 +1,4 @@
-"""What the machine has told of the membership; dropped as a whole when the worker has lost its place."""
+"""The machine's notices on the membership; replaced as a whole when the worker has lost its place."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from muster.worker.session.failures import sentence
 
 @dataclass(slots=True)
 class News:
-    """What the machine of one incarnation has told its client.
+    """What the machine of one incarnation has reported to its client.
 
     Attributes:
-        failure: why the membership is over for good; None: it is not.
-        pending: the planned change that is to come; None: there is none.
+        failure: why the membership is over for good; None if it is not.
+        pending: the next planned change; None if there is none.
         dismissal: the worker leaves as asked, once its generation is over.
         change: the last change of members.
-        build: the newest generation that is to be built and was not taken yet.
+        build: the newest generation to be built that no thread has taken yet.
         running: the newest generation that all members have built.
-        no_verdict: the generation of which the scheduler knows no change.
-        finished: which rank has, while this one waited in that.
-        snapshot_word: the scheduler's newest on snapshots.
-        left: the goodbye was heard, or its deadline is over.
+        no_verdict: the generation for which the scheduler knows of no change.
+        finished: the rank that has finished while this one waited in that generation.
+        snapshot_word: the scheduler's newest message on snapshots.
+        left: the Leave was confirmed, or its deadline has passed.
     """
 
     failure: WorkerError | None = None
@@ -52,20 +52,24 @@ class News:
         return self.dismissal is not None or isinstance(self.failure, LeaveGranted)
 
     def note_no_verdict(self, notice: events.NoVerdict) -> None:
-        """The scheduler knows of no change, or which rank has finished."""
+        """Records that the scheduler knows of no change, or which rank has finished."""
         self.no_verdict, self.finished = notice.generation, None
         if notice.finished_rank >= 0:
             self.finished = PeerFinishedError(notice.sentence.rstrip("."), rank=notice.finished_rank)
 
     def note_dismissed(self, notice: events.Dismissed) -> None:
-        """The worker leaves as asked."""
+        """Records that the worker leaves as asked."""
         why = sentence(f"This worker leaves the job: {notice.reason}")
         self.dismissal = LeaveGranted(why, alone=notice.alone)
 
     def note_over(self, notice: events.Over) -> WorkerError:
-        """The generation has ended; returns the error that its communicators are aborted with."""
+        """Records that the generation has ended.
+
+        Returns the error with which its communicators are aborted.
+        """
         self.pending = None
-        over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
+        # The reason for a suspension contains this already.
+        over = f"Generation {notice.generation} is over: "
         self.change = MembershipChanged(
             sentence(over + notice.reason.removeprefix(over)),
             generation=notice.generation,

@@ -1,4 +1,4 @@
-"""How long a collective may take, by the pace of this worker's steps."""
+"""How long a collective may take, given the pace of this worker's steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KEPT = 31
 
 
 class Pace:
-    """The durations of the last steps, in seconds; in a script that counts none, of long waits.
+    """The durations of recent steps in seconds; of recent long waits in a script that counts no steps.
 
     Args:
-        least_s: however short the steps are, so long a collective may take.
+        least_s: how long a collective may take at least, however short the steps are.
     """
 
     def __init__(self, least_s: float = LEAST_S) -> None:
@@ -27,15 +27,17 @@ class Pace:
         self._since = 0.0
 
     def note_step(self, step: int, now: float) -> None:
-        """Notes that ``step`` steps are finished, and the next one begins."""
+        """Records that ``step`` steps are finished, and the next one begins."""
         if self._step is not None and step == self._step + 1:
             self._durations.append(now - self._since)
         self._step, self._since = step, now
 
     def note_wait(self, seconds: float) -> None:
-        """Notes that a long wait has ended well: in a script that counts no steps that may be usual.
+        """Records that a long wait has ended well.
 
-        Where steps are counted, its step's duration holds it already.
+        In a script that counts no steps, such waits may be normal.
+
+        If steps are counted, the wait is part of its step's duration.
         """
         self._waits.append(seconds)
 
@@ -43,8 +45,8 @@ class Pace:
     def limit_s(self) -> float:
         """How long a collective may take: five times the median step, at least ``least_s``.
 
-        Of two in the middle the shorter one: after two steps, of which one waited for a busy rank, the other
-        says how long a step is.
+        With an even number of steps, the smaller of the two middle values is used: after two steps, of which
+        one waited for a busy rank, the other one shows how long a step is.
         """
         usual = self._durations or self._waits
         return max(self._least_s, STEPS * statistics.median_low(usual)) if usual else self._least_s

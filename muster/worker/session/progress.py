@@ -1,20 +1,25 @@
-"""How far a training is, from what loop and script report."""
+"""The training's progress, as reported by loop and script."""
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import SupportsFloat, SupportsIndex
 
 from muster.wire.codec import MAX_NUMBER
+from muster.wire.messages import MAX_NUMBER_NAME, MAX_NUMBERS
+
+log = logging.getLogger("muster.worker")
 
 
 class Progress:
     """The latest report of a training's progress.
 
-    A loop that numbers its steps, as ElasticLoop does, reports number and speed; a script beside it then adds
-    a loss. Without such a loop each report of the script is a step, and the speed follows from its samples.
+    A loop that numbers its steps, as ElasticLoop does, reports number and speed, and the script only adds a
+    loss. Without such a loop, each report of the script is a step, and the speed is computed from its
+    samples.
 
     Args:
         clock: seconds on a monotonic clock.
@@ -22,9 +27,10 @@ class Progress:
     Attributes:
         step: steps finished.
         samples_per_s: this worker's speed.
-        loss: as last reported; None: never.
-        learning_rate: likewise.
-        steps: how many there are to be; 0: not known.
+        loss: the last reported loss; None if there is none.
+        learning_rate: the last reported one; None if there is none.
+        steps: the total number of steps; 0 if not known.
+        numbers: the script's own numbers by name, as last reported; all finite.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -33,6 +39,8 @@ class Progress:
         self.loss: float | None = None
         self.learning_rate: float | None = None
         self.steps = 0
+        self.numbers: dict[str, float] = {}
+        self._left_out: set[str] = set()
         self._clock = clock
         self._numbered = False
         self._last_s: float | None = None
@@ -41,17 +49,23 @@ class Progress:
         self,
         step: int | None,
         samples_per_s: float | None,
+        numbers: Mapping[str, SupportsFloat] | None = None,
         *,
         loss: SupportsFloat | None = None,
         samples: int | None = None,
         steps: int | None = None,
         learning_rate: SupportsFloat | None = None,
     ) -> bool:
-        """Takes a report in; whether it is one of a step, rather than of a loss alone.
+        """Handles a report; returns whether it is about a step, rather than only a loss or own numbers.
 
         Raises:
-            TypeError, ValueError: ``step`` or ``steps`` is no count.
+            TypeError, ValueError: ``step`` or ``steps`` is not a count, or one of ``numbers`` is not a
+                number.
         """
+        if numbers:
+            self._take_numbers(numbers)
+            if (step, samples_per_s, loss, samples, steps, learning_rate) == (None,) * 6:
+                return False
         step = None if step is None else count_of("step", step)
         steps = None if steps is None else count_of("steps", steps)
         if loss is not None:
@@ -73,12 +87,38 @@ class Progress:
             self.samples_per_s = samples_per_s if math.isfinite(samples_per_s) and samples_per_s > 0 else 0.0
         return True
 
+    def _take_numbers(self, numbers: Mapping[str, SupportsFloat]) -> None:
+        """Stores the script's own numbers. One that is no longer finite is no longer shown.
+
+        Numbers that cannot be sent are left out with a warning, because training must not end for them.
+        """
+        for name, given in numbers.items():
+            value = float(given)
+            if not math.isfinite(value):
+                self.numbers.pop(name, None)
+            elif name in self.numbers or (fits(name) and len(self.numbers) < MAX_NUMBERS):
+                self.numbers[name] = value
+            elif name not in self._left_out and len(self._left_out) < MAX_NUMBERS:
+                self._left_out.add(name)
+                log.warning(
+                    "session.report(): %.80r is left out: there may be %d numbers, with names of 1 to %d"
+                    " characters without blanks.",
+                    name,
+                    MAX_NUMBERS,
+                    MAX_NUMBER_NAME,
+                )
+
+
+def fits(name: str) -> bool:
+    """Whether messages can contain a number with this name."""
+    return 1 <= len(name) <= MAX_NUMBER_NAME and name.isprintable() and " " not in name
+
 
 def count_of(name: str, value: SupportsIndex) -> int:
-    """A count that messages can carry: a thread would fail on any other, and the worker fall silent.
+    """Checks a count for use in messages, where a wrong value would end a thread.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not a whole number.
         ValueError: it is out of bounds.
     """
     count = operator.index(value)
@@ -88,10 +128,10 @@ def count_of(name: str, value: SupportsIndex) -> int:
 
 
 def seconds_of(name: str, value: SupportsFloat) -> float:
-    """A duration that messages can carry.
+    """Checks a duration that goes into messages.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is negative, or not finite.
     """
     seconds = float(value)

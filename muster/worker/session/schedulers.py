@@ -1,4 +1,4 @@
-"""Which of a job's schedulers is tried next, and for how long."""
+"""Which of a job's schedulers is tried next, and how long it may take to answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The order in which schedulers are tried: one that has broken off comes last, as it may hang.
+    """The order in which schedulers are tried: one that ended a connection comes last, as it may hang.
 
     Args:
-        count: how many there are.
+        count: how many schedulers there are.
     """
 
     def __init__(self, count: int) -> None:
@@ -25,20 +25,20 @@ class Turns:
         self._found = -1
 
     def order(self) -> list[int]:
-        """The numbers of the schedulers, those to be tried first first."""
+        """The numbers of the schedulers, in the order in which to try them."""
         begin = self._found + 1
         return [number % self._count for number in range(begin, begin + self._count)]
 
     def found(self, number: int) -> None:
-        """Notes the scheduler that took the connection."""
+        """Records the scheduler that took the connection."""
         self._found = number
 
 
 class Schedulers:
-    """The schedulers of a job, of which one leads and the others do not listen.
+    """The schedulers of a job: one leads, and the others do not listen.
 
     Args:
-        settings: of the worker.
+        settings: the worker's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -49,7 +49,7 @@ class Schedulers:
         """Returns the result of ``attempt`` for the first scheduler with which it succeeds.
 
         Args:
-            attempt: gets the settings with one scheduler; raises DeniedError or OSError.
+            attempt: called with the settings for one scheduler; raises DeniedError or OSError.
         """
         failures: list[DeniedError | OSError] = []
         for number in self._turns.order():

@@ -8,8 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -19,6 +18,7 @@ from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.encryption import NcclProtection
 from muster.errors import (
     CommunicatorError,
+    GpuFailedError,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
@@ -35,9 +35,12 @@ from muster.worker.ending import on_sigterm
 from muster.worker.session import events
 from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line
+from muster.worker.session.devices import describe_devices
 from muster.worker.session.failures import exit_code_of, is_consequence, is_good_exit, reason_of
 from muster.worker.session.groups import WORLD, Groups
+from muster.worker.session.incarnation_number import new_incarnation
 from muster.worker.session.leave import LoneLeave
+from muster.worker.session.own_gpu import OwnGpu
 from muster.worker.session.progress import Progress, count_of, seconds_of
 from muster.worker.session.step_clock import StepClock
 from muster.worker.session.watcher import ProbeAll
@@ -62,17 +65,17 @@ def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
 class Session:
     """One worker process's membership of a job. Made by :func:`muster.init`.
 
-    All properties are those of the present generation; :meth:`rejoin` changes them. As a context manager it
-    says goodbye at the end of the block: finished if the block ended well, failed if not.
+    All properties describe the present generation; :meth:`rejoin` changes them. As a context manager, it
+    leaves the job at the end of the block: as finished if the block ended well, as failed if not.
 
     Attributes:
         settings: this worker's settings, as read at its start.
         device: the device chosen for it.
         backend: the data plane.
         nccl: what was decided about encrypting NCCL's traffic between hosts.
-        interrupted: Ctrl-C ended it, or came while it ended.
-        take_stacks: where this worker's process stands, in at most so many bytes; an agent tells of its
-            program.
+        interrupted: Ctrl-C ended the session, or came while it ended.
+        take_stacks: returns the stacks of this worker's process within a limit in bytes; in an agent, those
+            of its program.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Session:
         nccl: NcclProtection | None = None,
         timing: events.Timing | None = None,
         threads: Threads | None = None,
+        gpu: OwnGpu | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
@@ -104,12 +108,12 @@ class Session:
         self._recorder = FlightRecorder()
         self._groups = Groups()
         self._world: Communicator | None = None
+        self._gpu = gpu or OwnGpu()
+        self._gpu_fault = ""
         self._left = False
         self._progress = Progress(time.monotonic)
         self._step_clock = StepClock(self._recorder, time.monotonic, self._sending_s)
-        self._noted: dict[
-            str, tuple[float, ...]
-        ] = {}  # of the last snapshot and checkpoint, for the launcher
+        self._noted: dict[str, tuple[float, ...]] = {}  # the last snapshot and checkpoint, for the launcher
         self._snapshot_noted = (0, -1)
         self._error: BaseException | None = None
         self._release_lock = threading.Lock()
@@ -119,7 +123,7 @@ class Session:
             reconnect_timeout_s=settings.reconnect_timeout_s,
             waits_without_limit=settings.waits_without_limit,
         )
-        if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
+        if len(settings.scheduler_hosts) > 1:  # While no scheduler leads, there is no verdict.
             timing = timing.replaced(verdict_margin_s=verdict_margin_s(settings.node_timeout_s))
         self.take_stacks: Callable[[int], str] = self._own_stacks
         self._client = Client(
@@ -131,6 +135,8 @@ class Session:
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             threads=threads,
             times=self._step_clock.take,
+            figures=lambda: (self._step_clock.checkpoints_s, tuple(sorted(self._progress.numbers.items()))),
+            gpu=self._gpu.take,
             stacks=lambda limit_bytes: self.take_stacks(limit_bytes),
         )
 
@@ -142,15 +148,20 @@ class Session:
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.
 
-        If it is declared dead before, because it was stopped, say, it asks again as a newcomer.
+        If this worker is declared dead before that, for example because it was stopped, it asks again as a
+        newcomer.
 
         Raises:
-            WorkerError: refused, not reachable, not trusted, or not formed in time.
+            WorkerError: the scheduler refuses the worker, cannot be reached or is not trusted, or the group
+                does not form in time.
         """
         self._note_place()
+        fault = self._gpu.fault_before_join()
+        if fault:  # The scheduler is told, and refuses this worker.
+            self._client.post(events.GpuFailed(fault))
         self._client.start()
         try:
-            if self._prepare is not None:  # slow work that needs no peers
+            if self._prepare is not None:  # Slow work that needs no peers.
                 self._prepare()
             self._enter()
         except BaseException as error:
@@ -218,13 +229,14 @@ class Session:
         device = self.device
         if device.visible_count == 0 or device.ordinal >= 0:
             return device.ordinal if device.visible_count else -1
-        if self._first_ordinal is None:  # local ranks move up when others die; the arrays stay where they are
+        # Local ranks move up when others die, but the arrays stay where they are.
+        if self._first_ordinal is None:
             self._first_ordinal = local_rank % device.visible_count
         return self._first_ordinal
 
     @property
     def state_source_rank(self) -> int:
-        """The rank whose parameters the newcomers take, or -1 where all start over."""
+        """The rank whose parameters the newcomers take; -1 if all start from the beginning."""
         return self._place.state_source_rank
 
     @property
@@ -234,12 +246,12 @@ class Session:
 
     @property
     def launch(self) -> int:
-        """A number of this launch of the job, the same in all its generations, or 0 if it is not known."""
+        """A number that identifies this launch of the job in all its generations; 0 if it is not known."""
         return self._place.launch
 
     @property
     def change_reason(self) -> str:
-        """Why the present generation exists, in words."""
+        """The reason for the present generation, as text."""
         return self._place.reason
 
     @property
@@ -291,23 +303,23 @@ class Session:
 
     @property
     def membership_event(self) -> events.ChangePending | None:
-        """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
+        """The next planned change, with ``reason`` and ``after_step`` (-1 if not known yet)."""
         return self._client.pending
 
     def step_boundary(self, step: int) -> None:
         """Call before each step: planned changes of members happen here and nowhere else.
 
-        Usually returns at once. While a planned change is being worked out it may wait a moment, so that
+        Usually returns immediately. While a planned change is being prepared, it may wait a moment, so that
         all ranks switch after the same step.
 
         Args:
             step: how many steps are finished.
 
         Raises:
-            MembershipChanged: the generation is over; ``rejoin()`` and go on from ``step``.
-            LeaveGranted: this worker leaves as asked; ``release()`` and exit.
+            MembershipChanged: the generation is over. Call ``rejoin()`` and continue from ``step``.
+            LeaveGranted: this worker leaves as asked. Call ``release()`` and exit.
             WorkerError: the membership is over for good.
-            TypeError, ValueError: ``step`` is no count.
+            TypeError, ValueError: ``step`` is not a count.
         """
         self._client.start_step(count_of("step", step), self._place.generation)
 
@@ -321,32 +333,40 @@ class Session:
         steps: int | None = None,
         learning_rate: SupportsFloat | None = None,
         data_s: float = 0.0,
+        **numbers: SupportsFloat,
     ) -> None:
-        """Says how far the training is; ``muster status`` shows it, and the launcher on a terminal.
+        """Reports the training's progress.
 
-        ElasticLoop reports steps and speed by itself; then only a loss is left to report. In a loop of one's
-        own one line a step does::
+        ``muster status`` shows it, and so does the launcher on a terminal.
+
+        ElasticLoop reports steps and speed itself, so that only a loss is left to report. In your own loop,
+        one line in each step is enough::
 
             session.report(loss=loss, samples=len(batch))
 
         Args:
-            step: how many steps are finished; None: one more, unless an ElasticLoop counts them.
-            samples_per_s: this worker's speed; None: from ``samples``.
-            loss: of the last step, as a number; a GPU's tensor is waited for.
-            samples: that this worker has trained on in the step.
-            steps: how many steps there are to be.
-            learning_rate: of the last step, for the plots of ``muster web`` and ``muster report``.
-            data_s: for how long the step waited for its data, in seconds, so that a slow loader is named.
+            step: how many steps are finished; None for one more, unless an ElasticLoop counts them.
+            samples_per_s: this worker's speed; None to compute it from ``samples``.
+            loss: loss of the last step, as a number. For a tensor on a GPU, this waits for its value.
+            samples: number of samples that this worker has trained on in the step.
+            steps: the total number of steps.
+            learning_rate: learning rate of the last step, for the plots of ``muster web`` and ``muster
+                report``.
+            data_s: how long the step waited for its data, in seconds, so that a slow loader is reported.
+            numbers: your own numbers, such as ``accuracy=0.97``, at most 16. If several ranks report one, its
+                mean is shown. A report with numbers alone does not count as a step. A number that is not
+                finite is no longer shown.
 
         Raises:
-            TypeError, ValueError: ``step`` or ``steps`` is no count.
+            TypeError, ValueError: ``step`` or ``steps`` is not a count, or one of ``numbers`` is not a
+                number.
         """
         progress = self._progress
         self._step_clock.note_data(seconds_of("data_s", data_s))
         if progress.take(
-            step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
+            step, samples_per_s, numbers, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
         ):
-            figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
+            figures = (progress.samples_per_s, progress.loss, progress.learning_rate, progress.steps)
             self._step_clock.end_step()
             self._client.post(events.ProgressReported(progress.step, *figures))
             ending.note_progress(
@@ -356,15 +376,18 @@ class Session:
                 loss=progress.loss,
                 learning_rate=progress.learning_rate,
                 **self._noted,
+                numbers=dict(progress.numbers),
             )
 
     # ------------------------------------------------------------ copies of the state
 
     def report_snapshot(self, report: messages.SnapshotReport) -> None:
-        """Says which snapshots this worker keeps in memory, its own and its partners'. Returns at once.
+        """Reports which snapshots this worker keeps in memory, its own and its partners'.
 
-        Callable from any thread. It goes with the heartbeats from then on, and counts once all members of the
-        generation have said so much.
+        Returns immediately.
+
+        Can be called from any thread. The report is sent with the heartbeats from then on, and counts once
+        all members of the generation have reported as much.
 
         Args:
             report: ``Retention.report()`` of ``muster.training.snapshots.retention``, after each change of
@@ -372,7 +395,8 @@ class Session:
                 ``age_s`` is filled in here.
 
         Raises:
-            TypeError, ValueError: ``size_bytes`` or a partner's rank is no count, or ``seconds`` no duration.
+            TypeError, ValueError: ``size_bytes`` or a partner's rank is not a count, or ``seconds`` is not a
+                duration.
         """
         for name, counts in (("size_bytes", (report.size_bytes,)), ("partners", report.partners)):
             for count in counts:
@@ -387,24 +411,25 @@ class Session:
 
     @property
     def snapshot_word(self) -> messages.SnapshotWord | None:
-        """Which snapshot of the present generation is complete everywhere, and which is to be taken next.
+        """Which snapshot of the present generation is complete everywhere, and which one is to be taken next.
 
-        None: nothing was heard of it in this generation. While the scheduler is away it stays what it was,
-        which is safe: what it says is kept until something newer counts.
+        None if nothing was received in this generation. While the scheduler is away, the value does not
+        change. This is safe, because the snapshot that counts is kept until a newer one counts.
         """
         word = self._client.snapshot_word
         return word if word is not None and word.generation == self._place.generation else None
 
     def report_checkpoint(self, step: int, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
-        """Says that a checkpoint of the state has been written to disk; ``muster status`` shows it.
+        """Reports that a checkpoint of the state has been written to disk; ``muster status`` shows it.
 
         Args:
-            step: steps finished in the state that it holds.
-            size_bytes: its size; 0: not known.
-            seconds: that writing it took.
+            step: steps finished in the saved state.
+            size_bytes: its size; 0 if not known.
+            seconds: how long writing it took.
 
         Raises:
-            TypeError, ValueError: ``step`` or ``size_bytes`` is no count, or ``seconds`` no duration.
+            TypeError, ValueError: ``step`` or ``size_bytes`` is not a count, or ``seconds`` is not a
+                duration.
         """
         size_bytes, seconds = count_of("size_bytes", size_bytes), seconds_of("seconds", seconds)
         written = events.CheckpointWritten(count_of("step", step), size_bytes, seconds)
@@ -413,58 +438,65 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self, what: str = "works alone") -> Iterator[None]:
-        """Says that this rank does something alone, for as long as it takes, while the others wait for it.
+        """Declares that this rank does something alone, for any length of time, while the others wait for it.
 
-        A rank that does not come to a step for which others wait is expelled after MS_HANG_TIMEOUT; not
-        while it is in here::
+        A rank that does not come to a step for which others wait is expelled after MS_HANG_TIMEOUT, but not
+        inside this block::
 
             if session.rank == 0:
                 with session.busy("evaluation"):
                     evaluate(model)
 
         Args:
-            what: in words, for the scheduler's log.
+            what: a description for the scheduler's log. If it contains ``checkpoint``, the time counts as
+                time for checkpoints in `where a job's time goes`.
         """
         self._client.training.begin_busy(what)
         begun = time.monotonic()
         try:
             yield
         finally:
-            self._step_clock.excuse(time.monotonic() - begun)
+            self._step_clock.excuse(time.monotonic() - begun, for_checkpoint="checkpoint" in what)
             self._client.training.end_busy(what)
 
     def ask_for_new_generation(self, why: str) -> None:
-        """Says that the members cannot go on in this generation; the next comes within MS_NODE_TIMEOUT.
+        """Reports that the members cannot continue in this generation.
 
-        Returns at once, and may be called again.
+        The next one comes within MS_NODE_TIMEOUT.
+
+        Returns immediately, and may be called again.
 
         Args:
             why: the reason, for everybody's logs.
         """
-        # No rank is at fault: this one is that of nobody.
+        # No rank is at fault: the world size is the rank of nobody.
         self._client.post(events.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
 
     def request_leave(self, reason: str) -> None:
-        """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
+        """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns immediately.
 
-        Callable from any thread; the others re-form without an abort. A worker that alone holds the training
-        state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
-        not come back within seconds, no next generation forms, or others do not come to the step's end
-        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also during a step.
+        Can be called from any thread; the others form the next group without an abort. A worker that alone
+        holds the training state may leave only once others have it; until then, it gets MembershipChanged.
+        LeaveGranted is also raised, with ``alone`` and also during a step, if the scheduler is lost and does
+        not come back within seconds, if no next generation forms, or if others do not come to the step's end
+        within MS_LEAVE_TIMEOUT.
         """
         self.expect_leave(reason)
         self._client.post(events.LeaveWanted(reason))
 
     def expect_leave(self, reason: str) -> None:
-        """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
+        """Like ``request_leave``, in another thread; can be called from a signal handler."""
         self._client.expect_leave(reason)
 
     def leave_now(self, reason: str) -> None:
-        """Ends :meth:`open` with LeaveGranted, whatever it waits for; callable from a signal handler."""
+        """Makes :meth:`open` raise LeaveGranted, whatever it waits for.
+
+        Can be called from a signal handler.
+        """
         self._client.leave_now(reason)
 
     def note_left(self) -> None:
-        """Notes that this worker leaves before the training's end, so that it does not count as finished."""
+        """Records that this worker leaves before training ends, so that it does not count as finished."""
         self._left = True
 
     @property
@@ -482,14 +514,15 @@ class Session:
     def rejoin(self) -> None:
         """Enters the next generation after MembershipChanged, with new ranks, communicators and groups.
 
-        Waits until it has formed, as long as the scheduler lets the job wait. Returns at once if the
-        generation still stands. After RefusedError with the code SUPERSEDED (this worker was declared dead)
-        it asks for a place as a newcomer. Of several threads that call it one does so, and the others wait.
+        Waits until the next generation has formed, for as long as the scheduler lets the job wait. Returns
+        immediately if the generation is not over. After RefusedError with the code SUPERSEDED (this worker
+        was declared dead), it asks for a place as a newcomer. If several threads call it, one does this and
+        the others wait.
 
         Raises:
-            MembershipChanged: with ``save``: too few members are left, and this worker should save the state
-                before it calls this again and waits for more.
-            WorkerError: there will be no next generation, or not with this worker.
+            MembershipChanged: with ``save``, too few members are left: this worker should save the state, and
+                then call this again to wait for more.
+            WorkerError: there will be no next generation with this worker.
         """
         with self._rejoin_lock:
             self._rejoin()
@@ -504,8 +537,28 @@ class Session:
         elif not self._client.is_outdated(place.generation):
             return
         else:
+            change = self._client.over(place.generation)
             self._leave_generation()
+            if isinstance(change, MembershipChanged) and change.lost:
+                self._check_gpu()
         self._enter()
+
+    def _check_gpu(self) -> None:
+        """Checks this worker's GPU after a loss; a worker whose GPU has failed is no longer a member.
+
+        Raises:
+            GpuFailedError: the GPU has failed.
+        """
+        self._gpu_fault = self._gpu.fault_after_loss()
+        if not self._gpu_fault:
+            return
+        host, node_id = self._profile.host.name, self._profile.node_id
+        error = GpuFailedError(
+            f"The GPU of node {node_id} on host {host} has failed its check: {self._gpu_fault.rstrip('.')}.",
+            remedy=f"Reset or replace it, then let it in again: muster admit {host}.",
+        )
+        self._end_as_failed(error)
+        raise error
 
     def _ask_as_newcomer(self, refusal: RefusedError) -> None:
         log.warning("this worker has lost its place and asks for one as a newcomer: %s", refusal)
@@ -530,17 +583,18 @@ class Session:
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
                 communicator = self._connect(build, ordinal)
                 if not self._client.built(place.generation):
-                    self._client.check(place.generation)  # it is over
+                    self._client.check(place.generation)  # The generation is over.
                 self._assignment = place
                 self._groups.enter(communicator)
-            except MembershipChanged as change:  # before it began: the next is formed already, or will be
+            except MembershipChanged as change:  # Before it began: the next one is formed already or will be.
                 self._leave_generation()
                 if change.save:
                     raise
                 continue
             except RefusedError as refusal:
-                # Stopped for too long before its first place: it has computed nothing that could be lost.
-                # A new incarnation is not refused so before it was silent again for as long.
+                # The worker was stopped for too long before its first place, so it has computed nothing that
+                # could be lost. A new incarnation is refused in this way only after it was silent again for
+                # as long.
                 if not refusal.declared_dead or self._assignment is not None:
                     raise
                 self._ask_as_newcomer(refusal)
@@ -557,10 +611,11 @@ class Session:
             process_lines.resolved()
             self._note_group(place)
             self._step_clock.begin(len(place.members), place.rank)
+            self._gpu.watch(ordinal, len(place.members))
             return
 
     def _sending_s(self) -> Mapping[int, float]:
-        """For how long data could not leave for each rank, in all; of communicators that know it."""
+        """How long data could not be sent to each rank, in total; from communicators that measure it."""
         communicator = self._world
         return communicator.sending_s() if isinstance(communicator, TellsOfLinks) else {}
 
@@ -569,10 +624,10 @@ class Session:
 
         Args:
             build: the generation, and its unique ids.
-            ordinal: this worker's GPU as CUDA counts in this process; -1 on a CPU.
+            ordinal: CUDA's number of this worker's GPU in this process; -1 on a CPU.
 
         Raises:
-            MembershipChanged: the generation ended before.
+            MembershipChanged: the generation ended before they were connected.
             WorkerError: they cannot be connected.
         """
         generation, members = build.assignment.generation, build.assignment.members
@@ -602,8 +657,9 @@ class Session:
         )
         timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
         if place.state_source_rank >= 0:
-            # A survivor may be busy outside collectives for as long as it likes. The scheduler says who
-            # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
+            # A survivor may be busy outside collectives for any length of time. The scheduler reports whom
+            # this worker waits for, and ends the generation if all are here and cannot connect. There is also
+            # a limit without a scheduler.
             timeout_s = SURVIVOR_TIMEOUT_S
         try:
             return self.backend.connect(
@@ -635,23 +691,24 @@ class Session:
         return self._released
 
     def release(self, *, finished: bool | None = None, reason: str = "") -> None:
-        """Says goodbye and frees everything; idempotent.
+        """Leaves the job and frees everything; idempotent.
 
         Args:
-            finished: the training is complete. False: the others learn at once that this worker is gone.
-                None: it is complete unless this worker leaves as asked.
-            reason: why, in words, for the scheduler's log.
+            finished: True: the training is complete. False: the others are told immediately that this worker
+                is gone. None: it is complete unless this worker leaves as asked.
+            reason: the reason, for the scheduler's log.
         """
         with self._release_lock:
             if self._released:
                 return
             self._released = True
         asked = finished is None and self.leaves
-        if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
+        # A worker that wrongly reports this keeps newcomers out of a job that still has steps to do.
+        if finished is None:
             finished = not asked
         default = "finished" if finished else "asked to leave" if asked else "gave up"
         try:
-            # SIGTERM must not make a failure of a worker that says it has finished.
+            # A SIGTERM must not turn a worker that has reported its end into a failure.
             with on_sigterm(lambda: None) if finished else contextlib.nullcontext():
                 self._depart(finished, reason or default)
         except KeyboardInterrupt:
@@ -659,10 +716,10 @@ class Session:
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """Releases with the error that ended the script or block; without one, as ``release()`` does.
+        """Releases with the error that ended the script or block; without one, like ``release()``.
 
         Args:
-            error: what ended it. SystemExit says how in its code: 0 or none is no error.
+            error: the error that ended it. SystemExit with code 0 or None is not an error.
         """
         if isinstance(error, KeyboardInterrupt) and not self._released:
             self.interrupted = True
@@ -685,17 +742,19 @@ class Session:
             reason=reason,
             consequence=is_consequence(self._error),
             exit_code=exit_code_of(self._error),
+            gpu_fault=self._gpu_fault,
         )
         self._client.close()
         if not finished:
             self._groups.leave()
             self._client.communicators.end(_abandon)
         self.backend.close()
+        self._gpu.close()
         if self._answering is not None:
             self._answering.close()
 
     def __enter__(self) -> Session:
-        """Returns the session, which is open already."""
+        """Returns the session, which is already open."""
         return self
 
     def __exit__(
@@ -703,11 +762,6 @@ class Session:
     ) -> None:
         """Releases; an exception means that the training is not finished."""
         self.end(error)
-
-
-def new_incarnation() -> int:
-    """A random number from 1 to 2**64 - 1 that no other process has."""
-    return int.from_bytes(os.urandom(8), "big") or 1
 
 
 def _jitter() -> float:
@@ -739,21 +793,7 @@ def _peer(member: messages.Member, ordinal: int | None) -> Peer:
         host_id=member.host.id,
         host_name=member.host.name,
         data_address=member.data_address,
-        # Others are named by their place on their host; this process counts what it sees.
+        # Other workers' GPUs are named by their place on their host; this process counts only those that it
+        # sees.
         device_index=member.device.index if ordinal is None else ordinal,
     )
-
-
-def describe_devices(devices: Sequence[tuple[str, messages.Device]]) -> str:
-    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``.
-
-    Args:
-        devices: of each worker the id of its host and its device. A GPU that several share counts once; one
-            whose index is not known counts for each.
-    """
-    shared = {each for each in devices if each[1].index >= 0}
-    alone = [each for each in devices if each[1].index < 0]
-    kinds = [device for _, device in (*shared, *alone)]
-    counts = Counter(device.model or device.kind for device in kinds if device.kind != "cpu")
-    words = [f"{count} x {name}" for name, count in sorted(counts.items())]
-    return " and ".join([*words, "CPU"] if any(device.kind == "cpu" for device in kinds) else words)

@@ -1,4 +1,4 @@
-"""Where the time of this worker's steps goes: computing, waiting for others, waiting for data."""
+"""How the time of this worker's steps is spent: computing, waiting for others, waiting for data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Protocol
 from muster.wire.messages import StepTimes, step_times_apart_s
 
 EARLY = 0.9
-"""Part of the time between two reports after which the next may leave: heartbeats come in whole intervals."""
+"""The share of the report interval after which the next report may be sent: heartbeats come in whole
+intervals.
+"""
 
 
 class WaitedFor(Protocol):
     """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
 
     waited_s: float
-    """For how long the training thread has waited for others in all, or for a device, in seconds."""
+    """How long the training thread has waited for others or for a device, in total, in seconds."""
 
     def take_device_wait(self) -> float | None:
-        """For how long a device has waited for others in the last step; None: that was not measured."""
+        """How long a device waited for others in the last step, in seconds; None if it was not measured."""
 
 
 def _no_links() -> Mapping[int, float]:
@@ -27,16 +29,19 @@ def _no_links() -> Mapping[int, float]:
 
 
 class StepClock:
-    """Sums up what the steps since the last report were spent on; reports go with heartbeats.
+    """Sums up how the steps since the last report were spent; reports are sent with heartbeats.
 
-    What a step took beside waiting for others and for data counts as computed. On a GPU waiting is what its
-    stream waited, where that is measured, and what the host waited elsewhere. The time of a change of
-    members counts as nothing, and so does what this worker said it was busy with alone.
+    The part of a step that is not spent waiting for others or for data counts as computing. On a GPU, waiting
+    is the time that its stream waited, if it is measured, otherwise the time that the host waited. The time
+    of a change of members is not counted, nor is time for which the worker has declared itself busy.
 
     Args:
-        waits: of the training thread, in collectives.
+        waits: the training thread's waits in collectives.
         clock: monotonic seconds.
-        links: for how long data could not leave for each rank, in all, in seconds.
+        links: returns how long data could not be sent to each rank, in total, in seconds.
+
+    Attributes:
+        checkpoints_s: how long the training was blocked by checkpoints, in total, in seconds.
     """
 
     def __init__(
@@ -48,23 +53,24 @@ class StepClock:
         self._waits = waits
         self._clock = clock
         self._links = links
-        self._lock = threading.Lock()  # heartbeats leave from another thread
+        self._lock = threading.Lock()  # Heartbeats are sent from another thread.
         self._apart_s = step_times_apart_s(1)
         self._due = 0.0
         self._since: float | None = None
         self._waited_before = 0.0
         self._data_s = 0.0
         self._excused_s = 0.0
+        self.checkpoints_s = 0.0
         self._steps = 0
         self._sums = [0.0] * 6
         self._sent: dict[int, float] = {}
 
     def begin(self, members: int = 1, rank: int = 0) -> None:
-        """Notes that a group stands: the first step begins now.
+        """Records that a group is established: the first step begins now.
 
         Args:
-            members: of the group. The more there are, the longer each waits between two reports.
-            rank: this worker's. Members report by turns.
+            members: number of members of the group. With more members, each waits longer between two reports.
+            rank: this worker's rank. Members report in turns.
         """
         now = self._clock()
         with self._lock:
@@ -72,7 +78,7 @@ class StepClock:
             self._due = now + self._apart_s * rank / members
             self._sent = dict(self._links())
             self._steps, self._sums = 0, [0.0] * 6
-        self._waits.take_device_wait()  # of a step of the group before
+        self._waits.take_device_wait()  # Of a step of the previous group.
         self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
@@ -80,21 +86,23 @@ class StepClock:
         self._data_s = self._excused_s = 0.0
 
     def note_data(self, seconds: float) -> None:
-        """Notes that the training thread has waited for data."""
+        """Records that the training thread has waited for data."""
         self._data_s += seconds
 
-    def excuse(self, seconds: float) -> None:
-        """Notes that it did something alone, which is no part of a step."""
+    def excuse(self, seconds: float, *, for_checkpoint: bool = False) -> None:
+        """Records that the worker did something alone that is not part of a step."""
         self._excused_s += seconds
+        if for_checkpoint:
+            self.checkpoints_s += seconds
 
     def end_step(self) -> None:
-        """Notes that a step has ended, and the next one begins."""
+        """Records that a step has ended, and the next one begins."""
         now, since = self._clock(), self._since
         if since is not None:
             data_s = self._data_s
             waited_s = max(0.0, self._waits.waited_s - self._waited_before)
             device_s = self._waits.take_device_wait()
-            if device_s is not None:  # else the host's waiting for its device's computing would count
+            if device_s is not None:  # Otherwise the host's wait for its device to compute would count.
                 waited_s = min(device_s, max(0.0, now - since - data_s - self._excused_s))
             computed_s = max(0.0, now - since - waited_s - data_s - self._excused_s)
             with self._lock:
@@ -105,7 +113,7 @@ class StepClock:
         self._begin_step(now)
 
     def take(self) -> StepTimes | None:
-        """The steps that are not reported yet; None: it is not time to report them, or none has ended."""
+        """The steps that are not reported yet; None if it is not time to report them, or none has ended."""
         now = self._clock()
         with self._lock:
             if not self._steps or now < self._due:
@@ -117,7 +125,10 @@ class StepClock:
             return StepTimes(steps, (*sums, link_s), link)
 
     def _slowest_link(self) -> tuple[int, float]:
-        """The rank, from 1, to which data could not leave for longest since the last call; 0: none."""
+        """The rank, counted from 1, to which data could not be sent for longest since the last call.
+
+        0 if none.
+        """
         sent = dict(self._links())
         taken = {rank: seconds - self._sent.get(rank, 0.0) for rank, seconds in sent.items()}
         self._sent = sent

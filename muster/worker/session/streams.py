@@ -11,28 +11,29 @@ from typing import Any
 SESSION_METHOD = "/rendezvous.v1.Rendezvous/Session"
 
 _closed_calls: deque[Any] = deque(maxlen=8)
-"""The last calls, kept from being freed at the end of the interpreter; see :func:`_keep_library_up`."""
+"""The last calls, kept from being freed until the interpreter ends; see :func:`_keep_library_up`."""
 
 Stream = tuple[Iterable[bytes], Callable[[], None]]
-"""What comes, as serialized SchedulerMessages; and what ends it: idempotent, callable from any thread.
+"""An iterable of serialized SchedulerMessages, and a function that closes the stream (idempotent, callable
+from any thread).
 
-Iterating raises DeniedError or MessageRejectedError where the scheduler turned it down, and OSError
-where it broke.
+Iterating raises DeniedError or MessageRejectedError if the scheduler refused the stream, and OSError if it
+broke.
 """
 
 Dial = Callable[[SimpleQueue[bytes | None]], Stream]
-"""A function that opens a stream, which sends what is put into the queue; None ends it.
+"""A function that opens a stream, which sends what is put into the queue; None ends the stream.
 
-Raises DeniedError where TLS or identity failed, OSError where nobody is there yet.
+Raises DeniedError if TLS or identity failed, and OSError if nobody answers yet.
 """
 
 
 class DeniedError(Exception):
-    """TLS or identity failed, or the scheduler turned the stream down; the message says why.
+    """TLS or identity failed, or the scheduler refused the stream; the message says why.
 
     Args:
         message: a sentence.
-        by_scheduler: the scheduler itself said so.
+        by_scheduler: the scheduler itself refused.
     """
 
     def __init__(self, message: str, *, by_scheduler: bool) -> None:
@@ -41,7 +42,7 @@ class DeniedError(Exception):
 
 
 class MessageRejectedError(Exception):
-    """The scheduler did not understand a message of ours."""
+    """The scheduler did not understand a message of this worker."""
 
 
 def stream_on(
@@ -50,14 +51,15 @@ def stream_on(
     is_revoked: Callable[[], bool] = lambda: False,
     method: str = SESSION_METHOD,
 ) -> Stream:
-    """Opens a stream on a channel of its own; ends it if the scheduler's certificate is revoked."""
+    """Opens a stream on a separate channel; ends it if the scheduler's certificate is revoked."""
     _keep_library_up()
 
     def requests() -> Iterator[bytes]:
-        first = True  # the look before the connection has just checked
+        first = True  # The check before the connection has just been made.
         for data in iter(outbox.get, None):
             if not first and is_revoked():
-                call.cancel()  # looking for the scheduler again gives the reason in words
+                # When the worker looks for the scheduler again, it gets the reason as a sentence.
+                call.cancel()
                 return
             first = False
             yield data
@@ -72,7 +74,8 @@ def stream_on(
 
     def close() -> None:
         _closed_calls.append(call)
-        call.cancel()  # before the requests end, or the scheduler may end the call as a success
+        # This must be set before the requests end, or the scheduler may end the call as a success.
+        call.cancel()
         outbox.put(None)
         channel.close()
 
@@ -81,7 +84,7 @@ def stream_on(
 
 
 def error_of(code: str, details: str) -> Exception:
-    """The error for a stream that the scheduler has ended with this gRPC status."""
+    """The error for a stream that ended with this gRPC status."""
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return DeniedError(details, by_scheduler=True)
     if code == "INVALID_ARGUMENT":
@@ -95,9 +98,9 @@ def error_of(code: str, details: str) -> Exception:
 def _keep_library_up() -> None:
     """Keeps gRPC's library from shutting down before the process ends.
 
-    Processes were seen, rarely, to wait for ever while the interpreter takes its modules apart, with no other
-    thread left: where gRPC shuts itself down, and where a freed call takes its lock, which a thread of gRPC
-    held when the interpreter stopped it. Objects that are never freed keep both from being run.
+    In rare cases, processes were seen to wait for ever while the interpreter was tearing down its modules and
+    no other thread was left. One place was gRPC's shutdown. Another was the lock of a call being freed, which
+    a thread of gRPC held when the interpreter stopped that thread. Objects that are never freed prevent both.
     """
     import ctypes
 

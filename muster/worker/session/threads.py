@@ -1,4 +1,4 @@
-"""A worker's own threads, with their conditions, queues and clock."""
+"""A worker's own threads, and their conditions, queues and clock."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from muster.wire.threads import start_thread
 JOIN_TIMEOUT_S = 1.0
 
 LOOK_S = 1.0
-"""How often, in seconds, a thread looks whether a leave waits too long, a collective hangs, a signal came."""
+"""How often a thread checks whether a leave waits too long, a collective hangs or a signal came, in
+seconds.
+"""
 
 
 class Loop:
     """A thread that calls a function whenever something is due or was put into its queue.
 
     Args:
-        threads: starts it.
-        name: of the thread.
-        turn: does what is due; returns after how many seconds it is to be called again at the latest, None:
-            when something is put. Never blocks.
-        take: takes what was put, and may block.
+        threads: starts the thread.
+        name: the thread's name.
+        turn: does what is due; returns after how many seconds it must be called again at the latest, or None
+            to be called only when something is put. Never blocks.
+        take: handles an item that was put; may block.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Loop:
         self._thread = threads.start(name, self._run)
 
     def put(self, item: Any = None) -> None:
-        """Puts an item into the queue; callable from any thread, and from a signal handler."""
+        """Puts an item into the queue; can be called from any thread, and from a signal handler."""
         self._queue.put(item)
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ class Loop:
 
 
 class Threads:
-    """Threads, conditions, queues and their clock; a simulation brings its own."""
+    """Threads, conditions, queues and their clock; a simulation provides its own."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -79,7 +81,7 @@ class Threads:
         return Loop(self, name, turn, take)
 
     def condition(self) -> threading.Condition:
-        """A condition, with a lock that a thread may take several times."""
+        """A condition with a reentrant lock."""
         return threading.Condition(threading.RLock())
 
     def queue(self) -> SimpleQueue[Any]:

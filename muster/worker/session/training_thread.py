@@ -1,4 +1,4 @@
-"""What the training thread is in: what it waits for, and what it does alone."""
+"""The state of the training thread: what it waits for, and what it does alone."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class Collectives(Protocol):
     """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
 
     def hanging_s(self) -> float:
-        """For how long the oldest collective under way has been so, in seconds; 0: there is none."""
+        """How long the oldest collective in progress has been so, in seconds; 0 if there is none."""
 
     def late_s(self) -> float:
-        """For how long the training thread has waited in one, as far as that is known on a device."""
+        """How long the training thread has waited in a collective, as far as that is known on a device."""
 
     def waits(self) -> bool:
-        """Whether the training thread is blocked until others have come to one."""
+        """Whether the training thread is blocked until others have come to a collective."""
 
     def recent(self, *, last_only: bool = False) -> tuple[messages.Collective, ...]:
-        """The last ones, for heartbeats; or only the very last."""
+        """The last collectives, for heartbeats; or only the very last one."""
 
 
 class TrainingThread:
-    """What the training thread waits for, or does alone, as others need to know it.
+    """What the training thread waits for or does alone, as far as others need to know it.
 
     Args:
-        collectives: those that it has called.
-        lone_leave: learns when it waits for a generation.
-        over: takes a generation, returns why that is over; None: it is not.
+        collectives: the collectives that it has called.
+        lone_leave: is told when the thread waits for a generation.
+        over: given a generation, returns why it is over, or None if it is not.
         clock: monotonic seconds.
 
     Attributes:
-        is_held: it waits at a step boundary, until a planned change is worked out.
+        is_held: it waits at a step boundary while a planned change is being prepared.
     """
 
     def __init__(
@@ -56,38 +56,38 @@ class TrainingThread:
         self.is_held = False
         self._busy: list[str] = []
         self._building_since: float | None = None
-        self._taken = 0  # the last generation that was to be built
+        self._taken = 0  # The last generation to be built.
 
     # ------------------------------------------------------------ what it says itself
 
     def note_entering(self) -> None:
-        """Notes that it waits for a generation."""
+        """Records that it waits for a generation."""
         self._lone_leave.note_entering(self._clock())
         self._building_since = None
 
     def note_building(self, generation: int) -> None:
-        """Notes that it has taken a generation and builds its communicator."""
+        """Records that it has taken a generation and builds its communicator."""
         self._building_since = self._clock()
         self._taken = generation
 
     def note_entered(self) -> None:
-        """Notes that it is in the generation, and so are all others."""
+        """Records that it and all others are in the generation."""
         self._lone_leave.note_entered()
         self._building_since = None
 
     def begin_busy(self, what: str) -> None:
-        """Notes that it does something alone from now on, for as long as it takes."""
+        """Records that it does something alone from now on, for any length of time."""
         self._busy.append(what)
 
     def end_busy(self, what: str) -> None:
-        """Notes the end of what :meth:`begin_busy` began."""
+        """Records the end of what :meth:`begin_busy` began."""
         self._busy.remove(what)
 
     # ------------------------------------------------------------ what others ask
 
     @property
     def busy(self) -> str:
-        """What it does alone; empty: nothing."""
+        """What it does alone; empty if nothing."""
         return ", ".join(self._busy)
 
     @property
@@ -97,11 +97,11 @@ class TrainingThread:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a collective takes so long that others may not come to it."""
+        """Whether a collective has taken so long that others may not come to it."""
         return self._collectives.hanging_s() > HANG_S
 
     def late_s(self) -> float:
-        """How long it has waited for other members, in seconds; 0: it does not wait."""
+        """How long it has waited for other members, in seconds; 0 if it does not wait."""
         if self._over(self._taken) is not None:
             return 0.0
         building_since = self._building_since
@@ -115,7 +115,7 @@ class TrainingThread:
     def _is_entering(self) -> bool:
         """Whether it waits for a generation, or builds one that is not over.
 
-        A generation that ended before it stood has cut the thread off: until it asks for the next one, others
-        wait for it.
+        A generation that ended before it was established has interrupted the thread: until the thread asks
+        for the next one, others wait for it.
         """
         return self._lone_leave.entering and (self._building_since is None or self._over(self._taken) is None)

@@ -1,7 +1,7 @@
 """Watches how long the training thread has waited for its peers, and probes them when asked.
 
-It looks at a few numbers once a second; nothing of it stands in the way of a step. That something is late
-goes to the scheduler, which asks all members to probe each other.
+It reads a few numbers once a second and does not slow down steps. A late collective is reported to the
+scheduler, which asks all members to probe each other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger("muster.worker")
 TICK_S = 0.1
 
 STOOD_STILL_S = 1.0
-"""A thread that did not run for this time was stopped, or its machine was, in seconds."""
+"""A thread that did not run for this many seconds was stopped, or its machine was."""
 
 TRIES = 3
-"""How often probes are repeated if this process stood still; then it sends no answer."""
+"""How often probes are repeated if this process was paused; after that it sends no answer."""
 
 
 ProbeAll = Callable[[dict[str, str]], dict[str, str]]
-"""Takes addresses by node id, and returns why some of those workers cannot be reached."""
+"""Given addresses by node id, returns why some of those workers cannot be reached."""
 
 
 class WatchedThread(Protocol):
@@ -35,10 +35,10 @@ class WatchedThread(Protocol):
 
     @property
     def busy(self) -> str:
-        """What it does alone; empty: nothing."""
+        """What it does alone; empty if nothing."""
 
     def late_s(self) -> float:
-        """How long it has waited for other members, in seconds; 0: it does not wait."""
+        """How long it has waited for other members, in seconds; 0 if it does not wait."""
 
     def waits(self) -> bool:
         """Whether it can do nothing without others."""
@@ -49,22 +49,22 @@ class Informed(Protocol):
 
     @property
     def news_of_members(self) -> object:
-        """Differs after a change of members, once a group stands, and once the scheduler could decide
-        nothing: how long a wait was in which that happened says nothing of the steps.
+        """A value that changes with the members, when a group is established, and when the scheduler could
+        decide nothing: the length of a wait during which it changed says nothing about the steps.
         """
 
     def post(self, event: events.Event) -> object:
-        """Feeds the membership machine."""
+        """Passes an event to the membership machine."""
 
 
 class Watcher:
     """Reports late collectives of one worker, and probes others when asked.
 
     Args:
-        pace: how long they may take.
-        training: what the training thread is in.
-        client: takes what is found.
-        prober: takes addresses by node id, returns why some cannot be reached.
+        pace: how long collectives may take.
+        training: the state of the training thread.
+        client: is told what is found.
+        prober: given addresses by node id, returns why some cannot be reached.
         threads: starts threads.
     """
 
@@ -92,12 +92,12 @@ class Watcher:
         self._loop = self._threads.loop("muster-watcher", self._look_again, self._answer)
 
     def ask(self, wanted: events.ProbeWanted) -> None:
-        """Has some workers probed; callable from any thread, returns at once."""
+        """Starts probing some workers; can be called from any thread, and returns immediately."""
         if self._loop is not None:
             self._loop.put(wanted)
 
     def close(self) -> None:
-        """Ends the thread; one that probes ends by itself."""
+        """Ends the thread; a thread that is probing ends by itself."""
         if self._loop is not None:
             self._loop.close()
 
@@ -109,8 +109,8 @@ class Watcher:
         return self._look_at - now
 
     def look(self) -> None:
-        """Reports to the machine if the training thread has waited for too long."""
-        news = self._client.news_of_members  # before: the wait may end while it is looked at
+        """Tells the machine if the training thread has waited for too long."""
+        news = self._client.news_of_members  # Read it first: the wait may end meanwhile.
         late_s = self._training.late_s()
         if late_s > self._pace.limit_s:
             self._late_s, self._late_in = late_s, news
@@ -137,7 +137,7 @@ class Watcher:
             targets = {node_id: targets[node_id] for node_id in unreached}
 
     def _probe(self, targets: dict[str, str]) -> tuple[dict[str, str] | None, float, bool]:
-        """Probes once; returns failures by node id, seconds since the start, and whether it stood still."""
+        """Probes once; returns failures by node id, seconds taken, and whether this process was paused."""
         clock, found = self._threads.now, self._threads.queue()
         self._threads.start("muster-probes", lambda: self._try(targets, found))
         began = lived_since = seen_at = clock()

@@ -1,1 +1,1 @@
-"""Where a process stands: its stacks in Python and C, its threads in the kernel, what libraries say of it."""
+"""A process's stacks in Python and C, its threads in the kernel, and what libraries report about it."""

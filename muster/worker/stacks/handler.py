@@ -1,8 +1,8 @@
-"""Lets its launcher or agent ask a process for its Python stacks: faulthandler on one real-time signal.
+"""Lets a launcher or agent request a process's Python stacks: faulthandler on a real-time signal.
 
-faulthandler's handler is written in C and needs no interpreter's lock, so it also answers where C code holds
-that. It writes to a file in memory of who asks, which MUSTER_STACKS names. A signal that the script has a
-handler for already is left to it.
+faulthandler's handler is written in C and does not need the interpreter's lock, so it also answers while C
+code holds the lock. It writes to the requester's file in memory, which MUSTER_STACKS names. If the script
+already has a handler for the signal, that one is kept.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61
 
 _registered: list[int] = []
-"""The descriptor that the handler writes to, once there is one; it is never closed."""
+"""The descriptor that the handler writes to, if there is one; it is never closed."""
 
 
 def answer_signal(env: Mapping[str, str]) -> None:
-    """Has :data:`SIGNAL` write the stacks of all threads for who asks; nothing, where nobody does.
+    """Makes :data:`SIGNAL` write the stacks of all threads for the requester; does nothing if there is none.
 
     Args:
-        env: where :data:`VARIABLE` stands.
+        env: the environment with :data:`VARIABLE`.
     """
     path = env.get(VARIABLE, "")
     if not path or _registered or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
     try:
         if not str(Path(path).readlink()).startswith(f"/memfd:{FILE}"):
-            return  # another process has the number by now
+            return  # Another process may have this pid by now.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:
         return
@@ -47,7 +47,7 @@ def answer_signal(env: Mapping[str, str]) -> None:
 
 
 def let_trace(pid: int) -> None:
-    """Lets a process and its children attach to this one, where Yama allows that to its parents alone."""
+    """Lets a process and its children attach to this one, even if Yama allows that only to its parents."""
     try:
         restricted = _YAMA.read_text().strip() == "1"
     except OSError:

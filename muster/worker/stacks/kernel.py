@@ -1,4 +1,4 @@
-"""What the kernel says of the threads of a process: state, where each waits, in which call."""
+"""What the kernel reports about the threads of a process: state, where each waits, in which call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = {
 
 
 def threads_of(pid: int) -> Iterator[str]:
-    """Lines on the threads of a process; what may not be read is said once."""
+    """Lines about the threads of a process; information that may not be read is mentioned once."""
     unreadable = False
     try:
         tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name))
@@ -25,7 +25,7 @@ def threads_of(pid: int) -> Iterator[str]:
         return
     for task in tasks[:MOST_THREADS]:
         name, state = _read(task / "comm") or "?", _state(task)
-        call = (_read(task / "syscall") or "").split(" ")[0]  # what follows are values
+        call = (_read(task / "syscall") or "").split(" ")[0]  # What follows are values.
         wchan = _read(task / "wchan")
         where = f", in {wchan}" if wchan and wchan != "0" else ""
         called = f", system call {call}" if call.isdecimal() else ""

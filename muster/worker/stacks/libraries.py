@@ -1,4 +1,4 @@
-"""What torch, NCCL and the GPU's driver say of a process; each that is not there is said in a line."""
+"""Reports of torch, NCCL and the GPU's driver about a process; a line says which of them is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def torch_recorder() -> str:
-    """Torch's own flight recorder of this process, as JSON, or why there is none."""
+    """Torch's flight recorder of this process as JSON, or why there is none."""
     if "torch" not in sys.modules:
         return "none: this process has not imported torch"
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
@@ -39,11 +39,11 @@ def torch_recorder() -> str:
 
 
 def nccl_ras(pid: int, env: Mapping[str, str]) -> str:
-    """The answer of NCCL's RAS, which a process with NCCL listens for on loopback, or why there is none.
+    """The answer of NCCL's RAS, on which a process with NCCL listens on loopback, or why there is none.
 
     Args:
-        pid: the process: whether it has loaded NCCL.
-        env: where NCCL_RAS_ADDR stands.
+        pid: the process, to check whether it has loaded NCCL.
+        env: the environment with NCCL_RAS_ADDR.
     """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
@@ -57,7 +57,7 @@ def nccl_ras(pid: int, env: Mapping[str, str]) -> str:
 
 
 def ras_answer(address: tuple[str, int]) -> str:
-    """What RAS at this address answers within :data:`RAS_LIMIT_S`, or why there is nothing."""
+    """The answer of RAS at this address within :data:`RAS_LIMIT_S` seconds, or why there is none."""
     deadline, said = time.monotonic() + RAS_LIMIT_S, b""
     try:
         with socket.create_connection(address, RAS_LIMIT_S) as line:
@@ -77,7 +77,7 @@ def ras_answer(address: tuple[str, int]) -> str:
 
 
 def gpus(library: str = "pynvml") -> str:
-    """What the driver says of the GPUs of this host, and what speaks against one, or why nothing is known."""
+    """The driver's readings of the GPUs of this host and their faults, or why nothing is known."""
     if find_spec(library) is None:
         return "none: nvidia-ml-py is not installed here"
     try:
@@ -99,6 +99,6 @@ def gpus(library: str = "pynvml") -> str:
 def _gpu(found: NvmlGpus, index: int) -> str:
     try:
         reading = found.read(index)
-    except Exception as error:  # one GPU that does not answer must not hide the others
+    except Exception as error:  # One GPU that does not answer must not hide the others.
         return f"GPU {index}: none: {error}"
     return describe_gpu(reading, judge_gpu(reading))

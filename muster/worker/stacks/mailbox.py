@@ -1,4 +1,4 @@
-"""Asks processes for their Python stacks, and reads what they write."""
+"""Requests the Python stacks of processes, and reads what they write."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from pathlib import Path
 from muster.worker.stacks.handler import FILE, SIGNAL
 
 ANSWER_S = 2.0
-"""How long a process has to begin, and then to end, in seconds."""
+"""How long a process may take to begin its answer, and then to end it, in seconds."""
 
 QUIET_S = 0.1
-"""Nothing more comes once nothing has come for so long."""
+"""An answer is complete when nothing has come for this many seconds."""
 
 MOST_BYTES = 1 << 20
 YOUNG_S = 1.0
-"""A process that has just been forked may be about to run another program, which the signal would end."""
+"""A process younger than this many seconds may be about to execute another program, which the signal would
+end.
+"""
 
 _LOOK_S = 0.01
 
 
 class Mailbox:
-    """A file in memory that the processes write to which this one may ask.
+    """A file in memory to which processes write the stacks that this process requests.
 
-    One that never asks costs nothing but the descriptor.
+    Without requests, it costs only the descriptor.
     """
 
     def __init__(self) -> None:
@@ -35,18 +37,18 @@ class Mailbox:
 
     @property
     def path(self) -> str:
-        """What :data:`~muster.worker.stacks.handler.VARIABLE` has to say to those that may be asked."""
+        """The value of :data:`~muster.worker.stacks.handler.VARIABLE` for processes that may be asked."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def ask(self, pid: int, wait_s: float = ANSWER_S) -> str | None:
-        """The Python stacks of all threads of a process, empty if none came in time.
+        """Returns the Python stacks of all threads of a process; empty if none came in time.
 
         Args:
             pid: the process.
             wait_s: how long it has, in seconds.
 
         Returns:
-            None where it is not asked: it has no handler, so the signal would end it.
+            None if the process was not asked, because it has no handler and the signal would end it.
         """
         try:
             handle = os.pidfd_open(pid)
@@ -82,7 +84,7 @@ class Mailbox:
 
 
 def answers(pid: int) -> bool:
-    """Whether a process may be asked: it is there, has a handler, and is about to run no other program."""
+    """Whether a process may be asked: it exists, has a handler, and will not execute another program."""
     try:
         return catches(pid, SIGNAL) and age_s(pid) >= YOUNG_S
     except OSError:
@@ -112,7 +114,7 @@ def age_s(pid: int) -> float:
 
 
 def family(pid: int, most: int = 64) -> list[int]:
-    """A process and those that it has started, and they in turn; at most so many."""
+    """A process and all its descendants, up to a limit."""
     found = [pid]
     for each in found:
         try:

@@ -1,4 +1,4 @@
-"""The frames of a process in C and Python together, by py-spy where that is installed."""
+"""The C and Python frames of a process together, by py-spy if that is installed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ABSENT = "not taken: py-spy is not installed here (pip install py-spy)"
 
 
 def native_frames(pid: int) -> str:
-    """The frames of all threads of a process, or why there are none. Stops the process for a moment.
+    """The frames of all threads of a process, or why there are none. Pauses the process for a moment.
 
     Args:
-        pid: this process, or one that is a child of it or has let it attach.
+        pid: this process, a child of it, or one that allows it to attach.
     """
     beside = Path(sys.executable).with_name("py-spy")
     tool = str(beside) if beside.exists() else shutil.which("py-spy")
     if tool is None:
         return ABSENT
     if pid == os.getpid():
-        let_trace(pid)  # to its children, of which py-spy is one
+        let_trace(pid)  # This allows its children, of which py-spy is one.
     command = [tool, "dump", "--native", "--pid", str(pid)]
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Puts together where a worker's process stands: text of bounded size, without secrets.
+"""Combines the stacks of a worker's process into a text of limited size, without secrets.
 
-Of its own process a worker takes the Python stacks under the interpreter's lock, without any signal. A
-program beside its agent is asked by signal, and so is a worker, by its launcher, whose lock C code holds.
+A worker reads its own Python stacks under the interpreter's lock, without a signal. A program is asked with a
+signal by its agent, and so is a worker by its launcher, if C code holds the worker's lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from muster.worker.stacks.native import native_frames
 
 CUT = "\n(cut)"
 ASKED_AT_MOST = 8
-"""So many processes of a program are asked."""
+"""The most processes of a program that are asked."""
 
 UNASKED = (
     f"no process of this program has Muster's handler for signal {int(SIGNAL)}: it is not Python, has not"
@@ -34,11 +34,11 @@ FOREIGN_RECORDER = (
 
 
 def own_report(limit_bytes: int, env: Mapping[str, str], recent: Sequence[Collective] = ()) -> str:
-    """Where this process stands.
+    """The stacks of this process.
 
     Args:
-        limit_bytes: of the text.
-        env: this process's environment, for what is secret in it.
+        limit_bytes: limit on the text.
+        env: this process's environment, to remove secrets in it.
         recent: its last collectives.
     """
     pid = os.getpid()
@@ -55,13 +55,13 @@ def own_report(limit_bytes: int, env: Mapping[str, str], recent: Sequence[Collec
 
 
 def program_report(mailbox: Mailbox, pid: int, limit_bytes: int, env: Mapping[str, str]) -> str:
-    """Where a program stands that is this process's child, and what it has started.
+    """The stacks of a program that is a child of this process, and of processes that it has started.
 
     Args:
-        mailbox: what its processes were given to write to.
-        pid: of its first process.
-        limit_bytes: of the text.
-        env: its environment, for what is secret in it.
+        mailbox: the mailbox that its processes were given.
+        pid: pid of its first process.
+        limit_bytes: limit on the text.
+        env: its environment, to remove secrets in it.
     """
     # A shell may have started it, or it may have started others.
     pids = [each for each in family(pid) if answers(each)][:ASKED_AT_MOST] or [pid]
@@ -91,13 +91,13 @@ def own_stacks() -> str:
 
 
 def _own_last(thread: str) -> int:
-    """Puts the main thread first, and Muster's own threads last."""
+    """Sort key: the main thread first, and Muster's own threads last."""
     head = thread.partition("\n")[0]
     return 0 if ", MainThread (" in head else 2 if ", muster-" in head else 1
 
 
 def asked_stacks(mailbox: Mailbox, pids: Iterable[int]) -> str:
-    """The Python stacks of those of these processes that have Muster's handler."""
+    """The Python stacks of the processes among these that have Muster's handler."""
     found: list[str] = []
     silent: list[str] = []
     for pid in pids:
@@ -119,10 +119,10 @@ def _text(
     env: Mapping[str, str],
 ) -> str:
     parts = [head]
-    for title, take in sections:  # the first one is the longest
+    for title, take in sections:  # The first one is the longest.
         try:
             said = take()
-        except Exception as error:  # one that cannot be had must not cost the others
+        except Exception as error:  # One that is not available must not prevent the others.
             said = f"none: {error!r}"
         said = _cut(said, limit_bytes * 5 // 8)
         parts.append(f"{title}: {said}" if "\n" not in said else f"{title}:\n{said}")

@@ -10,4 +10,4 @@ from muster.worker.uplink.process import main
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # gRPC's threads may still be in their last call
+    os._exit(code)  # gRPC's threads may still be in their last call.

@@ -1,4 +1,4 @@
-"""A direct connection to the scheduler that is tried while the host's uplink may yet answer."""
+"""A direct connection to the scheduler that is attempted while the host's uplink may still answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.worker.session.streams import Dial, Stream
 
 
 class _Claim(SimpleQueue[bytes | None]):
-    """A worker's messages, of which a stream takes none before it is decided that it is the one."""
+    """A worker's messages. A stream can read none of them before it is decided that this stream is used."""
 
     def __init__(self, outbox: SimpleQueue[bytes | None]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Claim(SimpleQueue[bytes | None]):
         self._mine = False
 
     def decide(self, *, mine: bool) -> None:
-        """The stream is the one, or ends without a message."""
+        """Decides that the stream is used, or that it ends without a message."""
         self._mine = mine
         self._decided.set()
 
@@ -39,13 +39,13 @@ class _Claim(SimpleQueue[bytes | None]):
 
 
 class Attempt:
-    """Opens a stream of the worker's own on a thread.
+    """Opens the worker's own stream on a thread.
 
-    Where a firewall drops what the worker sends, that takes seconds in which an uplink may move again.
+    If a firewall drops the worker's packets, this takes seconds, during which the uplink may recover.
 
     Args:
-        direct: opens it.
-        outbox: what is to be sent, by this stream or another.
+        direct: opens the stream.
+        outbox: the messages to send, on this stream or another.
     """
 
     def __init__(self, direct: Dial, outbox: SimpleQueue[bytes | None]) -> None:
@@ -58,7 +58,10 @@ class Attempt:
         start_thread(self._run, name="muster-direct")
 
     def loses_to(self, end: socket.socket) -> bool:
-        """Waits until it is over, or the uplink says something at this end; whether that was first."""
+        """Waits until the attempt is over or the uplink answers at this end.
+
+        Returns whether the uplink was first.
+        """
         waits = select.poll()
         waits.register(end, select.POLLIN)
         waits.register(self._over, select.POLLIN)
@@ -69,10 +72,10 @@ class Attempt:
             with contextlib.suppress(ConnectionError):
                 if end.recv(1, socket.MSG_PEEK):
                     return True
-            waits.unregister(end)  # the uplink has let go of it
+            waits.unregister(end)  # The uplink has closed its end.
 
     def give_up(self) -> None:
-        """Another stream is the one: what comes of this is closed."""
+        """Another stream is used: closes the result of this attempt."""
         with self._lock:
             self._given_up = True
             result = self._result
@@ -81,7 +84,7 @@ class Attempt:
             self._end(result)
 
     def result(self) -> Stream:
-        """The stream, once it is over; raises what it failed with."""
+        """The stream, once the attempt is over; raises the error of the attempt."""
         os.close(self._over)
         if self._result is None or isinstance(self._result, Exception):
             raise self._result or ConnectionError("the attempt is not over")

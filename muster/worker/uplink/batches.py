@@ -1,4 +1,4 @@
-"""The uplink's batches to the scheduler: messages go at once, heartbeats together."""
+"""The uplink's batches to the scheduler: messages are sent immediately, heartbeats are collected."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from muster.wire.messages import Value
 
 BATCH_BYTES = 256 * 1024
-"""A batch holds no more than so much, but for a single message that is larger."""
+"""The largest batch in bytes, except that a single message may be larger."""
 
 MAX_WAITING = 64
-"""How many messages of one worker may wait; it is not read beyond that."""
+"""How many messages of one worker may wait; beyond that, its stream is not read."""
 
 
 class Sent(Value):
-    """A message of a worker's, serialized."""
+    """A worker's serialized message."""
 
     secret_fields = ("message",)
 
@@ -23,7 +23,7 @@ class Sent(Value):
 
 
 class StreamEnded(Value):
-    """A worker's stream has ended without a Leave; ``may_return``: it goes on by another stream."""
+    """A worker's stream has ended without a Leave; ``may_return``: the worker continues on another stream."""
 
     worker: int
     detail: str = ""
@@ -36,19 +36,19 @@ Item = Sent | StreamEnded
 class Batches:
     """The messages that wait to be sent, by worker.
 
-    A heartbeat waits for those of the other workers: one message for eight costs the scheduler a quarter of
-    eight messages. It waits at most until one of them beats again, so for one heartbeat's interval. One that
-    beats no more is waited for once.
+    A heartbeat waits for those of the other workers: one message for eight workers costs the scheduler a
+    quarter of eight messages. It waits at most until one of the waiting workers sends its next one, that is,
+    for one heartbeat interval. A worker that sends no more heartbeats is waited for only once.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Item]] = {}
-        self._beats: set[int] = set()  # whose heartbeats wait
-        self._beating: set[int] = set()  # whose were in the last batch of heartbeats
+        self._beats: set[int] = set()  # Workers with a waiting heartbeat.
+        self._beating: set[int] = set()  # Workers with a heartbeat in the last batch of heartbeats.
         self._urgent = False
 
     def add(self, worker: int, message: bytes, *, heartbeat: bool) -> None:
-        """Takes a worker's message; those of one worker stay in order."""
+        """Adds a worker's message; messages of one worker stay in order."""
         if heartbeat:
             self._urgent = self._urgent or worker in self._beats
             self._beats.add(worker)
@@ -57,7 +57,7 @@ class Batches:
         self._waiting.setdefault(worker, deque()).append(Sent(worker, message))
 
     def end(self, worker: int, detail: str, *, may_return: bool) -> None:
-        """Adds the end of a worker's stream; nothing of it may follow."""
+        """Adds the end of a worker's stream; no message of it may follow."""
         self._urgent = True
         self._beating.discard(worker)
         self._beats.discard(worker)
@@ -70,16 +70,16 @@ class Batches:
         self._beats.discard(worker)
 
     def has_room(self, worker: int) -> bool:
-        """Whether another message of this worker may be taken."""
+        """Whether another message of this worker is accepted."""
         return len(self._waiting.get(worker, ())) < MAX_WAITING
 
     @property
     def due(self) -> bool:
-        """Whether something is to be sent now."""
+        """Whether something must be sent now."""
         return self._urgent or (bool(self._beats) and self._beats >= self._beating)
 
     def take(self) -> list[Item]:
-        """Takes the next batch: of each worker in turn, so that none keeps others waiting."""
+        """Takes the next batch: from each worker in turn, so that none delays the others."""
         items: list[Item] = []
         size = 0
         while self._waiting and size < BATCH_BYTES:

@@ -1,4 +1,4 @@
-"""A worker's side of the uplink: streams through the door, or directly where no uplink answers."""
+"""A worker's side of the uplink: streams through the uplink's door, or directly if no uplink answers."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ from muster.worker.uplink.frames import (
 log = logging.getLogger("muster.worker")
 
 FIRST_ANSWER_S = 10.0
-"""How long an uplink that has just been started may take to answer."""
+"""How long an uplink that has just been started may take to answer, in seconds."""
 
 LATER_ANSWER_S = 1.0
-"""The same where a worker has had a stream before: members have the node time-out to come back."""
+"""The same if a worker has had a stream before, because members must come back within the node time-out."""
 
 PAUSE_S = 0.5
-"""The longest pause between two attempts, but for chance: each has waited for the uplink already."""
+"""The longest pause between two attempts in seconds, before jitter: each attempt has already waited for the
+uplink.
+"""
 
 MOVED_S = 0.5
-"""How long a frame that is being written may keep a worker from noting that it goes on by another stream."""
+"""How long a frame that is being written may delay a worker's note that it continues on another stream, in
+seconds.
+"""
 
 
 def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> Dial:
-    """Opens streams through the uplink that this process's launcher has started; without one directly.
+    """Opens streams through the uplink started by this process's launcher; without one, directly.
 
-    An uplink that is dead, or stands still, keeps nobody from the scheduler: the worker goes directly then,
-    and tries the uplink again when it opens its next stream. An uplink that moves again before the worker has
-    come anywhere has it after all.
+    An uplink that is dead or paused does not prevent connections: the worker connects directly, and tries the
+    uplink again for its next stream. If the uplink recovers before the direct connection is established, the
+    worker uses the uplink.
 
     Args:
         env: the process's environment.
-        direct: opens a stream of the worker's own.
-        settings: this worker's; an uplink that is silent for a quarter of MS_NODE_TIMEOUT stands still.
+        direct: opens the worker's own stream.
+        settings: this worker's settings. An uplink that is silent for a quarter of MS_NODE_TIMEOUT counts as
+            paused.
     """
     door = inherited(env, OUTER)
     if door is None:
@@ -64,12 +69,12 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
 
 
 def timing_by_uplink() -> Timing:
-    """The deadlines of a worker that has an uplink: while it pauses it does not see that this moves again."""
+    """The deadlines of a worker with an uplink, during whose pauses it does not see a recovery."""
     return Timing(retry_last_s=PAUSE_S)
 
 
 class _Dialing:
-    """Decides where this worker's next stream goes."""
+    """Decides how this worker's next stream is opened."""
 
     def __init__(self, env: Mapping[str, str], direct: Dial, request: bytes, hung_s: float) -> None:
         self._env = env
@@ -98,7 +103,7 @@ class _Dialing:
         return attempt.result()
 
     def _handed_in(self) -> socket.socket | None:
-        """Hands a stream to the uplink; None: there is none."""
+        """Passes a stream to the uplink; returns None if there is no uplink."""
         door = inherited(self._env, OUTER)
         if door is None:
             return None
@@ -107,19 +112,21 @@ class _Dialing:
             flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
             ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
             try:
-                door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags
+                door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags.
             except OSError:
                 own.close()
                 return None
         return own
 
     def _stream_on(self, end: socket.socket, outbox: SimpleQueue[bytes | None]) -> Stream:
-        out = end.dup()  # each thread closes what it uses itself
+        out = end.dup()  # Each thread closes what it uses itself.
         for each in (end, out):
             not_for_children(each)
-        whole = threading.Lock()  # a frame is written as a whole
-        taken = threading.Lock()  # by the reader, which closes ``end``, or by what closes the stream before
-        moved = threading.Event()  # nothing may follow that word: behind it a heartbeat would take it back
+        whole = threading.Lock()  # A frame is written as a whole.
+        # Set by the reader, which closes ``end``, or by whatever closes the stream earlier.
+        taken = threading.Lock()
+        # Nothing may follow that note, because a heartbeat after it would revoke it.
+        moved = threading.Event()
 
         def send() -> None:
             with out, contextlib.suppress(OSError):
@@ -130,7 +137,7 @@ class _Dialing:
                         out.sendall(frame(UplinkFrameKind.MESSAGE, data))
 
         def say_moved() -> None:
-            """Notes in a stream that the worker goes on by another, for an uplink that reads it late."""
+            """Notes in a stream that the worker continues on another, for an uplink that reads it late."""
             if whole.acquire(timeout=MOVED_S):
                 with contextlib.suppress(OSError):
                     end.send(frame(UplinkFrameKind.MOVED), socket.MSG_DONTWAIT)
@@ -157,7 +164,8 @@ class _Dialing:
                         yield content
 
         def close() -> None:
-            with contextlib.suppress(OSError):  # first: the sender closes ``out`` when it sees its end
+            # First, because the sender closes ``out`` when it sees its end.
+            with contextlib.suppress(OSError):
                 out.shutdown(socket.SHUT_RDWR)
             outbox.put(None)
             if taken.acquire(blocking=False):
@@ -176,10 +184,10 @@ def _is_alive(end: socket.socket, limit_s: float) -> bool:
 
 
 def _next_frame(end: socket.socket, limit_s: float) -> tuple[int, bytes]:
-    """Reads a frame of the uplink's.
+    """Reads a frame from the uplink.
 
     Raises:
-        TimeoutError: nothing has come for so long.
+        TimeoutError: nothing has come within the time.
         ConnectionError: the other end is gone.
     """
     length, kind = HEAD.unpack(_exactly(end, HEAD.size, limit_s))

@@ -24,17 +24,17 @@ MAX_REQUEST_BYTES = 8192
 
 
 def request_of(settings: Settings) -> bytes:
-    """The address that goes through the door with a stream, so that no other launch's uplink takes it."""
+    """The address sent with a stream through the door, so that another launch's uplink refuses it."""
     return f"{settings.scheduler_address}\n{settings.config_path or ''}".encode()[:MAX_REQUEST_BYTES]
 
 
 class UplinkFrameKind(enum.IntEnum):
-    """What a frame holds."""
+    """The kind of a frame."""
 
-    MESSAGE = 0  # a serialized WorkerMessage or SchedulerMessage
-    ALIVE = 1  # from the uplink: nothing
-    END = 2  # from the uplink, the last one: how the conversation ended
-    MOVED = 3  # from the worker, the last one: it goes on by another stream
+    MESSAGE = 0  # A serialized WorkerMessage or SchedulerMessage.
+    ALIVE = 1  # From the uplink; empty.
+    END = 2  # The last one from the uplink: how the session ended.
+    MOVED = 3  # The last one from the worker: it continues on another stream.
 
 
 def frame(kind: UplinkFrameKind, content: bytes = b"") -> bytes:
@@ -43,7 +43,7 @@ def frame(kind: UplinkFrameKind, content: bytes = b"") -> bytes:
 
 
 def encode_end(error: Exception | None) -> bytes:
-    """Encodes how a session ended, as the content of an END; None: well."""
+    """Encodes how a session ended, as the content of an END; None means well."""
     if error is None:
         return b"ended\n"
     if isinstance(error, DeniedError):
@@ -55,7 +55,7 @@ def encode_end(error: Exception | None) -> bytes:
 
 
 def decode_end(content: bytes) -> Exception | None:
-    """Decodes an END: the error that a stream of the worker's own would have raised."""
+    """Decodes an END: the error that the worker's own stream would have raised."""
     word, _, rest = content.partition(b"\n")
     detail = rest.decode(errors="replace")
     if word == b"ended":

@@ -1,7 +1,7 @@
-"""The uplink's process: takes workers' streams and carries them all on one to the scheduler.
+"""The uplink's process: accepts workers' streams and multiplexes them on one stream to the scheduler.
 
-It decides nothing and remembers nothing. When its stream to the scheduler ends, each worker hears how, and
-opens its next stream when its own rules say so; the first message on one is what makes the uplink connect.
+It makes no decisions and keeps no state. When its stream to the scheduler ends, each worker is told how, and
+opens its next stream by its own rules. The first message on a stream makes the uplink connect.
 """
 
 from __future__ import annotations
@@ -46,26 +46,28 @@ log = logging.getLogger("muster.uplink")
 
 METHOD = "/rendezvous.v1.HostStream/Open"
 MAX_UNREAD_BYTES = 16 << 20
-"""Unread bytes beyond which a worker's stream is ended, as the scheduler does itself."""
+"""With more unread bytes than this, a worker's stream is ended, as the scheduler would do itself."""
 
 FAREWELL_S = 2.0
-"""How long the scheduler may take to hear of the last workers after the uplink was asked to end."""
+"""How long the scheduler may take to receive the last messages after the uplink was asked to end, in
+seconds.
+"""
 
 _ALIVE = frame(UplinkFrameKind.ALIVE)
 _HEARTBEAT = bytes([rendezvous_pb2.WorkerMessage.DESCRIPTOR.fields_by_name["heartbeat"].number << 3 | 2])
-"""How a serialized WorkerMessage begins that holds a heartbeat."""
+"""The first bytes of a serialized WorkerMessage with a heartbeat."""
 
 
 class Carried:
-    """A worker's stream that the uplink carries.
+    """A worker's stream carried by the uplink.
 
-    What cannot be written any more does not keep what the worker has sent before from being read.
+    A failure to write does not prevent reading what the worker has sent before.
 
     Attributes:
-        number: by which the scheduler knows it on its stream; 0: it has sent nothing yet.
-        up: the stream to the scheduler that it is on; None: on none.
-        over: it has heard how its conversation ended.
-        moved: it has said that it goes on by another stream.
+        number: its number on the stream to the scheduler; 0 if it has sent nothing yet.
+        up: the stream to the scheduler that carries it; None if there is none.
+        over: it was told how its session ended.
+        moved: it has reported that it continues on another stream.
     """
 
     def __init__(self, uplink: Uplink, end: socket.socket) -> None:
@@ -83,10 +85,10 @@ class Carried:
         self._watch = -1
         end.setblocking(False)
         self._loop.add_reader(end, self._read)
-        # Children of the worker may have inherited its end, and hold it when the worker itself is gone.
+        # Children of the worker may have inherited its end, and may hold it open after the worker is gone.
         with contextlib.suppress(
             OSError
-        ):  # of another PID namespace, or gone already: the socket shows it, then
+        ):  # The process is in another PID namespace, or is gone already; in that case the socket shows it.
             self._watch = os.pidfd_open(_peer(end)[0])
             self._loop.add_reader(self._watch, self._process_ended)
         self.say_alive()
@@ -101,7 +103,7 @@ class Carried:
             self.close()
 
     def say_alive(self) -> None:
-        """Sends the worker a sign of life, unless it has others to read."""
+        """Sends the worker a sign of life, unless it has other frames to read."""
         if not self.over and not self._out:
             self._write(_ALIVE)
 
@@ -110,7 +112,7 @@ class Carried:
         if not self.over:
             self.over = True
             self._write(frame(UplinkFrameKind.END, encode_end(error)))
-            self.take_frames()  # what is still to come is passed over, up to the end of its socket
+            self.take_frames()  # What is still to come is skipped, up to the end of its socket.
 
     def close(self) -> None:
         """Closes the stream; idempotent."""
@@ -127,7 +129,7 @@ class Carried:
         self._uplink.forget(self)
 
     def take_frames(self) -> None:
-        """Carries the frames that were read; reads no more while too many wait to be sent."""
+        """Forwards the frames that were read; stops reading while too many wait to be sent."""
         while len(self._in) >= HEAD.size:
             length, kind = HEAD.unpack_from(self._in)
             if length > MAX_FROM_WORKER_BYTES:
@@ -165,7 +167,7 @@ class Carried:
     def _process_ended(self) -> None:
         self._loop.remove_reader(self._watch)
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RD)  # what it has sent is still read
+            self._end.shutdown(socket.SHUT_RD)  # What the worker has sent is still read.
 
     def _write(self, *pieces: bytes) -> None:
         waited = bool(self._out)
@@ -186,7 +188,7 @@ class Carried:
         except BlockingIOError:
             self._loop.add_writer(self._end, self._flush)
             return
-        except OSError:  # it is gone, or will be read to its end
+        except OSError:  # It is gone, or will be read to its end.
             self._out.clear()
             self._unsent_bytes = 0
         if self._end.fileno() >= 0:
@@ -194,11 +196,13 @@ class Carried:
 
 
 class UplinkStream:
-    """One stream to the scheduler, with its workers by number; a thread dials and reads, gRPC's writes.
+    """One stream to the scheduler, with its workers by number.
+
+    One thread connects and reads, a thread of gRPC writes.
 
     Args:
-        dial: opens it.
-        loop: on which everything but these threads runs.
+        dial: opens the stream.
+        loop: the event loop on which everything except these threads runs.
         ended: called on the loop when it has ended.
     """
 
@@ -218,7 +222,7 @@ class UplinkStream:
     # ------------------------------------------------------------ on the loop
 
     def carry(self, worker: Carried, message: bytes) -> bool:
-        """Queues a worker's message; False: too many of its own wait, try again later."""
+        """Queues a worker's message; returns False if the worker has too many waiting: try again later."""
         if not worker.number:
             self._highest += 1
             worker.number, worker.up = self._highest, self
@@ -261,7 +265,7 @@ class UplinkStream:
         self._ended(self)
 
     def _go_on(self) -> None:
-        """Resumes workers that were held up, where there is room again."""
+        """Resumes workers that were held up, if there is room again."""
         held_up, self._held_up = self._held_up, set()
         for worker in held_up:
             worker.take_frames()
@@ -297,7 +301,7 @@ class UplinkStream:
         self._post(self._over, error)
 
     def _post(self, call: Any, *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the process does
+        with contextlib.suppress(RuntimeError):  # The loop has ended, and the process is ending.
             self._loop.call_soon_threadsafe(functools.partial(call, *args))
 
     def get(self) -> bytes | None:
@@ -338,12 +342,12 @@ def _error_of(closed: pb.Closed) -> Exception | None:
 
 
 class Uplink:
-    """Takes streams at the door and carries them.
+    """Accepts streams at the door and carries them.
 
     Args:
         door: its inner end.
         dial: opens a stream to the scheduler.
-        request: what comes with the streams of this launch's workers.
+        request: the request that accompanies the streams of this launch's workers.
     """
 
     def __init__(self, door: socket.socket, dial: Dial, request: bytes) -> None:
@@ -357,7 +361,7 @@ class Uplink:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves until it is asked to end and its workers have, or nobody is left who could come."""
+        """Serves until it is asked to end and its workers have ended, or no worker is left to come."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -365,7 +369,8 @@ class Uplink:
         loop.add_reader(self._door, self._take_in)
         breathing = asyncio.ensure_future(self._breathe())
         await self._stop.wait()
-        while self._carried:  # a batch system asks all processes to end at once, and workers take leave first
+        # A batch system asks all processes to end at the same time, and workers need to leave first.
+        while self._carried:
             await self._change()
         loop.remove_reader(self._door)
         with contextlib.suppress(TimeoutError):
@@ -373,7 +378,7 @@ class Uplink:
         breathing.cancel()
 
     def stream(self) -> UplinkStream:
-        """The stream to the scheduler for a worker that is on none yet."""
+        """The stream to the scheduler for a worker that has none yet."""
         if self._up is None or self._up.finishing:
             self._up = UplinkStream(self._dial, asyncio.get_running_loop(), self._ended)
             self._ups.add(self._up)
@@ -407,12 +412,12 @@ class Uplink:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     def _shut(self) -> None:
-        """Closes the door: no further stream is taken."""
+        """Closes the door: no further stream is accepted."""
         asyncio.get_running_loop().remove_reader(self._door)
         self._stop.set()
 
     def _take_in(self) -> None:
-        """Takes the streams that wait in the door."""
+        """Accepts the streams that wait in the door."""
         while True:
             try:
                 request, ends, _, _ = socket.recv_fds(self._door, MAX_REQUEST_BYTES, 4)
@@ -422,7 +427,7 @@ class Uplink:
                 log.warning("the door failed: %s", error)
                 self._shut()
                 return
-            if not request and not ends:  # launcher and workers are gone
+            if not request and not ends:  # Launcher and workers are gone.
                 self._shut()
                 return
             if request != self._request:

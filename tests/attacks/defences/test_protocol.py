@@ -25,7 +25,7 @@ from muster.scheduler.store.key_value_store import (
     Status,
 )
 from muster.scheduler.watch.service import WatchLimits
-from muster.wire import codec, messages
+from muster.wire import codec, messages, rules
 from muster.wire.v1 import host_pb2
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.defences.attack import Attack, Try, check
@@ -185,7 +185,7 @@ OUTSIDER, MEMBER = "a spare of the job", "a member of the job"
 SAYS = (
     Attack(
         "command terminals by a reason", "the terminal, the log", MEMBER, command_terminals,
-        lambda patch: patch.setattr(codec, "one_line", str),
+        lambda patch: patch.setattr(rules, "one_line", str),
     ),
     Attack(
         "a spare gives the unique ids", "gradients", OUTSIDER, spare_gives_the_unique_ids, all_are_members

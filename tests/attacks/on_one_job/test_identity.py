@@ -73,13 +73,17 @@ def test_a_place_is_not_taken_up_again_by_who_guesses_its_incarnation(field: Fie
 
 
 @pytest.mark.parametrize("name", ["client", "server", "node-7", "other-job", "other-operator"])
-def test_only_an_operator_of_the_job_drains(field: Field, name: str) -> None:
+def test_only_an_operator_of_the_job_drains_and_admits(field: Field, name: str) -> None:
     with field.channel(name) as over:
         drain = pb_grpc.RendezvousStub(over).Drain
         request = pb.DrainRequest(job_id="default", node_id="victim-0", reason="go\nERROR forged")
         code, sentence = error_of(lambda: drain(request, timeout=30))
-    assert code == "PERMISSION_DENIED"
-    assert "operator" in sentence
+        assert code == "PERMISSION_DENIED"
+        assert "operator" in sentence
+        admit = pb_grpc.RendezvousStub(over).Admit
+        code, sentence = error_of(lambda: admit(pb.AdmitRequest(job_id="default", name="h"), timeout=30))
+        assert code == "PERMISSION_DENIED"
+        assert "operator" in sentence
 
 
 @pytest.mark.parametrize("name", ["server", "operator", "node-7", "host", "other-job", "other-host"])

@@ -65,5 +65,6 @@ def test_it_measures_all_variants(tmp_path: Path, capsys: pytest.CaptureFixture[
         (count, variant) for count in (1, 2) for variant in ("bare", "plain", "sealed")
     }
     assert all(row["gb_per_s"] > 0 and row["sender_cpu_s_per_gb"] > 0 for row in measured["bandwidth"])
+    assert "OpenSSL 3." in measured["plugin"]
     assert all(row["us"] > 0 for row in measured["latency"])
     assert "sealed/plain" in capsys.readouterr().out

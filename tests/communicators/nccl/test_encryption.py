@@ -36,6 +36,7 @@ def test_require_names_the_plug_in_and_closes_every_other_way() -> None:
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_COLLNET_ENABLE": "0",
         "NCCL_GIN_ENABLE": "0",
+        "NCCL_RMA_DISABLE": "1",
         "NCCL_RAS_ENABLE": "0",
         "NCCL_IB_DISABLE": "1",
     }
@@ -104,6 +105,7 @@ def test_prefer_seals_and_leaves_what_the_user_chose() -> None:
         "NCCL_NET_PLUGIN": PLUGIN.path,
         "NCCL_NET": "MusterSealed",
         "NCCL_GIN_ENABLE": "0",
+        "NCCL_RMA_DISABLE": "1",
     }
     assert (decided.sealed, decided.plain_ways) == (True, ())
 
@@ -117,6 +119,8 @@ def test_prefer_seals_and_leaves_what_the_user_chose() -> None:
         ({"NCCL_MNNVL_ENABLE": "1"}, False, ("NVLink between hosts",)),
         ({"NCCL_COLLNET_ENABLE": "1"}, False, ("CollNet",)),
         ({"NCCL_GIN_ENABLE": "1"}, False, ("GPU-initiated transfers",)),
+        ({"NCCL_RMA_DISABLE": "0"}, False, ("one-sided transfers",)),
+        ({"NCCL_RMA_DISABLE": "1"}, False, ()),
     ],
 )
 def test_prefer_names_what_is_not_sealed(env: Any, between_hosts: bool, ways: tuple[str, ...]) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from muster.scheduler.core import events
-from muster.scheduler.core.goodput import DATA, FORMING, REDOING, SUSPENDED, TRAINING, Goodput
+from muster.scheduler.core.goodput import Goodput
 from muster.scheduler.core.machine import Machine
 from muster.wire import messages
+from muster.wire.time_by_cause import CHECKPOINTS, DATA, FORMING, REDOING, SUSPENDED, TRAINING
 from tests.scheduler.core.scenes import SETTINGS, join
 
 
@@ -70,3 +71,63 @@ def test_what_members_waited_for_data_is_no_training() -> None:
             job.step(beat, now)
     spent = dict(job.view(4.0).time_by_cause)
     assert spent[DATA] == pytest.approx(1.5, abs=0.6) and spent[TRAINING] + spent[DATA] == pytest.approx(4.0)
+
+
+def test_checkpoints_count_once_however_many_ranks_stand_still_for_them() -> None:
+    goodput = Goodput()
+    goodput.follow(TRAINING, 0.0)
+    goodput.checkpoints_heard("a", 100.0, 1.0)  # of before this scheduler began
+    goodput.checkpoints_heard("b", 0.0, 1.0)
+    goodput.checkpoints_heard("a", 103.0, 20.0)
+    goodput.checkpoints_heard("b", 2.0, 20.0)
+    assert dict(goodput.seconds(20.0)) == {TRAINING: 17.0, CHECKPOINTS: 3.0}
+    goodput.checkpoints_heard("b", 6.0, 30.0)  # 6 s in all: 3 more than another has taken
+    assert dict(goodput.seconds(30.0))[CHECKPOINTS] == 6.0
+    goodput.generation_formed()
+    goodput.checkpoints_heard("b", 7.0, 40.0)
+    goodput.checkpoints_heard("a", 0.5, 40.0)  # a new process
+    assert dict(goodput.seconds(40.0)) == {TRAINING: 33.0, CHECKPOINTS: 7.0}
+
+
+def test_checkpoints_while_steps_are_made_again_are_no_part_of_that() -> None:
+    goodput = Goodput()
+    goodput.follow(TRAINING, 0.0)
+    goodput.checkpoints_heard("a", 0.0, 0.0)
+    goodput.step_heard(100, 1.0, fell=False)
+    goodput.step_heard(10, 2.0, fell=True)
+    goodput.checkpoints_heard("a", 5.0, 10.0)
+    assert dict(goodput.seconds(10.0)) == {REDOING: 5.0, CHECKPOINTS: 5.0}
+
+
+def test_what_a_member_says_of_checkpoints_and_of_its_own_numbers_is_in_the_view() -> None:
+    job = Machine("red", SETTINGS)
+    for session, node_id in ((1, "a"), (2, "b")):
+        job.step(join(session, node_id), 0.0)
+    for session in (1, 2):
+        job.step(events.BuiltReported(session, 1), 0.0)
+    beat = events.Heard(1, 1, 1, 1, 0.0)
+    job.step(beat, 1.0)
+    job.step(beat.replaced(checkpoints_s=2.0, numbers=(("accuracy", 0.5), ("lr", 1.0))), 5.0)
+    job.step(events.Heard(2, 1, 1, 1, 0.0).replaced(numbers=(("accuracy", 1.0),)), 5.0)
+    view = job.view(6.0)
+    assert dict(view.time_by_cause) == pytest.approx({TRAINING: 4.0, CHECKPOINTS: 2.0})
+    assert view.numbers == (("accuracy", 0.75), ("lr", 1.0))
+
+
+def test_the_time_that_is_left_follows_from_the_steps_and_their_pace() -> None:
+    job = Machine("red", SETTINGS)
+    for session, node_id in ((1, "a"), (2, "b")):
+        job.step(join(session, node_id), 0.0)
+    for session in (1, 2):
+        job.step(events.BuiltReported(session, 1), 0.0)
+    assert (job.view(0.0).steps, job.view(0.0).remaining_s) == (0, 0.0)
+    times = messages.StepTimes(steps=10, seconds=(0.75, 0.1, 0.25, 0.0, 0.0, 0.0, 0.0))
+    for now in (0.0, 1.0, 2.0, 3.0):
+        for session in (1, 2):
+            beat = events.Heard(session, 1, 10 * int(now) + session, 40, 0.0).replaced(
+                times=times, steps=1000
+            )
+            job.step(beat, now)
+    view = job.view(4.0)
+    assert view.steps == 1000
+    assert view.remaining_s == pytest.approx((1000 - 31) * 0.1)

@@ -18,7 +18,7 @@ from muster.scheduler.errors import (
     StoppingError,
     TooSlowError,
 )
-from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, STACKS_AT_ONCE, JobDriver, Note
+from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, STACKS_AT_ONCE, TIME_SAID_EVERY_S, JobDriver, Note
 from muster.scheduler.jobs.stream import MAX_WAITING_MESSAGES, OutgoingStream
 from muster.wire import messages
 from muster.wire.v1 import rendezvous_pb2 as pb
@@ -600,3 +600,27 @@ def test_the_evidence_of_a_hang_is_kept_and_shown() -> None:
         await rig.close()
 
     go(test())
+
+
+def test_where_the_time_went_is_said_when_a_group_stands_every_ten_minutes_and_at_the_end() -> None:
+    async def test() -> None:
+        stands: list[tuple[records.Record, ...]] = [(), (records.GroupEstablished(1),)]
+        rig = Rig(lambda event: Decision(stands.pop() if stands else ()))
+        rig.job.spent = (("training", 5.0),)
+
+        def said() -> list[str]:
+            return [note.text for note in rig.notes if note.kind == "time"]
+
+        await rig.driver.submit(events.Tick())
+        assert said() == ["training 5.0 s"]
+        rig.clock.advance(TIME_SAID_EVERY_S - 1.0)
+        await rig.driver.submit(events.Tick())
+        assert len(said()) == 1
+        rig.clock.advance(1.0)
+        await rig.driver.submit(events.Tick())
+        assert len(said()) == 2
+        rig.job.spent = (("training", 9.0),)
+        await rig.close()
+        assert said()[2:] == ["training 9.0 s"]
+
+    asyncio.run(test())

@@ -57,6 +57,8 @@ RECORDS: tuple[records.Record, ...] = (
     records.LeavePlanned("knoten-ü7", 5, "drained"),
     records.DrainPlanned(1, 1_800_000_000.5, ("knoten-ü7",), ("gpu-17",), "new disks"),
     records.DrainOver(1),
+    records.GpuRefused("GPU-1", CANDIDATE.host, "knoten-ü7", 3, "7 words differ"),
+    records.GpuAdmitted("GPU-1"),
     records.Removed("knoten-ü7", 5, "left", finished=True),
     records.GenerationEnded(1, "too few"),
     records.JobEnded(False, "nobody came"),

@@ -183,9 +183,12 @@ def test_the_commands_find_their_certificates(running: Scheduler, pki: Pki) -> N
         assert "node-3" in [worker["node_id"] for worker in json.loads(shown.stdout)["workers"]]
         done = running.command("drain", "node-3")
         assert done.returncode == 0, done.stderr
-        refused = running.command("drain", "node-3", "--cert", str(pki.directory / "client.p12"))
-        assert refused.returncode == 1
-        assert "needs operator" in refused.stderr
+        for command in (("drain", "node-3"), ("admit", "host")):
+            refused = running.command(*command, "--cert", str(pki.directory / "client.p12"))
+            assert refused.returncode == 1
+            assert "needs operator" in refused.stderr
+        unknown = running.command("admit", "host")
+        assert unknown.returncode == 1 and "no GPU is refused" in unknown.stderr
         stream.end()
 
 

@@ -59,7 +59,9 @@ def test_a_running_job(pki: Pki) -> None:
         )
         written = pb.CheckpointReport(step=3, age_s=5.0)
         for stream in streams:
-            beat = pb.Heartbeat(generation=1, step=5, snapshot=kept, checkpoint=written)
+            beat = pb.Heartbeat(
+                generation=1, step=5, snapshot=kept, checkpoint=written, numbers={"accuracy": 0.5}
+            )
             stream.put(pb.WorkerMessage(heartbeat=beat))
         streams[0].next("snapshot_word")
         keeping = read(port)
@@ -86,6 +88,8 @@ def test_a_running_job(pki: Pki) -> None:
     assert 2.0 <= keeping['muster_snapshot_age_seconds{job="default"}'] < 60.0
     assert keeping['muster_checkpoint_step{job="default"}'] == 3.0
     assert 5.0 <= keeping['muster_checkpoint_age_seconds{job="default"}'] < 60.0
+    assert keeping['muster_number{job="default",name="accuracy"}'] == 0.5
+    assert keeping['muster_job_seconds{cause="training",job="default"}'] > 0.0
     left = (pki.credentials("server").not_after - dt.datetime.now(dt.UTC)).total_seconds()
     told = after['muster_certificate_expiry_seconds{what="certificate"}']
     assert left <= told < left + 600

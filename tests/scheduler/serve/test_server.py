@@ -380,6 +380,48 @@ def test_a_planned_drain_outlives_a_scheduler_that_is_killed(tmp_path: Path) -> 
         assert json.loads(second.command("status", "--json").stdout)["drains"] == []
 
 
+def test_a_gpu_that_failed_is_refused_by_the_next_scheduler_too_until_it_is_admitted(tmp_path: Path) -> None:
+    files = {
+        "MS_ENABLE_RECOVERY": "1",
+        "MS_RECOVERY_PATH": str(tmp_path / "journal"),
+        "MS_AUDIT_LOG": str(tmp_path / "audit"),
+    }
+
+    def told(over: grpc.Channel, fault: str) -> pb.Refused:
+        stream = Stream(over)
+        gpu = pb.Device(kind="cuda", index=3)
+        stream.put(join("node-0", device=gpu, gpu_uuid="GPU-1", gpu_fault=fault))
+        refused = stream.next("refused").refused
+        stream.end()
+        return refused
+
+    with scheduler(**files) as first, channel(first.target) as over:
+        refused = told(over, "7 words differ")
+        assert refused.code == pb.REFUSAL_CODE_GPU_FAILED and "its GPU GPU-1 has failed" in refused.sentence
+        first.signal(signal.SIGKILL)
+        first.wait()
+    with scheduler(port=str(first.port), **files) as second, channel(second.target) as over:
+        assert "its GPU GPU-1 failed a check before" in told(over, "").sentence
+        shown = second.command("status").stdout.replace("\n", " ")
+        assert "GPU GPU-1 of host host, number 3 (node node-0) is refused: 7 words differ." in shown
+        (listed,) = json.loads(second.command("status", "--json").stdout)["refused_gpus"]
+        assert (listed["gpu"], listed["node_id"], listed["device_index"]) == ("GPU-1", "node-0", 3)
+        other = second.command("admit", "gpu-18")
+        assert (other.returncode, other.stdout) == (1, "")
+        assert (
+            "refuses no GPU of a host or node 'gpu-18': those that are refused are of host." in other.stderr
+        )
+        done = second.command("admit", "host")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "1 GPU may be used again: GPU-1 of host host. Start the workers there.\n"
+        stream = Stream(over)
+        stream.put(join("node-0", device=pb.Device(kind="cuda", index=3), gpu_uuid="GPU-1", incarnation=7))
+        stream.next("welcome")
+        stream.end()
+    (entry,) = [line for line in (tmp_path / "audit").read_text().splitlines() if '"admitted"' in line]
+    assert '"name": "host"' in entry or '"name":"host"' in entry
+
+
 def test_nobody_listens() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

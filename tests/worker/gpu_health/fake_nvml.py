@@ -27,6 +27,9 @@ class FakeNvml:
         self.links, self.link_errors = 2, 0
         self.xids: list[int] = []
         self.open_events = 0
+        self.at_bus: dict[str, int] = {}
+        self.read_of: list[int] = []
+        self.shut_down = False
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("nvml") and (error := self.fails.get(name)) is not None:
@@ -37,7 +40,20 @@ class FakeNvml:
         return 1
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self.read_of.append(index)
         return index
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> int:
+        return self.at_bus[bus_id]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self.at_bus[uuid]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlShutdown(self) -> None:
+        self.shut_down = True
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(gpu=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from muster.worker.gpu_health.identity import GpuIdentity
 from muster.worker.gpu_health.judgement import GpuJudgement, GpuLimits, GpuReading, GpuState, judge_gpu
 from muster.worker.gpu_health.nvml import NvmlGpus
 from tests.worker.gpu_health.fake_nvml import FakeNvml, FakeNvmlError
@@ -52,7 +53,7 @@ def test_a_gpu_lost_in_mid_job_is_ill(call: str) -> None:
 
 def test_what_a_gpu_does_not_tell_is_unknown_and_no_finding() -> None:
     nvml = FakeNvml()
-    silent = [name for name in dir(nvml) if name.startswith("nvmlDeviceGet") and not name.endswith("Index")]
+    silent = [name for name in dir(nvml) if name.startswith("nvmlDeviceGet") and "Index" not in name]
     nvml.fails = {name: FakeNvmlError(3, "Not Supported") for name in [*silent, "nvmlEventSetCreate"]}
     reading = NvmlGpus(nvml).read(0)
     assert reading == GpuReading(0)
@@ -71,6 +72,36 @@ def test_an_error_that_is_no_fault_of_the_gpu_is_the_caller_s() -> None:
     nvml.fails["nvmlDeviceGetHandleByIndex"] = FakeNvmlError(4, "Insufficient Permissions")
     with pytest.raises(FakeNvmlError, match="Permissions"):
         NvmlGpus(nvml).read(0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "index"),
+    [
+        (GpuIdentity(3), 3),
+        (GpuIdentity(3, uuid="GPU-1"), 5),
+        (GpuIdentity(3, "0000:65:00.0", "GPU-1"), 6),
+        (GpuIdentity(3, uuid="MIG-1"), 3),
+    ],
+)
+def test_the_most_certain_name_finds_a_gpu(gpu: GpuIdentity, index: int) -> None:
+    nvml = FakeNvml()
+    nvml.at_bus = {"GPU-1": 5, "0000:65:00.0": 6}
+    assert NvmlGpus(nvml).index_of(gpu) == index
+
+
+@pytest.mark.parametrize(
+    ("xid", "state"),
+    [
+        *(
+            (xid, GpuState.ILL)
+            for xid in (46, 48, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 158)
+        ),
+        *((xid, GpuState.SUSPECT) for xid in (63, 74, 92, 94, 145)),
+        *((xid, GpuState.WELL) for xid in (13, 31, 43, 45, 154)),
+    ],
+)
+def test_what_an_xid_says_of_the_gpu(xid: int, state: GpuState) -> None:
+    assert judge_gpu(GpuReading(0, xids=(xid,))).state is state
 
 
 def test_limits_are_the_caller_s() -> None:

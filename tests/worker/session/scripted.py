@@ -12,7 +12,7 @@ from muster.communicators.base import Backend, Communicator
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import FINISHED, Work
-from muster.errors import CommunicatorAbortedError
+from muster.errors import CommunicatorAbortedError, MembershipChanged
 from muster.version import __version__
 from muster.wire import messages
 from muster.wire.messages import Device
@@ -21,6 +21,7 @@ from muster.worker.config import Settings
 from muster.worker.host import DeviceChoice
 from muster.worker.session.connection import SchedulerConnection
 from muster.worker.session.events import Timing
+from muster.worker.session.own_gpu import OwnGpu
 from muster.worker.session.session import Session
 from muster.worker.session.streams import Stream
 from tests.worker.session.machine import assignment as make_assignment
@@ -265,13 +266,16 @@ def scripted_session(
     answering: Any = None,
     prepare: Callable[[], None] | None = None,
     timing: Timing | None = None,
+    device: DeviceChoice | None = None,
+    gpu: OwnGpu | None = None,
     **settings: object,
 ) -> Session:
     """A session as node ``n0`` of a job of two."""
     return Session(
         Settings(worker_num=2, worker_min=2, **settings),  # type: ignore[arg-type]
         profile=profile(),
-        device=DeviceChoice(Device()),
+        device=device or DeviceChoice(Device()),
+        gpu=gpu,
         backend=backend or StubBackend(),
         connection=SchedulerConnection(connector.dial),
         answering=answering,
@@ -304,12 +308,33 @@ class Thread(threading.Thread):
         return self._value
 
 
-def opened(session: Session, connector: ScriptedConnector) -> tuple[Line, Any]:
+def opened(
+    session: Session, connector: ScriptedConnector, heartbeat_interval_s: float = 3600.0
+) -> tuple[Line, Any]:
     """Opens a session in a group that forms at once; returns its line, and the join that it sent."""
     opening = Thread(session.open)
     line = connector.next_line()
     join = line.hear("join")
-    line.welcome()
+    line.welcome(heartbeat_interval_s)
     line.form(join)
     opening.result()
     return line, join
+
+
+def end(session: Session, line: Line) -> None:
+    releasing = Thread(session.release)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
+
+
+def is_over(session: Session) -> bool:
+    """Whether its generation is."""
+    try:
+        return session.communicator is None
+    except MembershipChanged:
+        return True
+
+
+def beats(line: Line) -> Iterator[Any]:
+    while True:
+        yield line.hear("heartbeat")

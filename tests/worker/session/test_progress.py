@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from muster.wire import messages
+from muster.wire.codec import decode_worker_message, encode
+from muster.wire.messages import MAX_NUMBERS
 from muster.worker.session.progress import Progress
 
 
@@ -51,3 +54,27 @@ def test_what_is_no_count_is_refused_to_the_caller(name: str, count: int) -> Non
     with pytest.raises(TypeError):
         progress.take(1.5, None)  # type: ignore[arg-type]
     assert progress.step == progress.steps == 0
+
+
+def test_numbers_of_the_script_s_own_are_kept_and_alone_are_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    progress = Progress(Clock())
+    assert progress.take(None, None, loss=1, numbers={"grad_norm": 2})
+    assert not progress.take(None, None, numbers={"accuracy": 0.5})
+    assert (progress.step, progress.numbers) == (1, {"grad_norm": 2.0, "accuracy": 0.5})
+    progress.take(None, None, numbers={"accuracy": float("nan")})
+    assert progress.numbers == {"grad_norm": 2.0}
+    with pytest.raises((TypeError, ValueError)):
+        progress.take(None, None, numbers={"accuracy": "high"})  # type: ignore[dict-item]
+
+
+def test_numbers_that_heartbeats_cannot_carry_are_left_out_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    progress = Progress(Clock())
+    many = {f"n{number}": number for number in range(MAX_NUMBERS)}
+    for _ in range(3):
+        progress.take(None, None, numbers={**many, "more": 1, "with blank": 1})
+    assert progress.numbers == many
+    assert [record.args[0] for record in caplog.records if record.args] == ["more", "with blank"]  # type: ignore[index]
+    beat = messages.Heartbeat(1, 2, 3, 4.0, numbers=tuple(sorted(progress.numbers.items())))
+    assert decode_worker_message(encode(beat)) == beat

@@ -30,11 +30,9 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire import messages
-from muster.wire.messages import Device
 from muster.wire.v1 import rendezvous_pb2 as pb
-from muster.worker.host import DeviceChoice
 from muster.worker.session.events import Timing
-from muster.worker.session.session import Session, describe_devices
+from muster.worker.session.session import Session
 from muster.worker.session.streams import DeniedError, MessageRejectedError
 from tests.waiting import wait_for
 from tests.worker.session.scripted import (
@@ -44,6 +42,8 @@ from tests.worker.session.scripted import (
     StubBackend,
     StubCommunicator,
     Thread,
+    end,
+    is_over,
     opened,
     scripted_session,
 )
@@ -67,20 +67,6 @@ class Stage:
 
     def all_reduce(self) -> Thread:
         return Thread(lambda: self.session.communicator.all_reduce(X, X, ReduceOp.SUM))
-
-
-def end(session: Session, line: Line) -> None:
-    releasing = Thread(session.release)
-    line.say(ended=pb.Ended(ok=True, reason="bye"))
-    releasing.result()
-
-
-def is_over(session: Session) -> bool:
-    """Whether its generation is."""
-    try:
-        return session.communicator is None
-    except MembershipChanged:
-        return True
 
 
 @contextlib.contextmanager
@@ -408,6 +394,18 @@ def test_snapshots_and_checkpoints_are_told_and_the_word_of_this_generation_is_h
     wait_for(lambda: stage.session.snapshot_word is None)
 
 
+def test_own_numbers_and_the_time_of_checkpoints_go_with_heartbeats(stage: Stage) -> None:
+    with stage.session.busy("saves a checkpoint"):
+        pass
+    with stage.session.busy("evaluation"):
+        pass
+    stage.session.report(accuracy=0.5, loss=2)
+    stage.line.say(probe=pb.Probe(round=1))  # a heartbeat goes before its answer
+    beat = stage.line.hear("heartbeat")
+    assert dict(beat.numbers) == {"accuracy": 0.5} and beat.step == 1
+    assert beat.checkpoints_s > 0.0
+
+
 @pytest.mark.parametrize(
     "wrong", [{"size_bytes": -1}, {"seconds": math.nan}, {"seconds": -1.0}, {"partners": (-1,)}]
 )
@@ -703,27 +701,6 @@ def test_progress_and_collectives_reach_the_scheduler(stage: Stage) -> None:
     stage.line.welcome()
 
 
-@pytest.mark.parametrize(("ordinal", "expected"), [(3, 3), (-1, 1)])
-def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expected: int) -> None:
-    connector, backend = ScriptedConnector(), StubBackend()
-    session = scripted_session(connector, backend)
-    session.device = DeviceChoice(Device("cuda", 7), ordinal, 4)
-    line, join = opened(session, connector)
-    assert session.device_ordinal == expected
-    assert [peer.device_index for peer in backend.made[0].membership.peers] == [-1, expected]
-    # When others die its local rank changes, but not the GPU that its arrays lie on.
-    line.assign(join, 2, 0)
-    wait_for(lambda: is_over(session))
-    rejoining = Thread(session.rejoin)
-    line.hear("publish_unique_ids")
-    line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
-    line.hear("built")
-    line.say(group_built=pb.GroupBuilt(generation=2))
-    rejoining.result()
-    assert (session.local_rank, session.device_ordinal) == (0, expected)
-    end(session, line)
-
-
 def test_slow_work_begins_before_the_job_forms() -> None:
     connector, backend, prepared = ScriptedConnector(), StubBackend(), list[int]()
     session = scripted_session(connector, backend, prepare=lambda: prepared.append(len(backend.made)))
@@ -732,19 +709,3 @@ def test_slow_work_begins_before_the_job_forms() -> None:
     releasing = Thread(session.release)
     line.say(ended=pb.Ended(ok=True, reason="bye"))
     releasing.result()
-
-
-def test_devices_are_counted_by_model() -> None:
-    gpus = [("a", Device("cuda", index, model="NVIDIA H200")) for index in range(3)]
-    others = [("a", Device("cuda", 3, model="NVIDIA A100")), ("a", Device("cpu"))]
-    assert describe_devices([*gpus, *others]) == "1 x NVIDIA A100 and 3 x NVIDIA H200 and CPU"
-    assert describe_devices([("a", Device("cpu", 0)), ("a", Device("cpu", 1))]) == "CPU"
-
-
-def test_a_gpu_that_workers_share_counts_once() -> None:
-    def of(host: str, index: int) -> tuple[str, Device]:
-        return host, Device("cuda", index, "0000:41:00.0", "NVIDIA H200")
-
-    assert describe_devices([of("a", 0), of("a", 0)]) == "1 x NVIDIA H200"
-    assert describe_devices([of("a", 0), of("a", 0), of("b", 0), of("b", 1)]) == "3 x NVIDIA H200"
-    assert describe_devices([of("a", -1), of("a", -1)]) == "2 x NVIDIA H200"  # which ones is not known yet

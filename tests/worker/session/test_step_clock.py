@@ -115,3 +115,16 @@ def test_a_model_that_is_gone_measures_nothing() -> None:
     times = machine.clock.take()
     assert times is not None
     assert times.seconds[:4] == (0.5, 0.5, 2.0, 2.0)
+
+
+def test_standing_still_for_checkpoints_is_summed_up_and_no_part_of_a_step() -> None:
+    machine = Machine()
+    machine.clock.begin()
+    machine.now += 2.5
+    machine.clock.excuse(0.5)
+    machine.clock.excuse(2.0, for_checkpoint=True)
+    machine.step(1.0, 0.0)
+    machine.clock.excuse(1.0, for_checkpoint=True)
+    times = machine.clock.take()
+    assert times is not None and times.seconds[0] == 1.0
+    assert machine.clock.checkpoints_s == 3.0

@@ -107,21 +107,32 @@ communicator_t *communicator_begin(bool sends, int count, handshake_t *const han
 }
 
 void communicator_fail(communicator_t *communicator, ncclResult_t result, const char *format, ...) {
-  int none = 0;
-  if (!atomic_compare_exchange_strong(&communicator->error, &none, (int)result)) return;
   char text[REASON_SIZE - ADDRESS_TEXT_SIZE - 64];
   va_list values;
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  if (!atomic_load(&communicator->ending)) {
-    bool idle = atomic_load(&communicator->open_requests) == 0; /* a job's end may look like that */
-    (idle ? reason_note : reason_say)("NCCL's encrypted connection with %s has ended: %s.", communicator->peer, text);
-  }
-  for (int i = 0; i < communicator->count; i++) (void)shutdown(communicator->connections[i].socket, SHUT_RDWR);
+  bool idle = atomic_load(&communicator->open_requests) == 0; /* a job's end may look like that */
   pthread_mutex_lock(&communicator->lock);
-  pthread_cond_broadcast(&communicator->written);
+  bool first = atomic_load(&communicator->error) == 0;
+  if (first) {
+    snprintf(communicator->why, sizeof communicator->why, "NCCL's encrypted connection with %s has ended: %s.",
+             communicator->peer, text);
+    /* Said before the error can be seen: NCCL, once it has seen it, takes the last warning. */
+    if (!atomic_load(&communicator->ending)) (idle ? reason_note : reason_say)("%s", communicator->why);
+    atomic_store(&communicator->unsaid, idle);
+    atomic_store(&communicator->error, (int)result);
+    pthread_cond_broadcast(&communicator->written);
+  }
   pthread_mutex_unlock(&communicator->lock);
+  if (!first) return;
+  for (int i = 0; i < communicator->count; i++) (void)shutdown(communicator->connections[i].socket, SHUT_RDWR);
+}
+
+ncclResult_t communicator_error(communicator_t *communicator) {
+  int error = atomic_load(&communicator->error);
+  if (error != 0 && atomic_exchange(&communicator->unsaid, false)) reason_say("%s", communicator->why);
+  return (ncclResult_t)error;
 }
 
 /* ---------------------------------------------------------------- close */
@@ -196,7 +207,7 @@ ncclResult_t request_test(request_t *request, int *done, int *size) {
   *done = 0;
   if (!atomic_load(&request->open)) return ncclInternalError;
   /* First what has ended the whole, then the request: so that the last pieces before an orderly end still count. */
-  int error = atomic_load(&communicator->error);
+  ncclResult_t error = communicator_error(communicator);
   bool closed = !communicator->sends && atomic_load(&communicator->closed) == communicator->count;
   int64_t total = communicator->sends ? request->size : atomic_load(&request->total);
   bool complete = communicator->sends ? atomic_load(&request->left) == 0 : total >= 0 && atomic_load(&request->got) == total;
@@ -207,10 +218,10 @@ ncclResult_t request_test(request_t *request, int *done, int *size) {
     *done = 1;
     return ncclSuccess;
   }
-  if (error == 0 && closed) {
+  if (error == ncclSuccess && closed) {
     communicator_fail(communicator, ncclRemoteError,
                       "the peer has closed it while data were still to come; look at its log for why it left");
-    error = ncclRemoteError;
+    error = communicator_error(communicator);
   }
-  return (ncclResult_t)error;
+  return error;
 }

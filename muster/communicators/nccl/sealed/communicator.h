@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "errors.h"
 #include "handshake.h"
 #include "nccl_net.h"
 #include "records.h"
@@ -61,6 +62,8 @@ struct communicator {
   int count, next;
   char peer[ADDRESS_TEXT_SIZE];
   atomic_int error;      /* an ncclResult_t; the first one stays */
+  atomic_bool unsaid;    /* it ended while nothing was asked of it: why is a note in NCCL's log, and no warning yet */
+  char why[REASON_SIZE]; /* the sentence; written before error is set */
   atomic_bool ending;    /* close has begun: nothing that follows is an error */
   atomic_bool peer_gone; /* a send: the receiver has closed in order */
   atomic_int open_requests, closed;
@@ -78,6 +81,11 @@ communicator_t *communicator_begin(bool sends, int count, handshake_t *const han
 /* Ends it with an error. The first failure's sentence becomes the reason, with the peer's address before it. */
 __attribute__((format(printf, 3, 4))) void communicator_fail(communicator_t *communicator, ncclResult_t result,
                                                              const char *format, ...);
+
+/* What it ended with, for a caller that NCCL hears of: ncclSuccess while it lives.
+ *
+ * NCCL's error holds the last warning, so one that ended unsaid becomes a warning now, when something is asked of it. */
+ncclResult_t communicator_error(communicator_t *communicator);
 
 /* Says the end to the peer, if all requests are done, and frees it. */
 void communicator_close(communicator_t *communicator);

@@ -234,9 +234,9 @@ bool receive_run_mover(actor_t *actor, worker_t *worker) {
 /* ---------------------------------------------------------------- irecv */
 
 ncclResult_t receive_begin(communicator_t *communicator, void *data, int size, request_t **request) {
-  int error = atomic_load(&communicator->error);
+  ncclResult_t error = communicator_error(communicator);
   *request = NULL;
-  if (error != 0) return (ncclResult_t)error;
+  if (error != ncclSuccess) return error;
   request_t *opened = request_open(communicator, data, size);
   if (opened == NULL) return ncclSuccess; /* NCCL asks again */
   atomic_fetch_add(&communicator->posted, 1);

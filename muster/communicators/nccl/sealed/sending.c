@@ -222,12 +222,12 @@ bool send_run_mover(actor_t *actor, worker_t *worker) {
 
 ncclResult_t send_begin(communicator_t *communicator, void *data, int size, request_t **request) {
   *request = NULL;
-  int error = atomic_load(&communicator->error);
-  if (error != 0) return (ncclResult_t)error;
+  ncclResult_t error = communicator_error(communicator);
+  if (error != ncclSuccess) return error;
   if (atomic_load(&communicator->peer_gone)) {
     communicator_fail(communicator, ncclRemoteError,
                       "the peer has closed it while data were still to go; look at its log for why it left");
-    return ncclRemoteError;
+    return communicator_error(communicator);
   }
   pthread_mutex_lock(&communicator->lock);
   bool pending = communicator->to_seal < atomic_load(&communicator->posted);

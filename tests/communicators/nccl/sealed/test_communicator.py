@@ -15,7 +15,7 @@ def test_messages_of_every_size_arrive_as_they_were_sent(driver: Path) -> None:
         meet(receiver, sender)
         assert move(receiver, sender, 0, count=40) == BOTH_OK
         assert move(receiver, sender, 0, step=1, count=100, room=9) == BOTH_OK
-        for edge in (4096, 16384, 65536, 4 * 65536, 1 << 20):
+        for edge in (4096, 16384, 65536, 131072, 4 * 131072, 1 << 20):
             assert move(receiver, sender, edge - 2, step=1, count=5, flight=3, room=1) == BOTH_OK
         assert move(receiver, sender, 8 << 20, count=3, flight=2, room=100) == BOTH_OK
         assert receiver.ask("reason") == sender.ask("reason") == ""
@@ -148,6 +148,22 @@ def test_an_idle_side_notices_that_its_peer_was_killed(driver: Path, who: str) -
         reason = stays.reason()
         assert reason.startswith("NCCL's encrypted connection with 127.0.0.1:"), reason
         assert "its process died" in reason.replace("the peer's process", "its process")
-        assert stays.ask("post 0 10 1 1").startswith("error 6")
         assert stays.ask("forget") == "ok"
         assert stays.ask("reason") == ""
+        assert stays.ask("post 0 10 1 1") == f"error 6 {reason}"
+        assert stays.ask("post 0 10 1 1").startswith("error 6")
+        assert _levels(stays.end(), reason) == ["INFO", "WARN"]
+
+
+def test_a_peer_that_was_idle_and_left_is_named_in_what_nccl_says_of_the_next_send(driver: Path) -> None:
+    with ranks(driver, {}, {}) as (receiver, sender):
+        meet(receiver, sender)
+        assert receiver.ask("close 0") == "ok"
+        while not (answer := sender.ask("post 0 10 1 1")).startswith("error 6"):
+            sender.ask("wait 5")
+        assert _levels(sender.end(), answer.removeprefix("error 6 "))[-1] == "WARN"
+
+
+def _levels(log: str, sentence: str) -> list[str]:
+    """How loud NCCL's log has this sentence each time: its errors tell the last warning, and no note."""
+    return [line.partition(" ")[0] for line in log.splitlines() if sentence in line]

@@ -1,0 +1,1 @@
+"""Benchmarks of torch programs whose processes live on when ranks are lost."""

@@ -1,0 +1,64 @@
+"""Torch programs that live on when ranks are killed: bit for bit, and how soon.
+
+muster bench in-place --json results.json                # CPU: six kinds of programs, 20 kills each
+muster bench in-place --kinds ddp fsdp2 --kills 5        # some of them
+muster bench in-place --gpu --kinds fsdp2 hsdp           # over NCCL, all ranks on the first GPU
+muster bench in-place --group-cost                       # what such a group costs a step of GPT-2
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from muster.bench.in_place.cpu import KINDS, measure
+from muster.bench.launches import stopwatch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    option = parser.add_argument
+    option("--gpu", action="store_true", help="over NCCL, with all ranks on the first GPU")
+    option(
+        "--group-cost", action="store_true", help="a GPT-2 step over torch's own group and over a lasting one"
+    )
+    option("--steps", type=int, default=30, metavar="N", help="steps of a turn, --group-cost (30)")
+    option("--turns", type=int, default=6, metavar="N", help="turns of each group, --group-cost (6)")
+    option("--tiny", action="store_true", help="--group-cost with a small net, also on a CPU")
+    option("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which programs (all)")
+    option("--kills", type=int, default=20, metavar="N", help="kills of each (20)")
+    option("--every", type=int, default=10, metavar="N", help="steps between two copies (10)")
+    option("--copies", type=int, default=2, metavar="N", help="copies of each rank's part (2)")
+    option("--pace-ms", type=float, default=100, help="a pause in each step, at changing moments (100)")
+    option("--seed", type=int, default=0, help="of who is killed, and when")
+    option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures and returns the results.
+
+    Raises:
+        RuntimeError: a program did not go on, or with other numbers; says how.
+    """
+    if options.group_cost:
+        from muster.bench.in_place.group_cost import measure as measure_group
+
+        return measure_group(steps=options.steps, turns=options.turns, tiny=options.tiny)
+    say = stopwatch()
+    with tempfile.TemporaryDirectory(prefix="muster-in-place-") as scratch:
+        try:
+            return measure(options, Path(scratch), say)
+        finally:
+            if options.keep is not None:
+                options.keep.mkdir(parents=True, exist_ok=True)
+                for path in (*Path(scratch).rglob("*.log"), *Path(scratch).rglob("*.jsonl")):
+                    shutil.copy(path, options.keep / "-".join(path.relative_to(scratch).parts))
+
+
+def report(results: dict[str, Any]) -> None:
+    """Prints the results for people."""
+    for name, value in results.items():
+        print(f"{name:12} {value.get('summary', value)}")

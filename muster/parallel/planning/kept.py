@@ -1,0 +1,178 @@
+"""What the forward pass leaves for the backward pass, operator by operator, as a search adds it up. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, names
+from muster.parallel.planning.layouts import Mesh, Placements, parts
+from muster.parallel.planning.precision import RUNS_EXACT, RUNS_LOW, feeds_a_loss
+from muster.parallel.planning.rules import LINEAR_VIEWS
+
+SAVES_INPUTS = names(
+    "linear matmul mm bmm addmm einsum conv1d conv2d conv3d batch_norm layer_norm group_norm gelu silu "
+    "elu mish softplus hardtanh hardswish hardsigmoid leaky_relu pow log log1p abs sin cos square clamp "
+    "clamp_min clamp_max mul div maximum minimum mse_loss l1_loss smooth_l1_loss huber_loss avg_pool1d "
+    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d "
+    "max_pool3d scaled_dot_product_attention rms_norm var std prelu embedding binary_cross_entropy "
+    "binary_cross_entropy_with_logits logsigmoid where masked_fill"
+)
+SAVES_OUTPUTS = names(
+    "relu tanh sigmoid softmax log_softmax _softmax _log_softmax exp sqrt rsqrt reciprocal "
+    "scaled_dot_product_attention amax amin logsumexp expm1"
+)
+SAVES_NOTHING = LINEAR_VIEWS | names(
+    "add sub neg rsub cat stack mean sum to _to_copy detach zeros_like ones_like full_like type_as pad "
+    "constant_pad_nd cumsum flip roll dropout cross_entropy_loss nll_loss nll_loss_nd eq ne lt gt le ge "
+    "floor ceil round sign arange zeros ones full"
+)
+_COPIES = names("contiguous clone")
+TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
+
+
+def is_view(graph: Graph, node: Node, turned: set[int]) -> bool:
+    """Whether a node's result has the memory of its first input.
+
+    Args:
+        graph: of the node.
+        node: any.
+        turned: the values whose elements are in another order than their memory has them.
+    """
+    if node.kind == FAN_OUT or node.op == "detach" or feeds_a_loss(graph, node):
+        return True
+    if node.op in ("reshape", "flatten") and node.inputs[0] in turned:
+        return False  # a copy, in the order of the new shape
+    return node.op in LINEAR_VIEWS and node.op not in _COPIES
+
+
+def turns(node: Node, turned: set[int]) -> bool:
+    """Whether a view's result is in another order than its memory."""
+    return node.op in TURNS or (node.kind == FAN_OUT and node.inputs[0] in turned)
+
+
+def cast_width(graph: Graph, node: Node, position: int) -> int:
+    """Bytes of an element of the copy of an input in the precision in which a node runs; 0: there is none."""
+    value = graph.values[node.inputs[position]]
+    width = graph.values[node.outputs[0]].itemsize
+    cast = (
+        node.op in RUNS_LOW | RUNS_EXACT
+        and node.op != "cross_entropy_loss"
+        and value.floating
+        and value.itemsize != width
+        and len(value.shape) > 1
+    )
+    return width if cast else 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """Something that is kept for the backward pass.
+
+    Attributes:
+        of_output: it has the layout of an output; otherwise of an input.
+        position: of that output or input.
+        nbytes: of the whole.
+    """
+
+    of_output: bool
+    position: int
+    nbytes: float
+
+
+def kept_parts(graph: Graph) -> list[tuple[KeptPart, ...]]:
+    """By node, what it keeps at least that no node before it keeps.
+
+    A tensor that several nodes read is counted at the first that keeps it, in the layout in which that one
+    reads it: there it is held, as it was made or as a copy. Copies of others in other layouts come on top,
+    so a sum of these is at most what a step holds when its forward pass ends.
+
+    Args:
+        graph: with fan-out nodes.
+    """
+    return _Savings(graph).parts()
+
+
+class _Savings:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._root: dict[int, int] = {}  # by value, that whose memory it has
+        self._turned: set[int] = set()
+        self._counted: set[object] = set()
+
+    def parts(self) -> list[tuple[KeptPart, ...]]:
+        found = []
+        for node in self.graph.nodes:
+            if node.kind in ("call", FAN_OUT):
+                view = is_view(self.graph, node, self._turned)
+                for value in node.outputs if view else ():
+                    self._root[value] = self._root.get(node.inputs[0], node.inputs[0])
+                    if turns(node, self._turned):
+                        self._turned.add(value)
+            grad = node.kind == "call" and any(self.graph.values[v].needs_grad for v in node.outputs)
+            found.append(tuple(self._of(node)) if grad else ())
+        return found
+
+    def _of(self, node: Node) -> list[KeptPart]:
+        known = node.op in SAVES_INPUTS | SAVES_OUTPUTS | SAVES_NOTHING
+        found: list[KeptPart] = []
+        if node.op in SAVES_INPUTS or not known or node.op == "cross_entropy_loss":
+            single = node.op in ("mul", "div") and len(node.inputs) == 1
+            inputs = 1 if node.op == "cross_entropy_loss" else len(node.inputs)
+            for position in range(inputs):
+                found += [] if single else self._input(node, position)
+        if node.op in SAVES_OUTPUTS or not known:
+            for position, value in enumerate(node.outputs):
+                nbytes = self.graph.values[value].nbytes
+                found += [KeptPart(True, position, nbytes)] if self._first(value) else []
+        extra = self._extra(node)
+        return [*found, KeptPart(True, 0, extra)] if extra else found
+
+    def _input(self, node: Node, position: int) -> list[KeptPart]:
+        value = node.inputs[position]
+        whole = self.graph.values[value]
+        maker = self.graph.source(value)
+        width = cast_width(self.graph, node, position)
+        if width:
+            name = (maker.name, position) if maker.kind == "parameter" else (node.name, position)
+            if name in self._counted:
+                return []
+            self._counted.add(name)
+            return [KeptPart(False, position, whole.numel * width)]
+        if not self._first(value):
+            return []
+        root = self.graph.values[self._root.get(value, value)]
+        return [KeptPart(False, position, min(whole.nbytes, root.nbytes))]
+
+    def _first(self, value: int) -> bool:
+        """Whether nobody has kept a value's memory yet; parameters and inputs are there anyway."""
+        root = self._root.get(value, value)
+        held = self.graph.nodes[self.graph.values[root].node].kind in ("parameter", "buffer", "input")
+        if held or root in self._counted:
+            return False
+        self._counted.add(root)
+        return True
+
+    def _extra(self, node: Node) -> float:
+        """Bytes that an operator makes for its backward pass only."""
+        out = self.graph.values[node.outputs[0]]
+        if node.op == "dropout" and node.draws:
+            return out.nbytes  # the mask
+        if node.op == "layer_norm":
+            width: int = math.prod(node.args[1])
+            return out.numel / width * 8
+        if node.op == "scaled_dot_product_attention":
+            return out.numel / out.shape[-1] * 4
+        return out.numel * 8 if node.op.startswith("max_pool") else 0
+
+
+def kept_bytes(
+    kept: Sequence[KeptPart], ins: Sequence[Placements], outs: Sequence[Placements], mesh: Mesh
+) -> float:
+    """Bytes of what a node keeps, on one rank."""
+    found = 0.0
+    for each in kept:
+        layouts = outs if each.of_output else ins
+        found += each.nbytes / parts(layouts[each.position], mesh)
+    return found

@@ -1,0 +1,55 @@
+"""Lightning's Trainer in place: processes stay when a rank is lost, and it resumes from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from muster.programs.keep_alive import living_program
+from muster.torch.resumed_training import resumed
+
+
+def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path) -> Any:
+    """``trainer.fit(module, *data)`` that goes on in the same processes when ranks are lost.
+
+    ::
+
+        def make():
+            keeps = ModelCheckpoint("kept", save_top_k=2, monitor="step", mode="max", every_n_epochs=1)
+            return lightning.Trainer(strategy="ddp", callbacks=[keeps]), Module()
+
+        muster.torch.keep_alive()
+        trainer = muster.torch.lightning.fit(make, loader, checkpoints="kept")
+
+    Lightning's loop cannot be wound back: a new Trainer goes on from the last checkpoint, as with
+    ``ckpt_path``; process groups stay. Without a checkpoint all processes start again. Lightning, when it
+    resumes within an epoch, takes that epoch's data from the beginning: numbers are the same as without a
+    loss where checkpoints are those of an epoch's end.
+
+    Args:
+        make: makes the Trainer and the module, the same on all ranks.
+        data: what ``fit`` takes besides.
+        checkpoints: the folder of the ModelCheckpoint, which all hosts share.
+
+    Returns:
+        The Trainer that came to the end.
+    """
+
+    if living_program() is not None and not dist.is_initialized():
+        dist.init_process_group()  # ranks that are lost may be replaced before a new Trainer would do it
+
+    def begin(checkpoint: str | None) -> Any:
+        trainer, module = make()
+        trainer.fit(module, *data, ckpt_path=checkpoint)
+        return trainer
+
+    return resumed(begin, lambda: whole_checkpoints(Path(checkpoints)))
+
+
+def whole_checkpoints(directory: Path) -> Sequence[str]:
+    """The files of a ModelCheckpoint, which get their names once they are whole; the latest last."""
+    found = [(path.stat().st_mtime_ns, str(path)) for path in directory.glob("*.ckpt")]
+    return [path for _, path in sorted(found)]

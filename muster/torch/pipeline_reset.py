@@ -1,0 +1,35 @@
+"""Drops what a broken step has left in the schedules of torch's pipelines: the next one begins cleanly."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_LEFT_BY_A_STEP = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
+"""What schedules of several stages keep besides, as far as this torch has it."""
+
+
+def reset_pipelines() -> bool:
+    """Drops this process's part of a broken step; returns False where this torch cannot do it.
+
+    A schedule's ``step()`` clears its stages as it begins, but not the losses of a step that raised: the next
+    one would run backward through these. No object of a program's state leads to a schedule, so all that
+    there are in this process are reset.
+    """
+    for schedule in _schedules():
+        if not hasattr(schedule, "_internal_losses"):
+            return False
+        schedule._internal_losses.clear()
+        for name in _LEFT_BY_A_STEP:
+            if hasattr(schedule, name):
+                getattr(schedule, name).clear()
+    return True
+
+
+def _schedules() -> Iterator[Any]:
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    kind = getattr(module, "_PipelineSchedule", None)
+    if kind is not None:
+        yield from (each for each in gc.get_objects() if issubclass(type(each), kind))

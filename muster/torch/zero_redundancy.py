@@ -1,0 +1,43 @@
+"""Torch's ZeroRedundancyOptimizer, whose state each rank has in an optimizer within it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from muster.torch.snapshot_tensors import put_settings, settings_of
+
+
+def opened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same objects, and in the place of a ZeroRedundancyOptimizer what this rank has of it."""
+    found: dict[str, Any] = {}
+    for name, each in state.items():
+        if _is_zero_redundancy(each):
+            found[name], found[f"{name}.settings"] = each.optim, OuterSettings(each)
+        else:
+            found[name] = each
+    return found
+
+
+class OuterSettings:
+    """The numbers that a ZeroRedundancyOptimizer gives the optimizer within it before each step.
+
+    Args:
+        optimizer: that.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch."""
+        return {"groups": settings_of(self._optimizer)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See torch."""
+        put_settings(self._optimizer, list(state["groups"]))
+
+
+def _is_zero_redundancy(each: Any) -> bool:
+    """By its name: nobody else has to import its module."""
+    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__)

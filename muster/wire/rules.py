@@ -1,0 +1,118 @@
+"""What a field of a message may hold: rules that read it, or say in a sentence what is wrong with it.
+
+Numbers have their bounds, what workers send has a limit on every string and count, names hold no blanks or
+control characters, and free text is made fit for one log line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from muster.wire.errors import RemediedError
+from muster.wire.log_lines import one_line
+
+MAX_NUMBER = 2**63 - 1
+MAX_TEXT = 2048
+MAX_STACKS_BYTES = 64 * 1024
+"""Limit of what one worker says of where its process stands."""
+
+Rule = Callable[[str, Any], Any]
+"""Takes a field's name and what stands there, and returns its value; raises WireError."""
+
+
+class WireError(RemediedError):
+    """A message breaks the protocol; names the field."""
+
+
+def as_is(_: str, value: Any) -> Any:
+    """Whatever stands there: protobuf has checked its kind."""
+    return value
+
+
+def whole(low: int = 0, high: int = MAX_NUMBER) -> Rule:
+    """A whole number within these bounds."""
+
+    def rule(field: str, value: int) -> int:
+        if not low <= value <= high:
+            raise WireError(f"{field} must be from {low} to {high}; it is {value}.")
+        return value
+
+    return rule
+
+
+def name(limit: int = 128, *, empty: bool = False) -> Rule:
+    """A name without blanks, at most this long in characters; with ``empty`` also ""."""
+
+    def rule(field: str, value: str) -> str:
+        if not value and empty:
+            return value
+        if not 1 <= len(value) <= limit:
+            raise WireError(f"{field} must have 1 to {limit} characters; it has {len(value)}.")
+        if not value.isprintable() or " " in value:
+            raise WireError(
+                f"{field} must hold neither blanks nor control characters; it is {value[:140]!a}."
+            )
+        return value
+
+    return rule
+
+
+def label(limit: int = 256) -> Rule:
+    """Printable text, at most this long in characters."""
+
+    def rule(field: str, value: str) -> str:
+        if len(value) > limit or not value.isprintable():
+            raise WireError(f"{field} must be printable and have at most {limit} characters.")
+        return value
+
+    return rule
+
+
+def text(field: str, value: str) -> str:
+    """Reads free text, made safe so that it cannot forge a second log line."""
+    if len(value) > MAX_TEXT:
+        raise WireError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
+    return one_line(value)
+
+
+def lines(field: str, value: str) -> str:
+    """Reads text of many lines, each made safe."""
+    if len(value) > MAX_STACKS_BYTES:
+        raise WireError(f"{field} must have at most {MAX_STACKS_BYTES} characters; it has {len(value)}.")
+    return "\n".join(one_line(line) for line in value.split("\n"))
+
+
+def line(_: str, value: str) -> str:
+    """Reads free text of the scheduler, which may be long."""
+    return one_line(value)
+
+
+def rate(field: str, value: float) -> float:
+    """A finite number from 0."""
+    if not math.isfinite(value) or value < 0:
+        raise WireError(f"{field} must be a number from 0; it is {value}.")
+    return value
+
+
+def seconds(above: float) -> Rule:
+    """A finite number of seconds, above this one."""
+
+    def rule(field: str, value: float) -> float:
+        if not math.isfinite(value) or value <= above:
+            raise WireError(f"{field} must be a number of seconds; it is {value}.")
+        return value
+
+    return rule
+
+
+def each(rule: Rule, what: str, low: int, high: int) -> Rule:
+    """A tuple of that length; ``what`` names one of them and, in the plural, all."""
+    count = whole(low, high)
+
+    def of_all(_: str, values: Any) -> tuple[Any, ...]:
+        count(f"number of {what}s", len(values))
+        return tuple(rule(what, value) for value in values)
+
+    return of_all

@@ -1,0 +1,28 @@
+"""What a job's time goes into, by name, and how a log says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+TRAINING, DATA, CHECKPOINTS, REDOING, FORMING, SUSPENDED = CAUSES = (
+    "training",
+    "waiting for data",
+    "checkpoints",
+    "redoing",
+    "forming",
+    "suspended",
+)
+"""In the order in which they are shown. Redoing: steps that had been finished before members were lost."""
+
+_IN_WORDS = re.compile(r"(?:^|, )([a-z][a-z ]*) (\d+\.\d) s")
+
+
+def spent_in_words(spent: Iterable[tuple[str, float]]) -> str:
+    """``training 90.0 s, forming 3.5 s``, for a log, from which :func:`spent_of` reads it."""
+    return ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in spent)
+
+
+def spent_of(text: str) -> dict[str, float]:
+    """Reads the seconds of each cause that is known from such words."""
+    return {cause: float(seconds) for cause, seconds in _IN_WORDS.findall(text) if cause in CAUSES}
