@@ -25,6 +25,8 @@ MODELS = {
     "vocabulary": "a transformer of 6 layers, 1,024 wide, 262,144 words, 4,096 tokens a GPU",
     "resnet50": "ResNet-50 with 1,000 classes, 64 images a GPU",
     "gpt2": "GPT-2 with 124 million parameters, 8 x 1,024 tokens a GPU",
+    "vit": "a vision transformer, ViT-B/16 with 1,000 classes, 64 images a GPU",
+    "llama": "a transformer of Llama's kind, 12 layers, 1,024 wide, 32,000 words, 4 x 2,048 tokens a GPU",
     "large": "a transformer of 36 layers, 5,120 wide, 11.8 billion parameters, 2 x 2,048 tokens a GPU",
 }
 PLANS = {
@@ -123,14 +125,20 @@ def report(result: dict[str, Any]) -> None:
         line = f"{start} {row['step_ms']:9.3f} ms  {row['memory_gb']:7.2f} GB"
         line += "  captured" if row["captured"] else "  eager   "
         if "verdict" in row:
+            line += f"  predicted {row['predicted_ms']:.2f} ms ({_off(row, 'predicted_ms', 'step_ms')}),"
             line += (
-                f"  predicted {row['predicted_ms']:.2f} ms, {row['predicted_gb']:.2f} GB; {row['verdict']}"
+                f" {row['predicted_gb']:.2f} GB ({_off(row, 'predicted_gb', 'memory_gb')}); {row['verdict']}"
             )
         print(line)
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         behind = behind_the_best(result["rows"], model)
         if behind is not None:
             print(f"{model:11} the chosen plan takes {behind:+.1%} beside the best of the others that ran")
+
+
+def _off(row: dict[str, Any], predicted: str, measured: str) -> str:
+    """How far a prediction is from what was measured."""
+    return f"{row[predicted] / row[measured] - 1:+.1%}" if row[measured] else "not measured"
 
 
 def behind_the_best(rows: Sequence[dict[str, Any]], model: str) -> float | None:

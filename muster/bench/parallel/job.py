@@ -13,6 +13,7 @@ from torch import nn
 
 from examples.big_vocabulary import Language
 from examples.resnet import resnet50
+from muster.bench.parallel.models import Llama, Vision
 from muster.bench.parallel.variants import Task, make_step
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
@@ -77,6 +78,16 @@ def _language(words: int, width: int, layers: int, tokens: int) -> Callable[[Any
     return make
 
 
+def _vision(device: Any) -> nn.Module:
+    with device:
+        return Vision(1000).to(memory_format=torch.channels_last)
+
+
+def _llama(device: Any) -> nn.Module:
+    with device:
+        return Llama(32_000, 1024, 12, 2048)
+
+
 def _stages(module: Any) -> list[nn.Module]:
     return [*(each for each in module.body.modules() if type(each).__name__ == "Bottleneck"), module.head]
 
@@ -90,6 +101,8 @@ TASKS = {
     "vocabulary": Task(_language(262_144, 1024, 6, 1024), _words(4, 1024, 262_144), "head", _blocks),
     "resnet50": Task(_classifier(1000), _images(64, 1000), "head", _stages),
     "gpt2": Task(_language(50_304, 768, 12, 1024), _words(8, 1024, 50_304), "head", _blocks),
+    "vit": Task(_vision, _images(64, 1000), "head", _blocks),
+    "llama": Task(_llama, _words(4, 2048, 32_000), "head", _blocks),
     "large": Task(_language(50_304, 5120, 36, 2048), _words(2, 2048, 50_304), "head", _blocks),
     "tiny": Task(_language(256, 32, 1, 8), _words(2, 8, 256), "head", _blocks),
 }

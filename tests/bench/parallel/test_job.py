@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ pytest.importorskip("torch")
 import torch
 
 from muster.bench.parallel import command, job
-from muster.bench.parallel.variants import make_step
+from muster.bench.parallel.models import Llama, Vision
+from muster.bench.parallel.variants import Task, make_step
 from tests.parallel.ranks import RankCommunicator, run_ranks
 
 CPU = torch.device("cpu")
@@ -58,6 +60,32 @@ def test_torchs_own_ways_train_alike(variant: str, tmp_path: Path) -> None:
 
 def row(variant: str, ms: float | None, model: str = "tiny") -> dict[str, Any]:
     return {"model": model, "variant": variant} | ({"error": "no"} if ms is None else {"step_ms": ms})
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (lambda: Vision(10, 64, 2, 32), lambda: (torch.randn(4, 3, 32, 32), torch.randint(10, (4,)))),
+        (lambda: Llama(50, 64, 2, 16), lambda: (torch.randint(50, (2, 16)), torch.randint(50, (2, 16)))),
+    ],
+)
+def test_models_train_under_a_plan_as_without_one(
+    make: Callable[[], Any], batch: Callable[[], Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    drawn = batch()
+    task = Task(lambda device: make(), lambda device, rank: drawn, "head", lambda module: [])
+
+    def trained(variant: str) -> list[float]:
+        def run(communicator: Any) -> list[float]:
+            step, _, _ = make_step(variant, task, communicator, CPU, None, str(tmp_path / "m"))
+            return [float(step()) for _ in range(3)]
+
+        return run_ranks(1, run)[0]
+
+    planned = trained("auto")
+    assert planned[2] < planned[0]
+    assert planned == pytest.approx(trained("data-parallel"), rel=1e-5)
 
 
 def test_passes_become_medians_and_one_that_failed_spoils_none() -> None:
