@@ -184,14 +184,20 @@ def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
 # ---------------------------------------------------------------- operators
 
 _ATTENTION = "scaled_dot_product_attention"
-_ATTENTION_SPEED = 0.3
+_ATTENTION_SPEED = 0.5
 """Of a product's: between its two products an attention kernel takes exponentials, which are slower."""
+_CAT_SPEED = 0.36
+"""Of a plain copy's: what torch's kernel that joins tensors reaches (one H100, torch 2.11)."""
+_REORDER_SPEED = 0.47
+"""Likewise, of a copy that brings elements into another order."""
 CONVOLUTIONS = names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
 _PRODUCTS = names("linear matmul mm bmm addmm einsum") | CONVOLUTIONS
 _WRITES_WIDER = names("linear matmul mm addmm")  # gradients of weights, in their own precision at once
 _RECURRENT = names("lstm gru rnn_tanh rnn_relu")
 _NORMS = names("layer_norm group_norm rms_norm")
 _COPIES = names("contiguous clone")
+_DIVIDERS = names("chunk split split_with_sizes unbind tensor_split")  # their parts' gradients are joined
+_REORDERERS = names("transpose permute movedim swapaxes t numpy_T")
 _INDEX_BYTES = 8
 
 
@@ -305,6 +311,8 @@ class _OperatorTime:
         if node.kind == FAN_OUT:
             more = max(0, self.times.gradients_of(node) - 1)
             return Seconds(0.0, more * self._moves(3 * self.out))
+        if node.op in _DIVIDERS:
+            return Seconds(0.0, self._joined_gradients() if any(self.grads) else 0.0)
         if node.kind != "call" or (node.op in LINEAR_VIEWS and node.op not in _COPIES):
             return Seconds()
         if feeds_a_loss(self.graph, node):
@@ -323,6 +331,8 @@ class _OperatorTime:
             return self._batch_norm()
         if node.op in _NORMS:
             return self._casts() + self._norm()
+        if node.op == "cat":  # each part's gradient is a view
+            return self._casts() + Seconds(self._moves((sum(self.sizes) + self.out) / _CAT_SPEED), 0.0)
         return self._elementwise()
 
     def _moves(self, nbytes: float) -> float:
@@ -334,8 +344,10 @@ class _OperatorTime:
         return nbytes / self.machine.column_bytes_per_s + self.machine.launch_s
 
     def _multiplies(self, flops_s: float, nbytes: float) -> float:
-        """One kernel that does both."""
-        return max(flops_s, nbytes / self.machine.memory_bytes_per_s) + self.machine.launch_s
+        """One kernel that does both: at once in a matrix product, by turns in a convolution's small tiles."""
+        moved_s = nbytes / self.machine.memory_bytes_per_s
+        together = flops_s + moved_s if self.node.op in CONVOLUTIONS else max(flops_s, moved_s)
+        return together + self.machine.launch_s
 
     # ------------------------------------------------------------ operators
 
@@ -375,11 +387,24 @@ class _OperatorTime:
         return Seconds(forward, backward)
 
     def _attention(self) -> Seconds:
-        """The backward pass has five products for two."""
-        nbytes = self.width * sum(self.counts[:3]) + self.out
-        forward = self._multiplies(self.flops_s / _ATTENTION_SPEED, nbytes)
-        backward = self._multiplies(2.5 * self.flops_s / _ATTENTION_SPEED, 2 * nbytes)
+        """Products on blocks that are read once: no block is long enough to hide that.
+
+        The backward pass has five products for two. It reads what the forward pass read and wrote, and the
+        output's gradient; it writes three gradients, that of the queries in float32 first, and reads the
+        output and its gradient once more for the rows' sums.
+        """
+        each = self.width * max(self.counts[:3])
+        products = self.flops_s / _ATTENTION_SPEED
+        forward = products + self._moves(self.width * sum(self.counts[:3]) + self.out)
+        backward = 2.5 * products + self._moves(14 * each) + 2 * self.machine.launch_s
         return Seconds(forward, backward if any(self.grads) else 0.0)
+
+    def _joined_gradients(self) -> float:
+        """The gradients of parts become one; where the parts lay in another order, that order is restored."""
+        moved = 2 * sum(self.sizes)
+        made = self.graph.nodes[self.values[0].node]
+        ordered = self._moves(moved / _REORDER_SPEED) if made.op in _REORDERERS else 0.0
+        return self._moves(moved / _CAT_SPEED) + ordered
 
     def _batch_norm(self) -> Seconds:
         """Both passes sum over the batch first, and then read everything again."""
