@@ -328,6 +328,11 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
     server = _source("MS_SERVER_PASSWORD", options, env)
     client = _source("MS_CLIENT_PASSWORD", options, env)
     print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
+    if options.server_password_file is None and options.client_password_file is None:
+        chosen = "" if options.job == ANY_JOB else f" --job-id {shlex.quote(options.job)}"
+        file = options.password_file
+        named = "" if file is None else f" --password-file {shlex.quote(str(file))}"
+        print(f"All here:  muster run -n 2 --scheduler --config {config}{named}{chosen} -- python train.py")
     both = f"MS_WORKER_NUM=2 {'' if options.job == ANY_JOB else f'MS_JOB_ID={shlex.quote(options.job)} '}"
     print(f"Scheduler: {both}MS_CONFIG_FILE={config} {server} python -m scheduler")
     print(f"Workers:   MS_ROLE=MS_WORKER {both}MS_CONFIG_FILE={config} {client} python train.py")
