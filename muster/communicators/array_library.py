@@ -1,4 +1,4 @@
-"""Which library makes arrays on GPUs in this process. Imports nothing heavy, for a GPU's warm-up needs it."""
+"""Finds the library that makes arrays on GPUs in this process. Imports nothing heavy: warm-up needs it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def describe(x: Any, name: str = "x") -> Description:
         name: its name in messages.
 
     Raises:
-        ArrayError: it is neither, or not C-contiguous, or masked.
+        ArrayError: ``x`` is no array and no numbers, or not C-contiguous, or masked.
     """
     describer = describers.get(type(x))
     if describer is None:
@@ -144,15 +144,15 @@ def describe(x: Any, name: str = "x") -> Description:
 
 
 def check_apart(whole: Description, part: Description, offset: int | None = 0) -> None:
-    """Checks that two arrays share no memory, or exactly the ``part`` that begins ``offset`` elements in.
+    """Checks that two arrays share no memory, or that one is exactly the part of the other at ``offset``.
 
     Args:
         whole: the larger one.
         part: the other one; may be as large.
-        offset: None: they may not even share that.
+        offset: where in ``whole``, in elements, ``part`` may begin; None: they must not overlap at all.
 
     Raises:
-        ArrayError: they overlap, and not by that part.
+        ArrayError: they overlap in any other way.
     """
     if whole is part and offset == 0:
         return

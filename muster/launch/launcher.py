@@ -600,7 +600,7 @@ class Launcher:
         return child.recipe.env.get("MS_WORKER_SPARE") == "1"
 
     def _how_to_replace(self, child: Child) -> str:
-        """A sentence that says so, the first time; the lines for others differ in a number or two."""
+        """Says once how to start a worker in a free place; commands for other places hardly differ."""
         line = "" if self._told_replacement or not self._working() else self._replacement(child)
         self._told_replacement |= bool(line)
         return f". To start another in its place: {line}" if line else ""
@@ -614,8 +614,8 @@ class Launcher:
     def _settle(self) -> None:
         """Ends the remaining workers once it is known who failed first, and that one has ended.
 
-        Asked to end before, it might not come to say why it fails. The scheduler of a job that failed may end
-        sooner than the worker because of which it did.
+        A worker that is asked to end earlier might not get to say why it fails. The scheduler of a failed job
+        may end before the worker that failed it.
         """
         assert self._failed_at is not None
         if (
@@ -736,7 +736,7 @@ class Launcher:
         self._give(self._policy.grace_s, then=signal.SIGKILL)
 
     def _give(self, seconds: float, *, then: signal.Signals) -> None:
-        """Sets a deadline after which the remaining processes get this signal."""
+        """Sets a deadline at which the remaining processes are sent this signal."""
         self._deadline = time.monotonic() + seconds
         self._next_signal = then
 
@@ -796,4 +796,4 @@ def _how(code: int) -> str:
 
 
 def _noted(_number: int, _frame: object) -> None:
-    """Nothing to do: the wake-up descriptor wakes the loop."""
+    """A signal handler that does nothing: the wake-up descriptor wakes the loop."""

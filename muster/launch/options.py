@@ -269,10 +269,10 @@ def count(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks what can be checked without looking at the machine.
+    """Parses the options and checks them as far as that is possible without looking at the machine.
 
     Raises:
-        SettingsError: no command, or a value that makes no sense.
+        SettingsError: there is no command, or an option has a value that is not allowed.
     """
     options = parser().parse_args(argv)
     if options.command[:1] == ["--"]:

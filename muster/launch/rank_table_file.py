@@ -16,7 +16,7 @@ Table = dict[str, Any]
 
 
 def parse_interval(text: str) -> tuple[int, ...]:
-    """Reads ``[0,8)`` as (0, ..., 7): from the first number up to, without, the second."""
+    """Reads ``[0,8)`` as (0, ..., 7): the second number is excluded."""
     inner = text.strip()
     found = re.fullmatch(r"\[\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)", inner)
     if found is None:

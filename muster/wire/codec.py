@@ -158,13 +158,14 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 class AssignmentEncoder:
-    """Encodes what several are sent once: a generation's assignments differ in the rank alone.
+    """Encodes messages for many receivers; what they share is encoded once.
 
-    Building the list of members once makes 1,000 assignments of 1,000 members a matter of
-    milliseconds each thousand, not of minutes. Who holds the generation before gets what has changed.
+    Assignments of a generation differ in the rank alone. Encoding the members once makes 1,000 assignments of
+    1,000 members a matter of milliseconds each, not of minutes together. A receiver that holds the generation
+    before gets only the members that changed.
 
     Args:
-        delta_from: the least members of a generation for that.
+        delta_from: the least number of members for which only changes are sent.
     """
 
     def __init__(self, *, delta_from: int = DELTA_FROM_MEMBERS) -> None:
@@ -217,7 +218,7 @@ class AssignmentEncoder:
 
 
 def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assignment | None:
-    """The assignment with those members alone that are not in the one before as they are; None: too many."""
+    """Encodes only the members that differ from the assignment before; None where too many do."""
     ranks = {member.node_id: member.rank for member in before.members}
     changed: list[messages.Member] = []
     kept: list[int] = []
@@ -238,7 +239,7 @@ def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assign
 
 
 def _packed(whole: pb.Assignment) -> bytes:
-    """A message with this assignment, whose large fields are compressed."""
+    """Serializes a message with this assignment, with its large fields compressed."""
     large = pb.Assignment(members=whole.members, hosts=whole.hosts, lost=whole.lost).SerializeToString()
     if PACKED_FROM_BYTES <= len(large) <= MAX_UNPACKED_BYTES:
         for name in _LARGE:
@@ -252,10 +253,11 @@ _LARGE: tuple[Literal["members", "hosts", "lost"], ...] = ("members", "hosts", "
 
 
 def _unpacked(body: pb.Assignment) -> pb.Assignment:
-    """The assignment with all its fields, whether it came packed or not.
+    """Returns an assignment with all its fields, whether they came compressed or not.
 
     Raises:
-        WireError: it does not unpack to these fields, or to too much, or has them beside.
+        WireError: the compressed part is no assignment or too large, or its fields are there uncompressed,
+            too.
     """
     if not body.packed:
         return body
@@ -298,7 +300,7 @@ def _device_kind(field: str, value: str) -> str:
 
 
 def _gpu_report(field: str, body: pb.GpuReport) -> messages.GpuReport:
-    """Reads what a worker says of its GPU; numbers have the bounds of their kinds, and are not looked at."""
+    """Reads a worker's report of its GPU; checks numbers only against the bounds of their protobuf types."""
     told: dict[str, Any] = {each.name: value for each, value in body.ListFields()}
     state = told.get("state", "")
     if state not in GPU_STATES:
@@ -322,7 +324,7 @@ def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
 
 
 def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
-    """Reads where the time of steps went; None: nothing is said of it. All durations are checked at once."""
+    """Reads where the time of steps went; None where nothing is reported. Checks all durations at once."""
     if not body:
         return None
     if len(body) != 2 + TIMED:
@@ -645,10 +647,10 @@ def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> m
 def _with_kept(
     changed: tuple[messages.Member, ...], body: pb.Assignment, held: messages.Assignment | None
 ) -> tuple[messages.Member, ...]:
-    """All members, of an assignment that names those alone that are not kept from the one before.
+    """Returns all members of an assignment that lists only those that changed since the one before.
 
     Raises:
-        WireError: the one before did not come, or has no such members.
+        WireError: the one before was not received, or lacks members that this one keeps.
     """
     if held is None or held.generation != body.base:
         raise WireError(

@@ -1,7 +1,7 @@
 """Removes secrets from text that is kept or shown: values of secret variables, keys, long runs of digits.
 
-Stacks name files, lines and functions and hold no values, so little is found. It is looked for all the same:
-what other programs say of a process stands beside them.
+Stacks name files, lines and functions and hold no values, so there is seldom anything to remove. What other
+programs say of a process stands beside them, so all of it is searched.
 """
 
 from __future__ import annotations

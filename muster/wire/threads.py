@@ -1,4 +1,4 @@
-"""Threads without which a process cannot go on."""
+"""Starts threads, and ends the process where one cannot be started."""
 
 from __future__ import annotations
 

@@ -225,10 +225,10 @@ def revoke(options: argparse.Namespace, env: Environment) -> None:
 
 
 def _directory_of_authority(options: argparse.Namespace) -> Path:
-    """The directory of --dir, else that of the files that are named, else the usual one.
+    """Returns the authority's directory: --dir, else that of the named files, else the default.
 
     Raises:
-        FileError: no authority is there. Another one would be of no use: nobody trusts it.
+        FileError: none of these holds ``ca.key``. No new authority is made: no peer would trust it.
     """
     beside = dict.fromkeys(path.parent for path in options.files)
     looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]
@@ -253,7 +253,7 @@ def _check_revocable(certificate: x509.Certificate, authority: Authority) -> Non
 
 
 def _own_authority(certificate: x509.Certificate) -> ConfigError:
-    """The revocations without those of the authority's own list, which say nothing of itself."""
+    """The error for a revocation of the authority itself, which its own list cannot express."""
     return ConfigError(
         f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
         remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
@@ -293,7 +293,7 @@ def _open_p12(
 
 
 def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
-    """The passwords that a .p12 file may have, asking last."""
+    """Yields the passwords that may open a .p12 file; the one that is asked for comes last."""
     if known is not None:
         yield known
     elif (

@@ -50,7 +50,7 @@ class RevocationList:
 
     @property
     def age(self) -> tuple[int, datetime.datetime]:
-        """A value that is greater for the newer of two lists of one authority."""
+        """A sort key: greater for the newer of two lists of one authority."""
         return self.number, self.this_update
 
 

@@ -66,23 +66,23 @@ class WorkloadApi:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the API."""
+        """Closes the connection to the API."""
         with self._lock:
             self._drop()
 
     def updates(self) -> int:
-        """How often the API has sent something; asks again if it had refused to."""
+        """Counts what the API has sent; asks it again if it has refused this process."""
         with self._lock:
             self._open(0.1)
             return self._updates
 
     def newest(self) -> Material:
-        """The certificate, key and authorities that it sent last; waits for the first ones.
+        """Returns the latest certificate, key and authorities; waits for the first ones.
 
         Authorities are those of the certificate's own trust domain: federated ones are not trusted.
 
         Raises:
-            WorkloadIdentityError: it sent none in time, or none that can be used.
+            WorkloadIdentityError: none came in time, or what came cannot be used.
         """
         deadline = time.monotonic() + FIRST_S
         while True:

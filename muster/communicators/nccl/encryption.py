@@ -120,7 +120,7 @@ def obstacle_before_build(mode: str, facts: NcclFacts) -> NcclObstacle | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether this NCCL lacks the plug-in's interface; where that is not known, NCCL itself refuses it."""
+    """Whether this NCCL lacks the plug-in's interface; of an unknown version NCCL itself decides."""
     numbers = version.split(".")[:2]
     return len(numbers) == 2 and all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) < OLDEST_NCCL
 
@@ -209,6 +209,6 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
 
 
 def _is_taken(name: str, chosen: str, facts: NcclFacts) -> bool:
-    """Whether NCCL may take a way past the plug-in; NVLink it takes unasked."""
+    """Whether NCCL may bypass the plug-in in this way; NVLink it uses without being asked."""
     value = facts.env.get(name, "")
     return value == chosen or (name == "NCCL_MNNVL_ENABLE" and value != "0" and facts.nvlink_between_hosts)

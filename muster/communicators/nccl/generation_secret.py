@@ -59,7 +59,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
 
 
 def secret_file(generation: int, secret: bytes) -> int:
-    """Makes a file of memory that holds the secret and that nobody can change any more.
+    """Makes a sealed file in memory that holds the secret; nobody can change it.
 
     Returns:
         Its descriptor, which children do not inherit unless given it. Closing the last forgets it.
@@ -116,18 +116,18 @@ class HandedSecret:
 
     @property
     def descriptor(self) -> int:
-        """Where it is in this process; -1: there is none."""
+        """The file descriptor of the secret in this process; -1: there is none."""
         return self._descriptor
 
     def replace(self, generation: int, secret: bytes) -> int:
-        """Takes the secret of the next generation, and forgets the one before; returns its descriptor."""
+        """Replaces the secret by the next generation's; returns the new file descriptor."""
         made = secret_file(generation, secret)
         self.forget()
         self._descriptor = made
         return made
 
     def forget(self) -> None:
-        """Forgets it; idempotent."""
+        """Closes the secret's file; idempotent."""
         held, self._descriptor = self._descriptor, -1
         if held >= 0:
             os.close(held)

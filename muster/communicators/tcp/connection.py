@@ -100,16 +100,16 @@ class PeerConnection:
         return count
 
     def unread(self, data: memoryview) -> None:
-        """Gives back bytes that were read too far."""
+        """Puts bytes back that were read beyond what was wanted."""
         self._ahead[:0] = data
 
     def write(self, view: memoryview) -> int:
-        """Writes what goes at once, at most one piece; 0 if nothing does. A retry must repeat the bytes.
+        """Writes what the socket takes at once, at most one piece; returns the number of bytes.
 
-        Another thread may read at the same time.
+        After 0, a retry must pass the same bytes. Another thread may read at the same time.
 
         Raises:
-            EndOfStreamError: the peer is gone; what it said last may still be read, by :meth:`read_ahead`.
+            EndOfStreamError: the peer is gone; what it sent last may still be read, by :meth:`read_ahead`.
         """
         piece = view if len(view) <= self._piece else view[: self._piece]
         try:
@@ -151,7 +151,7 @@ class PeerConnection:
         return farewell
 
     def sending_s(self) -> float | None:
-        """For how long bytes that were written were not acknowledged, in all, in seconds; None: not known."""
+        """Seconds in all for which written bytes were not acknowledged; None: not known."""
         try:
             told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _MICROSECONDS.size)
         except OSError:  # it is closed, or no TCP

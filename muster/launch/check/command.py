@@ -143,7 +143,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _fail_together(session: Session) -> None:
-    """Keeps ranks from failing before rank 0 has printed why: the first failure ends all workers."""
+    """Delays this rank's failure until rank 0 has printed why: the first failure ends all workers."""
     from muster.worker.collectives import barrier
 
     barrier()

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs it; returns the exit code of the batch script."""
+    """Runs ``muster slurm``; returns the batch script's exit code."""
     options = parser().parse_args(argv)
     options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
@@ -227,7 +227,7 @@ class SlurmJob:
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[bool]:
-        """Starts the scheduler, and ends it in any case; gives whether it serves."""
+        """Starts the scheduler for the block, and ends it in any case; yields whether it serves."""
         allocation = self.division.allocation
         self._env |= self.division.environment(self._env)
         path = self._scheduler_log = Path(f"scheduler-{allocation.job_id}.log")
@@ -351,7 +351,7 @@ class SlurmJob:
                 told = True
 
     def _too_few_are_left(self) -> bool:
-        """Whether workers would wait in vain for a lost node, until MS_TOPO_TIMEOUT."""
+        """Whether workers would wait for a lost node in vain, until MS_TOPO_TIMEOUT."""
         fit = self.division.used_nodes - len(set(self._lost()) - set(self.division.left_out))
         return fit < self.division.training_nodes and not self._env.get("MS_WORKER_MIN")
 
