@@ -58,9 +58,6 @@ ELSEWHERE = {
     f"muster run -n 8 --in-place --max-restarts 3 --scheduler {BOTH} -- python ddp.py": (
         "tests/end_to_end/test_in_place.py"
     ),
-    f"muster run -n 8 --max-restarts 3 --scheduler {BOTH} -- python in_place.py": (
-        "tests/end_to_end/test_in_place.py"
-    ),
     f"muster run -n 2 --scheduler {BOTH} -- python train.py": "tests/end_to_end/test_jax.py",
     f"muster run -n 8 --encrypt-nccl --scheduler {BOTH} -- python train.py": (
         "tests/end_to_end/test_nccl_encryption.py"
@@ -191,6 +188,7 @@ NOT_RUN = {
 WHOLE_PAGES = {
     "deploy/README.md": _DEPLOY,
     "docs/api.md": "tests/end_to_end/test_taught_pages.py runs all of it",
+    "docs/in_place.md": "tests/end_to_end/test_taught_pages.py runs the first, test_in_place.py the other",
     "docs/index.md": "tests/end_to_end/test_taught_pages.py runs it",
     "docs/torch_training.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
     "docs/tutorial.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
