@@ -207,7 +207,9 @@ def _of_numpy(array: NumpyArray, name: str, made: type[Description] = Descriptio
     if not array.flags.c_contiguous:
         raise _scattered(array, name, array.shape)
     if hasattr(array, "mask"):
-        raise ArrayError(f"{name} is masked, and masks do not travel.", remedy="Give array.filled(...).")
+        raise ArrayError(
+            f"{name} is a masked array, whose mask would be lost.", remedy="Give array.filled(...)."
+        )
     flat = array.reshape(-1) if type(array) is np.ndarray else array.view(np.ndarray).reshape(-1)
     if dtype == "bfloat16":
         flat = flat.view(np.uint16)
@@ -247,7 +249,7 @@ def _of_torch(torch: Any, tensor: Any, name: str) -> Description:
         raise _scattered(tensor, name, tuple(tensor.shape))
     if not is_usual and tensor.is_conj():
         raise ArrayError(
-            f"the conjugate of {name} is yet to be computed: its memory holds other numbers",
+            f"{name} is a lazy conjugate view: its memory holds the numbers before conjugation.",
             remedy="Give tensor.resolve_conj().",
         )
     device = tensor.get_device()

@@ -71,7 +71,7 @@ class HostCommunicator(Communicator):
         if source.size * received != target.size * sent:
             raise ArrayError(
                 f"send has {source.size} elements and recv {target.size};"
-                f" they must be as {sent} to {received}."
+                f" their ratio must be {sent} to {received}."
             )
         if gathers:
             check_apart(target, source, self.rank * source.size)

@@ -70,7 +70,7 @@ class Membership:
         for rank in ranks:
             self.check_rank(rank, "a rank of the group")
         if not ranks or len(set(ranks)) != len(ranks):
-            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+            raise ArrayError(f"The group {group!r} must have at least one rank, and each only once.")
         if self.rank not in ranks:
             return None
         peers = tuple(replace(self.peers[rank], rank=i) for i, rank in enumerate(ranks))

@@ -86,7 +86,7 @@ class LastStacks:
                 ends = worker.returncode is not None or worker.has_ended() or bool(words.error) or words.left
                 if not ends and lost in words.places:
                     kept = self.keep(worker.pid, worker.label, directory)
-                    say(f"worker {worker.label} (pid {worker.pid}) is lost to the others and lives{kept}")
+                    say(f"worker {worker.label} (pid {worker.pid}) is alive, but lost to the others{kept}")
 
     def keep(self, pid: int, label: str, directory: Path) -> str:
         """Writes a process's stacks to a file in this directory.
@@ -105,7 +105,7 @@ class LastStacks:
         path = directory / f"stacks-{label.replace(os.sep, '_')}.txt"
         with contextlib.suppress(OSError), os.fdopen(open_own(path), "w", encoding="utf-8") as out:
             out.write(without_secrets(text, os.environ))
-            return f"; where it stood: {path}"
+            return f"; its stacks: {path}"
         return ""
 
     def close(self) -> None:

@@ -423,8 +423,8 @@ class Launcher:
         after = f"after {duration(seconds)}; logs: {self._directory.path}"
         if self._status and any(map(_lacked_ranks, self._workers)):
             self._screen.say(
-                "this program of torch.distributed was not known to be one: muster run --program torch gives"
-                " it RANK and what else torchrun sets",
+                "this command was not recognized as a program of torch.distributed, so it got no RANK:"
+                " start it with muster run --program torch",
                 "warning",
             )
         if self._status:

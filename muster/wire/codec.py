@@ -722,7 +722,7 @@ def decode_drain_request(data: bytes) -> messages.DrainOrder:
     request = _parse(pb.DrainRequest, data)
     node_ids = [*([request.node_id] if request.node_id else []), *request.node_ids]
     if len(node_ids) + len(request.hosts) > MAX_DRAINED:
-        raise WireError(f"Of node_ids and hosts there may be {MAX_DRAINED}.")
+        raise WireError(f"node_ids and hosts may have at most {MAX_DRAINED} entries together.")
     if not request.cancel and not node_ids and not request.hosts:
         rules.name()("node_id", request.node_id)
     if not 0.0 <= request.at_s <= LATEST_S:

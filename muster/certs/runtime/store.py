@@ -431,6 +431,6 @@ def _check_rounds(data: bytes, shown: str) -> None:
     if rounds > MAX_ROUNDS:
         shown_rounds = f"{rounds:,}" if rounds < 10**12 else "endlessly many"
         raise FileError(
-            f"{shown} wants its password hashed {shown_rounds} times, and at most {MAX_ROUNDS:,} are taken.",
+            f"{shown} hashes its password in {shown_rounds} rounds; at most {MAX_ROUNDS:,} are accepted.",
             remedy=_REMAKE,
         )

@@ -119,7 +119,7 @@ def own_problem(credentials: Credentials, now: datetime.datetime | None = None) 
     try:
         credentials.peer(credentials.cert_chain_pem, now)
     except CertificateError as error:
-        words = f"Others turn this process away: its own certificate is not good any more. {error.message}"
+        words = f"Peers refuse this process, because its own certificate is no longer valid. {error.message}"
         return type(error)(words, remedy=error.remedy)
     return None
 
@@ -290,8 +290,10 @@ class CredentialsWatcher:
 
     def _unanswered(self) -> Change:
         files = ", ".join(name for name, _ in self._seen)
-        words = f"None of these files could be looked at within {POLL_TIMEOUT_S:g} s, or one of them: {files}"
-        problem = FileError(f"{words}. What they said before stays in force.", remedy="See to their disk.")
+        words = f"Reading these files took longer than {POLL_TIMEOUT_S:g} s: {files}"
+        problem = FileError(
+            f"{words}. What was read before stays in force.", remedy="Check the disk they are on."
+        )
         return Change(self.credentials, False, False, False, problems=(problem,))
 
     def _find_change(self) -> Change | None:

@@ -140,7 +140,7 @@ def _material(context: Any, socket: str) -> Material:
     if not roots:
         raise WorkloadIdentityError(
             f"The SPIFFE Workload API at {socket} sent no authorities of {svid.spiffe_id.trust_domain}.",
-            remedy="See to its agent.",
+            remedy="Check its agent.",
         )
     leaf, *extra = svid.cert_chain
     return Material(svid.private_key, leaf, tuple(extra), roots, f"The certificate from {socket}")

@@ -101,8 +101,9 @@ class FormationWait:
             return
         own = self._membership
         raise FormationTimeoutError(
-            f"the NCCL communicator of group {own.group!r}, generation {own.generation}, was not there within"
-            f" {self._timeout_s:g} s on rank {own.rank} of {own.world_size}: {self._absent()}{self.why()}",
+            f"the NCCL communicator of group {own.group!r}, generation {own.generation}, was not created"
+            f" within {self._timeout_s:g} s on rank {own.rank} of {own.world_size}:"
+            f" {self._absent()}{self.why()}",
             remedy="Look at those workers' logs; if they run, see that the hosts reach each other"
             " (NCCL_SOCKET_IFNAME, firewall), or raise the timeout.",
         )

@@ -84,7 +84,7 @@ class BootstrapTls:
             self._nccl.set_encryption(config.ptr)
         except self._nccl.NCCLError as error:
             raise CommunicatorError(
-                f"NCCL took no{' other' if self._key else ''} key for its bootstrap: {error}",
+                f"NCCL refused {'another' if self._key else 'the'} TLS key for its bootstrap: {error}",
                 remedy="Start the job again, or take an NCCL without TLS, whose bootstrap stays open.",
             ) from None  # the configuration holds the key
         self._key = key

@@ -538,7 +538,7 @@ class NcclCommunicator(Communicator):
             if waited > self.timeout_s:
                 others = [peer for peer in self.membership.peers if peer.rank != self.rank]
                 raise CollectiveTimeoutError(
-                    f"{what} was not over within {self.timeout_s:g} s on rank {self.rank}; waited for"
+                    f"{what} did not complete within {self.timeout_s:g} s on rank {self.rank}; waited for"
                     f" {', '.join(map(handles.name_of, others))}",
                     remedy="A rank hangs or called other collectives; see the scheduler's status.",
                 )
@@ -665,7 +665,7 @@ class NcclCommunicator(Communicator):
             try:
                 release()
             except Exception as error:  # what follows must end all the same
-                _log.warning("what group %r held was not released: %s", self._group_name, error)
+                _log.warning("a resource of group %r was not released: %s", self._group_name, error)
         self._before_end.clear()
 
     def _destroy(self) -> None:

@@ -210,8 +210,8 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
         except OSError as error:
             refused.append(f"{target.parent} ({error.strerror or error})")
     raise SettingsError(
-        f"The plug-in that encrypts NCCL's traffic can be written nowhere: {'; '.join(refused)}.",
-        remedy="Set XDG_CACHE_HOME to a folder of this user's.",
+        f"No folder for the plug-in that encrypts NCCL's traffic can be written to: {'; '.join(refused)}.",
+        remedy="Set XDG_CACHE_HOME to a folder that this user may write to.",
     )
 
 

@@ -695,11 +695,11 @@ class TcpCommunicator(HostCommunicator):
         where = f"{call} in group {self.membership.group!r} of generation {self.membership.generation}"
         if isinstance(error, DeadlinePassedError):
             return CollectiveTimeoutError(
-                f"{where} was not done in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
+                f"{where} did not complete in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
                 remedy="See those workers' logs, or raise the deadline (MS_COLLECTIVE_TIMEOUT).",
             )
         if isinstance(error, FormationTimeoutError):  # a rank that this call was the first to need
-            return CollectiveTimeoutError(f"{where} was not done in {timeout_s:g} s: {error.message}")
+            return CollectiveTimeoutError(f"{where} did not complete in {timeout_s:g} s: {error.message}")
         if not isinstance(error, PeerEndedError):
             return error
         reason, text = error.farewell or (Reason.LOST, "")

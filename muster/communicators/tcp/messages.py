@@ -401,8 +401,8 @@ class Messages:
         self._held[arrived.peer] = count, size
         if count > MOST_ARRIVED or size > MOST_WAITING_BYTES:
             raise CommunicatorError(
-                f"{self._name(arrived.peer)} has sent more than may wait here: {count} messages that nobody "
-                f"has called for, {size} bytes."
+                f"{self._name(arrived.peer)} exceeds what may wait here without a recv: {count} messages,"
+                f" {size} bytes."
             )
 
     def _match(self, message: Message, arrived: _Arrived) -> None:
@@ -582,7 +582,7 @@ class Messages:
             )
             note = self._pending_group.notes.get(peer, "") if peer not in self._lines else ""
             error = CollectiveTimeoutError(
-                f"{what} {partner} in group {self.membership.group!r} was not done in {self.timeout_s:g} s"
+                f"{what} {partner} in group {self.membership.group!r} did not end in {self.timeout_s:g} s"
                 + (f" [{note}]." if note else "."),
                 remedy="See that worker's log, or raise the group's timeout.",
             )

@@ -374,7 +374,7 @@ class SlurmJob:
         say(verdict.why)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this script by it, or after KillWait
         if ask(self._env, "scontrol", "requeue", job) is None:
-            say("Slurm does not take it back (sbatch --requeue)")
+            say("Slurm refuses to requeue the job: submit it with sbatch --requeue")
             return verdict.code
         time.sleep(QUESTION_S)
         return verdict.code
