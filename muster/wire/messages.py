@@ -562,7 +562,7 @@ class Welcome(Value):
 
 
 class Waiting(Value):
-    """The receiver has to wait; ``sentence`` says for whom.
+    """The receiver has to wait; ``sentence`` says for which workers.
 
     The group is being formed or built; or it is established, and ``finished_ranks`` have finished while the
     receiver still waits for them; or the scheduler is ``undecided``, which it repeats every second.
