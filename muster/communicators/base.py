@@ -209,7 +209,7 @@ class TellsOfLinks(Protocol):
 
 
 class Backend(abc.ABC):
-    """One kind of communicator in this process. Lives across generations."""
+    """One kind of communicator in this process; outlives generations."""
 
     name: str
 

@@ -65,7 +65,7 @@ class Membership:
         """The membership of a subset, in the order of ``ranks``; None on ranks that are not in it.
 
         Raises:
-            ArrayError: a rank is not one of the group, is named twice, or none is named.
+            ArrayError: ``ranks`` is empty, repeats a rank, or names one outside the group.
         """
         for rank in ranks:
             self.check_rank(rank, "a rank of the group")

@@ -71,7 +71,7 @@ class QueuedWork:
 
 
 class WorkQueue:
-    """Runs work in order, in one thread that starts with the first of it.
+    """Runs work in order, in one thread that is started by the first piece of work.
 
     Attributes:
         idle: whether all that was put has run.

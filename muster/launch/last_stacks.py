@@ -28,7 +28,7 @@ class Watchable(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process's id."""
 
     @property
     def label(self) -> str:
@@ -36,13 +36,13 @@ class Watchable(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """None while it is not collected."""
+        """Its exit code; None while it is not collected."""
 
     def has_ended(self) -> bool:
         """Whether it has ended and is not collected yet."""
 
     def noted(self) -> int:
-        """Bytes of its notes, which only grow."""
+        """The size in bytes of its notes, which only grow."""
 
     def words(self) -> LastWords:
         """Its notes."""

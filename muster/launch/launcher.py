@@ -476,7 +476,7 @@ class Launcher:
         self._say_last_words([child for child in ended if child in self._workers])
 
     def _say_last_words(self, ended: Sequence[Child]) -> None:
-        """Has several schedulers told of workers that did not go by their own word; a process does it."""
+        """Starts a process that tells several schedulers which workers ended without a goodbye."""
         recipe = self._plan.last_word
         words = [
             (*place, _how(child.returncode or 0))
@@ -493,7 +493,7 @@ class Launcher:
             self._last_words_until = time.monotonic() + LAST_WORD_S
 
     def _end_last_words(self) -> None:
-        """Ends those that nobody has listened to, unless workers have been started again since."""
+        """Ends reporters that no scheduler has answered, unless workers have been restarted since."""
         self._last_words_until = None
         if not self._working():
             for child in self._last_words:
@@ -639,7 +639,7 @@ class Launcher:
         self._failed_at = self._failed_at or time.monotonic()
 
     def _workers_done(self) -> None:
-        """Handles the end of the last worker: the scheduler ends by itself if all went well."""
+        """Handles the end of the last worker; if all went well, the scheduler ends by itself."""
         scheduler, uplink = self._scheduler, self._uplink
         if uplink is not None and uplink.returncode is None:
             uplink.signal(signal.SIGTERM)
@@ -668,7 +668,7 @@ class Launcher:
     # ------------------------------------------------------------ endings
 
     def _blame(self, child: Child, code: int, why: str = "") -> None:
-        """Takes a process's exit code as the launch's and shows why it ended."""
+        """Takes a process's exit code as the launch's, and shows why it ended."""
         self._status = self._status or exit_status(code) or 1
         where = f"pid {child.pid} on {os.uname().nodename}"
         if why:

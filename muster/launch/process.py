@@ -287,7 +287,7 @@ class Child:
         return read_words(self._words.decode(errors="replace"))
 
     def noted(self) -> int:
-        """Bytes of its notes for the launcher, which only grow."""
+        """The size in bytes of its notes for the launcher, which only grow."""
         return os.fstat(self.words_file).st_size if self.words_file >= 0 else len(self._words) + SLOT_BYTES
 
     def progress(self) -> bytes:

@@ -110,7 +110,7 @@ def _is_torchrun(command: Sequence[str]) -> bool:
 
 
 def script_of(command: Sequence[str]) -> Path | None:
-    """The script that a Python command runs, as it names it; None: it is no such command, or is not here."""
+    """Returns the script that a Python command runs, as it names it; None if there is no such file."""
     found = _script_in(command)
     return None if found is None else found[0]
 

@@ -19,7 +19,7 @@ MOST_SPARES = int(TABLE["MS_SPARES"].high)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options that decide which workers start where. Zero or empty: not given."""
+    """The options that decide which workers start where; zero or empty: not given."""
 
     workers: int = 0
     per_node: int = 0

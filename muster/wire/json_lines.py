@@ -64,7 +64,7 @@ class LineContext:
         job: the job; None where a process has several, or none yet.
         generation: the newest generation of which this process has been a member.
         rank: its rank in that.
-        incident: what has ended that generation, until the next one stands.
+        incident: what has ended that generation, until the job goes on.
         node_id: the worker's stable name.
         host: this host's name.
     """
@@ -101,7 +101,7 @@ process_lines = LineContext("muster")
 
 
 def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
-    """Renders one line; ``facts`` overrule the context, and those that are no field stand after the fields.
+    """Renders one line; ``facts`` overrule the context, and those that are no field come after the fields.
 
     A text or fact that makes the line longer than :data:`MOST_LINE_BYTES` is cut.
     """

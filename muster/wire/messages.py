@@ -33,7 +33,7 @@ class Value:
 
     Fields are inherited in the order of dataclasses: those of the last base come first.
 
-    Fields named in ``secret_fields`` do not stand in the representation.
+    Fields named in ``secret_fields`` are left out of the representation.
     """
 
     secret_fields: ClassVar[tuple[str, ...]] = ()
@@ -401,7 +401,7 @@ class RefusedGpu(Value):
 
 
 class JobCopies(Value):
-    """The copies of a job's state by which it would go on: in its members' memory, and on disk.
+    """The copies from which a job's state could be recovered: in its members' memory, and on disk.
 
     Attributes:
         snapshot_step: of the snapshot that all members keep; None: there is none yet.
@@ -475,7 +475,7 @@ class Probed(Value):
         late: what the training thread waits for is late.
         waits: the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
-        seconds: for how long it has probed, or lived since it last stood still.
+        seconds: for how long it has probed, or has run since it was last paused.
     """
 
     round: int
@@ -487,7 +487,7 @@ class Probed(Value):
 
 
 class Stacks(Value):
-    """Answer to :class:`StacksWanted`: where this worker's process stands, in lines, without secrets."""
+    """Answer to :class:`StacksWanted`: this worker's stacks, in lines, without secrets."""
 
     request: int
     text: str
@@ -650,7 +650,7 @@ class Probe(Value):
 
 
 class StacksWanted(Value):
-    """Say where the process of this worker stands, within the limit in bytes; answer :class:`Stacks`."""
+    """Asks for the stacks of this worker's process, within the limit in bytes, as :class:`Stacks`."""
 
     request: int
     limit_bytes: int

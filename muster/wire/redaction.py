@@ -1,7 +1,7 @@
 """Removes secrets from text that is kept or shown: values of secret variables, keys, long runs of digits.
 
 Stacks name files, lines and functions and hold no values, so there is seldom anything to remove. What other
-programs say of a process stands beside them, so all of it is searched.
+programs print is mixed with them, so all of it is searched.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def without_secrets(text: str, env: Mapping[str, str]) -> str:
 
     Args:
         text: any number of lines.
-        env: the environment in which values of secret variables stand.
+        env: the environment that has the values of secret variables.
     """
     for secret in secrets_of(env):
         text = text.replace(secret, REMOVED)

@@ -27,7 +27,7 @@ class WireError(RemediedError):
 
 
 def as_is(_: str, value: Any) -> Any:
-    """Whatever stands there: protobuf has checked its kind."""
+    """Returns the value as it is: protobuf has checked its type."""
     return value
 
 

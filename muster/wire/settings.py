@@ -135,7 +135,7 @@ class Environment:
         return self.checked_hosts(name, self.text(name) or str(TABLE[name].default))
 
     def checked_hosts(self, name: str, raw: str) -> tuple[str, ...]:
-        """Reads addresses or host names with commas between; ``name`` stands in errors."""
+        """Reads addresses or host names with commas between; ``name`` is used in errors."""
         parts = [part.strip() for part in raw.split(",")]
         if not all(parts) or len(parts) > MAX_SCHEDULERS:
             raise self.error(

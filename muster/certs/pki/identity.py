@@ -72,7 +72,7 @@ class Identity:
         return self.nodes if self.node is None else (self.node,)
 
     def uri(self) -> str:
-        """The identity as it stands in a certificate."""
+        """The identity in the form in which a certificate contains it."""
         parts = [self.job, self.role, *self.bound_to]
         return SCHEME + "/".join(quote(part, safe="*") for part in parts)
 

@@ -23,7 +23,7 @@ _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
 
 
 def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """Host names and addresses as they stand in a certificate, each once.
+    """Converts host names and addresses to the form that certificates contain, each once.
 
     Raises:
         ConfigError: one is neither.

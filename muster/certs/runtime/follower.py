@@ -166,10 +166,10 @@ class Follower:
         return self.config.identity_map
 
     def poll(self) -> Change | None:
-        """Looks for changed files, and puts what is sound in force; one thread at a time. Never raises.
+        """Looks for changed files and puts sound ones in force; for one thread at a time. Never raises.
 
         Returns:
-            What changed, and what is wrong with it; None if nothing that counts did.
+            What changed, and what is wrong with it; None if nothing relevant did.
         """
         try:
             return self._watcher.poll()
@@ -196,7 +196,7 @@ class Follower:
     def has_revoked(self, peer: PeerCertificate) -> bool:
         """Whether a peer that was accepted is revoked by now.
 
-        Lists that cannot be relied on keep newcomers out, but end no connection that stands.
+        Lists that cannot be relied on keep newcomers out, but end no established connection.
         """
         credentials = self()
         try:

@@ -148,7 +148,7 @@ def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str
 
 
 def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where: str) -> None:
-    """Waits for the first byte: in TLS 1.3 the client is done before the server has judged it."""
+    """Waits for the server's first byte: in TLS 1.3 a client completes before the server has judged it."""
     try:
         first = connection.recv(1)
     except ConnectionResetError:

@@ -40,7 +40,7 @@ def peer_pem(connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
     """The certificate of the other side, with the intermediates that it sent, leaf first.
 
     Raises:
-        HandshakeError: the handshake is not done.
+        HandshakeError: the handshake is not complete, or the peer showed no certificate.
     """
     leaf = connection.getpeercert(binary_form=True)
     if leaf is None:

@@ -269,10 +269,10 @@ class CredentialsWatcher:
         return self.etcd
 
     def poll(self) -> Change | None:
-        """Looks for changed files, for five seconds at most: a file server may give no answer.
+        """Looks for changed files, for five seconds at most: a file server may not answer.
 
         Returns:
-            None if nothing that counts changed since the last call.
+            None if nothing relevant changed since the last call.
         """
         hung = self._hangs
         if not hung:

@@ -2,7 +2,7 @@
 
 A build without it takes a key all the same (seen with 2.32.3) and fails at the first connection, so the
 library itself is looked at. NCCL wants one key for all processes of a job and for their lives. Rank 0 of the
-first generation mints it, and it travels with each generation's ids, over mutual TLS, from a rank 0 that has
+first generation mints it, and it is sent with each generation's ids, over mutual TLS, from a rank 0 that has
 it. Where rank 0 is new itself, it mints another, and the others take that between two communicators.
 """
 

@@ -1,6 +1,6 @@
 """Decides whether NCCL's traffic between hosts is sealed by Muster's plug-in, and what NCCL is told for it.
 
-Pure: from the setting, the facts of this process and the plug-in, if there is one, to what stands in the
+Pure: from the setting, the facts of this process and the plug-in, if there is one, to what is put into the
 environment before NCCL is loaded, a sentence, or a refusal. NCCL itself does not end in good order when its
 network cannot be used (2.28.9 was seen to crash), so what can be known is decided before it starts.
 """
@@ -105,7 +105,7 @@ class NcclProtection:
 
 
 def obstacle_before_build(mode: str, facts: NcclFacts) -> NcclObstacle | None:
-    """What stands in the way whether there is a plug-in or not; None: nothing does."""
+    """Finds what prevents encryption whether or not there is a plug-in; None if nothing does."""
     if not facts.tls:
         return NcclObstacle(
             "NCCL's traffic cannot be encrypted without certificates: its secret would travel in plain text.",

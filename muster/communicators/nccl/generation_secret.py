@@ -1,8 +1,9 @@
 """The secret of a generation's NCCL connections: from what its members alone know; handed to programs.
 
 Nothing more is on the wire for it. Rank 0 mints random bytes with each unique id, the scheduler hands them to
-the members of that generation over mutual TLS, and forgets them when the group stands; this secret is derived
-from them by HKDF under a label of its own. NCCL's own ids are no part of it: they travel in the clear.
+the members of that generation over mutual TLS, and forgets them when the group is built; this secret is
+derived from them by HKDF under a label of its own. NCCL's own ids are no part of it: they are sent in the
+clear.
 
 A program gets it in a sealed file of memory, as an inherited descriptor: never in its environment's values, a
 file of a disk or a log. Every process reads it at its place (pread), so any number may.

@@ -640,7 +640,7 @@ class TcpCommunicator(HostCommunicator):
 
         Raises:
             FormationTimeoutError: names those that did not come.
-            SecurityError: somebody answered who is not the peer.
+            SecurityError: a process other than the peer answered.
         """
         missing = {peer for peer in peers if peer not in self._links}
         for peer in sorted(missing):

@@ -122,7 +122,7 @@ class PeerConnection:
         return count
 
     def read_ahead(self) -> tuple[Reason, str] | None:
-        """Reads all that is left after the peer has hung up, keeps it, and returns its goodbye."""
+        """Reads and keeps all that is left after the peer has hung up; returns its goodbye."""
         view = memoryview(bytearray(RECORD))
         with contextlib.suppress(OSError, RecordLayerError):
             while len(self._ahead) < _MOST_AHEAD:

@@ -365,7 +365,7 @@ def _bare(
         tls: how it was authenticated.
         membership: of a generation, whose unique ids are the pre-shared key.
         shared_secret: what the dialer and then the acceptor have drawn and sent inside TLS.
-        context: :func:`handshake_context`, which stands where TLS has its transcript.
+        context: :func:`handshake_context`, which takes the place of TLS's transcript.
     """
     if tls is None or not tls.seal or not isinstance(sock, ssl.SSLSocket):
         return sock, None

@@ -134,7 +134,7 @@ def application_traffic_secrets(
 
     Args:
         psk: the pre-shared key.
-        shared_secret: what stands where (EC)DHE's result does.
+        shared_secret: takes the place of (EC)DHE's result.
         transcript_hash: of the handshake, up to the point to which the secrets belong.
 
     Returns:

@@ -161,7 +161,7 @@ class Incoming:
         return moved
 
     def _refuse_goodbye(self) -> None:
-        """Checks that so few bytes are not the beginning of a goodbye, said in the place of data."""
+        """Checks that these few bytes are not the beginning of a goodbye in the place of data."""
         farewell = self.connection.goodbye_from(b"".join(self.views))
         if farewell is not None:
             raise EndOfStreamError(farewell)
@@ -202,7 +202,7 @@ class FrameIn(Incoming):
         return self._finished
 
     def farewell(self) -> tuple[Reason, str] | None:
-        """None: a goodbye is a frame, and raises when it is read."""
+        """Always None: a goodbye is a frame, and raises when it is read."""
         return None
 
     def move(self, burst: int = _BURST) -> bool:

@@ -122,7 +122,7 @@ class Embedded(Plane):
 
 
 class Beside(Plane):
-    """Another backend, such as NCCL; its unique ids travel over the session's communicator.
+    """Another backend, such as NCCL; its unique ids are sent over the session's communicator.
 
     Args:
         session: the job.

@@ -1,6 +1,6 @@
 """``muster check``: whether all ranks agree, compute right numbers, and which host is slow.
 
-Run by each worker of a job that does nothing else; rank 0 prints the result. Facts travel over the embedded
+Run by each worker of a job that does nothing else; rank 0 prints the result. Facts are sent over the embedded
 communicator, which is there before NCCL is: NCCL itself may hang on what is to be found here.
 """
 
