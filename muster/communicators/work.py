@@ -10,7 +10,7 @@ from typing import Protocol
 from muster.wire.threads import start_thread
 
 _SIGNALS_S = 0.1
-"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+"""Longest single wait, in seconds: signals are handled between two."""
 
 
 class Work(Protocol):

@@ -27,7 +27,7 @@ from muster.worker.session.streams import DeniedError, Dial, MessageRejectedErro
 
 METHOD = "/rendezvous.v1.Rendezvous/ProcessEnded"
 AGAIN_S = 0.25
-"""How soon it is said again, in seconds."""
+"""Seconds until an ending is reported again."""
 
 log = logging.getLogger("muster.worker")
 

@@ -61,8 +61,7 @@ FORMING_S, FORMING_LENGTH = 5.0, 92
 """Seconds until the launcher shows who a forming group waits for, and the line's longest length."""
 
 FOLLOW_S, LOOK_UP_S = 0.1, 0.5
-"""How often it is looked at what the workers have noted: while they form a group, or a line on the terminal
-shows how far they are; and else."""
+"""Polling intervals of the workers' notes, in seconds: while forming or showing progress; otherwise."""
 
 STRAGGLING_S = 5.0
 """How long workers may run on after one that ended well before that is shown."""
@@ -71,7 +70,7 @@ UPLINK_RESTARTS = 8
 """How often an uplink is started again."""
 
 LAST_WORD_S = 12.0
-"""How long after the last worker it is said which have ended: then the next scheduler knows anyway."""
+"""Seconds after the last worker's end for which endings are reported: later the scheduler knows anyway."""
 
 OTHERS_SHOWN = 16
 """How many workers at most have their end shown in a line each."""
@@ -79,10 +78,10 @@ OTHERS_SHOWN = 16
 _NO_RANK = re.compile(
     rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
 )
-"""What torch says."""
+"""The words of torch's error for a missing rank."""
 
 _OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
-"""What a worker that is started by hand does not need, or is to ask for."""
+"""Variables that a worker started by hand does not need, or has to ask for."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

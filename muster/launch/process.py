@@ -45,7 +45,7 @@ def environment_dump(env: Mapping[str, str]) -> list[str]:
 LAST_LINES = 20
 
 LAST_S = 1.0
-"""How long the process that is killed last has for reporting the others' end."""
+"""Seconds that the process killed last has to report the others' end."""
 
 LEFTOVERS_S = 5.0
 """How long killed processes may take to end: one that waits for a disk or a GPU ends when that lets it."""

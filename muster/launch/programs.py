@@ -49,7 +49,7 @@ AGENT = "muster.programs.agent"
 
 MOST_FILES = 200
 MOST_BYTES = 2 << 20
-"""What is read of one program, at most: what matters is imported near its beginning."""
+"""Limits for reading one program: what matters is imported near its beginning."""
 
 
 def with_agent(

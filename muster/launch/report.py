@@ -172,7 +172,7 @@ def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
 # ---------------------------------------------------------------- who the job waits for
 
 AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
-"""Seconds until a wait that goes on is shown again; each time twice as many, up to the second number."""
+"""Seconds until a continued wait is shown again: the first number, doubled up to the second."""
 
 
 class Waits:
@@ -328,7 +328,7 @@ def duration(seconds: float) -> str:
 
 
 COPY_FIGURES = ("step", "at", "bytes", "seconds", "partner")
-"""What is noted of the last snapshot in peers' memory, and but for the partner of the last checkpoint."""
+"""Notes on the last snapshot in peers' memory; all but the partner also on the last checkpoint."""
 
 
 def figures_of(text: bytes) -> dict[str, int | float | dict[str, int | float]]:

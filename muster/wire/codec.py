@@ -35,13 +35,13 @@ MAX_UNIQUE_ID_BYTES = 1024
 TIMED = 7
 """How many durations a heartbeat's ``times`` have."""
 LONGEST_TIMES_S = 1e9
-"""Limit of their sum, in seconds; what is no number is not below it."""
+"""Upper limit of their sum, in seconds; NaN is refused by it, too."""
 PACKED_FROM_BYTES = 4096
-"""Bytes from which on an assignment is compressed, once for all members."""
+"""Size in bytes from which an assignment is compressed, once for all members."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Limit of an unpacked assignment: more than MAX_COUNT members take; beyond, it is refused."""
+"""Size limit of an unpacked assignment in bytes, above what MAX_COUNT members need."""
 DELTA_FROM_MEMBERS = 64
-"""Members from which on those that hold the generation before are sent only what has changed."""
+"""Number of members from which receivers that hold the generation before are sent only changes."""
 DEVICE_KINDS = ("cpu", "cuda")
 GPU_STATES = ("well", "suspect", "ill")
 MAX_REASONS, MAX_REASON, MAX_XIDS = 8, 120, 16

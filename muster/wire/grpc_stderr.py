@@ -22,7 +22,7 @@ from muster.wire.log_lines import OTHERS, LogBudget, one_line
 from muster.wire.threads import start_thread
 
 MAX_WRITE_BYTES = 32 * 1024
-"""What is longer is cut."""
+"""Length in characters at which a text is cut."""
 
 BUFFER_BYTES = 1 << 20
 _MOST_A_TURN = 4096

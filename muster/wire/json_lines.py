@@ -40,7 +40,7 @@ MOST_LINE_BYTES = 15_000
 """Container runtimes cut a line at 16 KiB."""
 
 FACTS = "muster_facts"
-"""The attribute of a log record that holds more facts of its line."""
+"""The attribute of a log record that holds additional facts for its line."""
 
 _SHORTEST = 16
 
@@ -97,7 +97,7 @@ class LineContext:
 
 
 process_lines = LineContext("muster")
-"""That of this process."""
+"""The context of this process."""
 
 
 def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:

@@ -36,13 +36,13 @@ ATTEMPTS = 1000
 
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_READ_BYTES, MAX_LINES = 64 * 1024 * 1024, 200_000
-"""What is read of all records of a run at most: bytes, and lines with figures, and other lines."""
+"""Limits for reading all records of a run: bytes; lines with figures, and as many other lines."""
 
 MAX_LINE = 1024 * 1024
 """Characters of a line at most."""
 
 LAST_S = 2.5e11
-"""Some 8,000 years from now: no time of day is later, and calendars end soon after."""
+"""The latest time that is accepted, some 8,000 years from now: calendars end soon after."""
 
 FIGURES_BEFORE_THINNING = 1000
 _RECORD = re.compile(r"record_[\w.-]+\.jsonl")

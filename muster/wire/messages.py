@@ -714,23 +714,23 @@ SchedulerMessage = (
 # only ever added to.
 
 VERSION_FACT = "muster"
-"""The name under which a worker's facts have its version."""
+"""The name of the fact with a worker's version of Muster."""
 
 NCCL_VERSION_FACT = "nccl"
-"""The name under which they have NCCL's version, where it runs in the worker's own process."""
+"""The name of the fact with NCCL's version, where NCCL runs in the worker's own process."""
 
 NCCL_FACT = "nccl_traffic"
-"""The name under which they have what NCCL's traffic between hosts is."""
+"""The name of the fact that says how NCCL's traffic between hosts is protected."""
 
 SEALED, PLAIN = "sealed", "plain"
 NCCL_WORDS = {SEALED: "sealed by Muster's plug-in (AES-128-GCM)", PLAIN: "plain"}
-"""What it may be, in words for people."""
+"""The values of that fact, in words for people."""
 
 NCCL_NET = "MusterSealed"
 """The plug-in's network, by the name that NCCL knows."""
 
 BEFORE_VERSIONS = "0.1"
-"""The series of a scheduler that says no version in its Welcome."""
+"""The version series of a scheduler whose Welcome has no version."""
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:[.+a-z-].*)?", re.ASCII | re.DOTALL)
 

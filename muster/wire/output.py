@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 PIPE_EXIT_CODE = 141
-"""What a shell shows of a program that SIGPIPE has ended."""
+"""The exit code that a shell reports for a program ended by SIGPIPE."""
 
 _PLACES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG})
 

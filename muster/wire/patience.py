@@ -24,7 +24,7 @@ TRY_S = 1.0
 """How long one of several schedulers may take to answer before the next one is tried, in seconds."""
 
 RETRY_LAST_S = 1.0
-"""The longest pause between two reconnects, but for chance, which makes half as much again of it."""
+"""The longest pause between two reconnects, in seconds, before up to half of it is added at random."""
 
 _LEAST_NODE_TIMEOUT_S = 5.0
 _TAKEOVER_S = 1.5

@@ -17,7 +17,7 @@ NO_SECRETS = ("_FILE", "_PATH", "_DIR", "_SOCK", "OLDPWD")
 """Ends of names whose values are paths and no secrets, though the name has such a word."""
 
 SHORTEST = 4
-"""Characters from which on a value is looked for: a shorter one stands in many words."""
+"""Least length of a value that is searched for: shorter ones occur in ordinary words."""
 
 _PATTERNS = (
     re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----.*?(?:-----END [A-Z0-9 ]{1,40}-----|\Z)", re.DOTALL),

@@ -13,7 +13,7 @@ TRAINING, DATA, CHECKPOINTS, REDOING, FORMING, SUSPENDED = CAUSES = (
     "forming",
     "suspended",
 )
-"""In the order in which they are shown. Redoing: steps that had been finished before members were lost."""
+"""The causes, in the order shown. Redoing: steps that had been finished before members were lost."""
 
 _IN_WORDS = re.compile(r"(?:^|, )([a-z][a-z ]*) (\d+\.\d) s")
 

@@ -17,7 +17,7 @@ from muster.certs.pki.certificates import extension
 from muster.certs.pki.identity import ANY_JOB, Identity
 
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""How far behind the issuer's clock another host's may be: certificates and lists are dated back by it."""
+"""How far other hosts' clocks may be behind the issuer's: certificates and lists are backdated by it."""
 MAX_DAYS = 36500
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
 

@@ -58,8 +58,8 @@ from muster.certs.runtime.passwords import prompt_on_terminal
 
 MAX_P12_BYTES = 1 << 20
 MAX_ROUNDS = 2_000_000
-"""How often a file may have its password hashed, its parts together: a second's work, and 300 times what
-openssl asks for."""
+"""Most hash rounds of a file, all its parts together: a second's work, and 300 times what openssl asks
+for."""
 
 
 @dataclass(frozen=True, slots=True)

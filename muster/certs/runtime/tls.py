@@ -61,7 +61,7 @@ def _sent_chain(connection: ssl.SSLSocket | ssl.SSLObject) -> list[bytes]:
 
 
 _ahead: dict[int, tuple[int, Credentials, ssl.SSLContext]] = {}
-"""Contexts that this process, or the one that it was forked from, has made ahead."""
+"""Contexts that this process or its parent made in advance."""
 
 
 def make_ahead(credentials: Credentials) -> None:

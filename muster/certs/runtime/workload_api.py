@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from spiffe import X509Source
 
 FIRST_S = 30.0
-"""How long the first answer may take: a workload that was just started may not be known to the agent yet."""
+"""Time limit for the first answer, in seconds: the agent may not know a new workload at once."""
 
 RETRY_S = 2.0
-"""How long after a refusal the API is asked again."""
+"""Seconds after a refusal until the API is asked again."""
 
 logging.getLogger("spiffe").setLevel(logging.CRITICAL + 1)  # what is wrong is said here, once
 

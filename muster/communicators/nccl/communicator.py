@@ -52,7 +52,7 @@ _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 _LATE = 1 / 32
-"""How much longer than needed a wait may last, as a share of it, because the host polls."""
+"""The polling interval as a share of the time waited, by which a wait may be too long."""
 
 
 class IssuedWork:

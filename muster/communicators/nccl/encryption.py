@@ -29,8 +29,8 @@ _OTHER_WAYS_OFF = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
 }
-"""What else would leave the host, off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs, and
-one-sided transfers, for which NCCL 2.32 has sockets of its own."""
+"""Switches other ways out of the host off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs,
+and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
 
 _CHOSEN_WAYS = {
     ("NCCL_MNNVL_ENABLE", "1"): "NVLink between hosts",

@@ -33,7 +33,7 @@ RECORD = struct.Struct(f"<8sQ{SECRET_BYTES}s")
 _LABEL = b"muster nccl between hosts 1"
 _FEWEST_BYTES = 32
 _MFD_NOEXEC_SEAL = 8
-"""Of Linux 6.3 and later, where a system may ask for it."""
+"""A flag of Linux 6.3 and later, which a system may require."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

@@ -17,13 +17,13 @@ class Standing(enum.IntEnum):
     STRANGER = 0
     """No member is known at its address, and it has sent nothing of use."""
     STRANGER_WITH_HELLO = 1
-    """The same, but its TLS hello is here."""
+    """The same, but its TLS hello has arrived."""
     NEIGHBOUR = 2
     """A member is known at its address."""
     NEIGHBOUR_WITH_HELLO = 3
-    """The same, and its TLS hello is here."""
+    """The same, and its TLS hello has arrived."""
     PROVEN = 4
-    """It has shown a certificate that is good for this job."""
+    """It has shown a certificate that is valid for this job."""
     PARKED = 5
     """Proven, and it waits for this process to enter its generation; in a table of its own."""
 

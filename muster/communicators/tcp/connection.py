@@ -27,7 +27,7 @@ _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 
 _BUSY_AT, _MICROSECONDS = 168, struct.Struct("=Q")
-"""Where ``tcpi_busy_time`` stands in the kernel's ``tcp_info`` (linux/tcp.h), in microseconds."""
+"""Offset of ``tcpi_busy_time`` (microseconds) in the kernel's ``tcp_info`` (linux/tcp.h)."""
 
 
 class EndOfStreamError(Exception):

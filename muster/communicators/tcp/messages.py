@@ -47,13 +47,13 @@ from muster.wire.log_lines import one_line
 from muster.wire.threads import start_thread
 
 SMALL_BYTES = 32768
-"""A message up to this size goes without being called for."""
+"""Messages up to this size, in bytes, are sent before the peer has called recv."""
 
 MOST_WAITING_BYTES = 1 << 20
 """Bytes of small messages that may wait at one peer; further ones are offered."""
 
 MOST_ARRIVED = 1 << 16
-"""Messages of one peer that may wait until they are called for; who sends more is lost."""
+"""Most messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
 
 USER, BARRIER = 0, 1
 """Channels: the program's messages, and those of a monitored barrier."""

@@ -34,7 +34,7 @@ RECORDS_PER_KEY = 1 << 17
 """Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, hence 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
-"""Records that may follow one another and carry no data: empty ones, and KeyUpdates."""
+"""Most records without data in a row: empty ones, and KeyUpdates."""
 
 KEY_BYTES = 16
 IV_BYTES = 12

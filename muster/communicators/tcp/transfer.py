@@ -34,11 +34,11 @@ _LONG_BURST = 8
 """The same where each direction has a thread of its own."""
 
 _MANY_VIEWS = 2
-"""Pieces, of 512 KiB at most, from which on it has."""
+"""Number of pieces, of at most 512 KiB, from which that is the case."""
 
 _CHECK_S = 0.05
 _SIGNALS_S = 0.5
-"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+"""Longest single wait, in seconds: signals are handled between two."""
 
 _FRAME_ROOM = 16384 + 256
 

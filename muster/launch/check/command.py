@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPEATS = 3
 COLLECTIVE_TIMEOUT_S = 60
 MOST_SHOWN = 300
-"""Most characters of why a host cannot encrypt."""
+"""Length limit of the reason why a host cannot encrypt, in characters."""
 
 EPILOG = """\
 All other options are the launcher's (muster run --help), and no command follows them:

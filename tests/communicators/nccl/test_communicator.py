@@ -675,7 +675,7 @@ def test_the_deadline_counts_where_the_host_waits_and_nowhere_else(
     comm.all_reduce(array, array, ReduceOp.SUM, async_op=True).wait()
     for wait in (comm.synchronize, comm.barrier):
         with pytest.raises(
-            CollectiveTimeoutError, match=r"over within 0 s on rank 0; waited for rank 1 \(w1"
+            CollectiveTimeoutError, match=r"complete within 0 s on rank 0; waited for rank 1 \(w1"
         ):
             wait()
 
