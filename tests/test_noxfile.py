@@ -146,7 +146,7 @@ def test_every_test_that_needs_torch_is_run_with_it() -> None:
 
 
 def test_what_sessions_name_exists() -> None:
-    for each in (*noxfile.WITH_TORCH, *noxfile.PURE):
+    for each in (*noxfile.WITH_TORCH, *noxfile.PURE, *noxfile.WITH_SPIFFE):
         path, _, test = each.partition("::")
         assert (ROOT / path).exists(), each
         assert not test or f"def {test}(" in (ROOT / path).read_text(), each

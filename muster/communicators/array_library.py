@@ -10,7 +10,7 @@ from muster.version import how_to_install
 
 
 def loaded_library() -> str:
-    """ "torch" or "cupy": the one that is loaded, else the one that is installed.
+    """Returns "torch" or "cupy": the one that is loaded, else the one that is installed.
 
     Raises:
         CommunicatorError: neither is installed.

@@ -214,10 +214,10 @@ class Child:
         return self.recipe.label
 
     def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
-        """Moves what the process has written to its log and, unless quiet, to ``show``.
+        """Copies the process's output to its log and, unless it is quiet, to ``show``.
 
         Returns:
-            Whether there may be more at once; False also at the end of its output, where it closes.
+            Whether more may be there already; False also at the end of the output, which it then closes.
         """
         if not self.open:
             return False

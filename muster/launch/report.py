@@ -321,7 +321,7 @@ def describe_progress(text: bytes) -> tuple[int, int, str] | None:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, and hours where there are any: ``0:07``, ``1:02:03``."""
+    """Formats a duration as minutes and seconds, with hours if there are any: ``0:07``, ``1:02:03``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

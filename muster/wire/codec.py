@@ -61,7 +61,7 @@ _BODIES = {
 
 
 def encode(message: messages.WorkerMessage | messages.SchedulerMessage) -> bytes:
-    """Encodes one message of a session, as a serialized WorkerMessage or SchedulerMessage."""
+    """Encodes one message of a session as a serialized WorkerMessage or SchedulerMessage."""
     wrapper, body = _BODIES[type(message)]
     return cast(bytes, wrapper(**{body: to_proto(message)}).SerializeToString())
 
@@ -502,7 +502,7 @@ _OPTIONAL: dict[type[Value], tuple[str, ...]] = {
 
 
 def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:
-    """Reads a value of this class, each field by its rule."""
+    """Decodes a message to a value of this class, each field by its rule."""
     optional = _OPTIONAL.get(kind, ())
     missing = {name for name in optional if not body.HasField(name)} if optional else ()
     fields = {

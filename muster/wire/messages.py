@@ -123,7 +123,7 @@ class Member(Value):
 
 
 class Collective(Value):
-    """One collective as this worker last saw it: for hang reports."""
+    """The state of one collective on this worker, for hang reports."""
 
     sequence: int
     name: str
@@ -421,7 +421,7 @@ class JobCopies(Value):
 
 
 class Heartbeat(Value):
-    """This worker is alive, and has come so far. ``generation`` is the newest that it knows of.
+    """Says that this worker is alive, and its progress; ``generation`` is the newest that it knows of.
 
     ``checkpoints_s``: seconds in all for which its training has waited for checkpoints; ``numbers``: the
     script's own, by name; ``steps``: how many the training is to have, 0: not known.
@@ -747,7 +747,7 @@ def is_same_series(one: str, other: str) -> bool:
 
 
 def is_later_series(one: str, other: str) -> bool:
-    """Whether a version is of a later series than another; what is no version is not."""
+    """Whether a version's series is later than another's; False for text that is no version."""
     first, second = series_of(one), series_of(other)
     return first is not None and second is not None and first > second
 

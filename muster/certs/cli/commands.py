@@ -394,10 +394,10 @@ def _ask_twice(question: str) -> str | None:
 
 
 def _role_password(role: str, options: argparse.Namespace, env: Environment, default: bytes) -> bytes:
-    """A role's own password where one is given, so that its hosts need not know the authority's.
+    """Returns a role's own password if one is given: its hosts then need not know the authority's.
 
-    Options go before the environment, --password-file too: a variable that was set for another job would
-    otherwise make files that the one named does not open.
+    Options, --password-file included, take precedence over the environment: a variable that was set for
+    another job would otherwise encrypt files that the named password file does not open.
     """
     variable = "MS_SERVER_PASSWORD" if role == "scheduler" else "MS_CLIENT_PASSWORD"
     file = _role_file(variable, options)

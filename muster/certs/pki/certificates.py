@@ -115,7 +115,7 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a certificate, made fit for a log line."""
+    """Escapes text from a certificate so that it fits on a log line."""
     shown = one_line(text[: _MAX_SHOWN + 1])
     return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
 
@@ -319,7 +319,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """One certificate of a chain, as far as a revocation list needs it."""
+    """What a revocation list needs to know of one certificate of a chain."""
 
     name: str
     subject: bytes

@@ -33,7 +33,7 @@ _REMEDY = "Until crl_path names good revocation lists, nobody is let in."
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """One list, its signature checked."""
+    """One revocation list whose signature has been checked."""
 
     name: str
     issuer: bytes

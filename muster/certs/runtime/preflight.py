@@ -161,7 +161,7 @@ def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where
 
 
 def _name_override(peer: PeerCertificate, host: str, where: str) -> str | None:
-    """None if the certificate fits the name; its common name if it is a legacy one without host names.
+    """Returns None if the certificate fits the host name; of a legacy one without host names its common name.
 
     Raises:
         NameMismatchError: it names other hosts, or none.

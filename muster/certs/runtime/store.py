@@ -423,7 +423,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
 
 
 def _check_rounds(data: bytes, shown: str) -> None:
-    """Refuses a file that would keep the parser, and with it all threads of the process, at work for long."""
+    """Refuses a file with so much hashing that the parser would block the process's threads for long."""
     try:
         rounds = count_rounds(data)
     except MalformedDerError as error:

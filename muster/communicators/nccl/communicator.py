@@ -451,7 +451,7 @@ class NcclCommunicator(Communicator):
         return self._take_like(array, part, count, dtype, self.rank * part.size, moved=moved)
 
     def _with_all(self, function: Callable[..., Any], whole: Description) -> list[tuple[Any, int, int]]:
-        """The calls that send to, or receive from, each rank."""
+        """Makes the calls that send to, or receive from, each rank."""
         step = whole.nbytes // self.world_size
         return [(function, whole.address + peer * step, peer) for peer in range(self.world_size)]
 
@@ -473,7 +473,7 @@ class NcclCommunicator(Communicator):
         return library
 
     def _libraries_in_use(self) -> list[CudaLibrary]:
-        """The libraries whose arrays were used; before the first, the one that is loaded."""
+        """Names the libraries whose arrays were used; before the first collective, the one that is loaded."""
         return list(self._libraries.values()) or [self._library(loaded_library())]
 
     def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
@@ -733,7 +733,7 @@ class NcclBackend(Backend):
             self.facts = {**self.facts, "nccl_bootstrap": "TLS"}
 
     def open_endpoint(self, address: str) -> str:
-        """NCCL opens its ports itself."""
+        """Returns "": NCCL opens its ports itself."""
         return ""
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:

@@ -95,7 +95,7 @@ class PluginLibrary:
         return _printable(buffer.value)
 
     def self_test(self) -> str:
-        """What keeps it from encrypting on this host, as a sentence; empty: nothing does."""
+        """Returns what prevents it from encrypting on this host, as a sentence; empty: nothing does."""
         buffer = ctypes.create_string_buffer(_REASON_BYTES)
         if self._self_test(buffer, _REASON_BYTES) == 0:
             return ""

@@ -559,11 +559,11 @@ class TcpCommunicator(HostCommunicator):
         return incoming
 
     def _expect_calls(self, incoming: FrameIn, call: bytes, count: int) -> None:
-        """Checks that a frame is one of a collective.
+        """Checks that a received frame belongs to a collective.
 
         Raises:
             CollectiveMismatchError: the peer is in a point-to-point call.
-            CommunicatorError: the frame is of another shape.
+            CommunicatorError: the frame has another number of blocks.
         """
         if incoming.kind is FrameKind.POINT:
             raise self._mismatch({self.rank: call, incoming.connection.peer: incoming.blocks[0][0]})

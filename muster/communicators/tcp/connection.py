@@ -137,7 +137,7 @@ class PeerConnection:
         return farewell
 
     def goodbye_from(self, head: bytes) -> tuple[Reason, str] | None:
-        """The goodbye that begins with what was read last, if all of it is here; else reads no more."""
+        """Reads the goodbye that begins with ``head``; if it is none, unreads the rest and returns None."""
         if not head.startswith(MAGIC[: len(head)]):
             return None
         rest = memoryview(bytearray(GOODBYE_BYTES - len(head)))

@@ -610,7 +610,7 @@ def _listens(listener: socket.socket | None) -> bool:
 
 
 def _hosts(group: PendingGroup) -> Iterator[str]:
-    """The addresses of a group's members, without their ports."""
+    """Returns the addresses of a group's members, without ports."""
     for peer in group.membership.peers:
         with contextlib.suppress(ValueError):
             yield host_and_port(peer.data_address)[0]

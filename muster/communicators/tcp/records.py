@@ -340,7 +340,7 @@ class RecordLayer:
         return count
 
     def _content(self, inner: bytes) -> bytes:
-        """The data in a TLSInnerPlaintext, which may be padded (section 5.4), empty, or of another type."""
+        """Extracts the data of a TLSInnerPlaintext: padded (section 5.4), empty, or of another type."""
         content = inner.rstrip(b"\0")
         if not content:
             raise RecordLayerError(AlertDescription.UNEXPECTED_MESSAGE)

@@ -80,7 +80,7 @@ class Outgoing:
         self._began = False
 
     def precede(self, data: bytes) -> None:
-        """Puts bytes in front of all the views."""
+        """Inserts bytes before all the views."""
         self.views.insert(0, memoryview(data))
         self.ready += 1
 

@@ -169,7 +169,7 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
 
 
 def _nccl_facts(session: Session) -> dict[str, str]:
-    """Whether this host would encrypt NCCL's traffic; nothing where it is not asked for."""
+    """Collects whether this host would encrypt NCCL's traffic; empty where that is not asked for."""
     mode = session.settings.nccl_encryption
     if mode == OFF:
         return {}

@@ -45,7 +45,7 @@ _HEALTH = "muster:node "
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Makes the parser of ``muster slurm``."""
     made = argparse.ArgumentParser(
         prog="muster slurm",
         description="Runs a job in a Slurm allocation: the scheduler on the first node, a worker per task.",
@@ -261,7 +261,7 @@ class SlurmJob:
         return False
 
     def _stop(self) -> int:
-        """Ends the scheduler, which no worker is left to end; returns its exit code."""
+        """Ends the scheduler when no worker is left to do so; returns its exit code."""
         assert self._scheduler is not None
         if self._scheduler.poll() is None:
             self._scheduler.terminate()
@@ -270,7 +270,7 @@ class SlurmJob:
     # ------------------------------------------------------------ the nodes
 
     def _leave_bad_nodes_out(self) -> None:
-        """Asks each node whether it can take part; drains those that cannot."""
+        """Asks each node whether it can take part; excludes and drains those that cannot."""
         names, said = self.check_nodes()
         if not said:
             say("no node answered the check: all are used")
