@@ -6,7 +6,7 @@ MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
 NOX_ARGS ?=
-SESSIONS := test-torch test-torch-oldest test-system test-frameworks test-newest test-jax docs
+SESSIONS := test-torch test-torch-oldest test-system test-frameworks test-newest test-lowest test-jax docs
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,6 +44,7 @@ test-torch-oldest: ## Run a short set of them on the oldest torch that Muster ta
 test-system: ## Run what takes minutes: floods, blame, a soak
 test-frameworks: ## Run the frameworks on top of torch
 test-newest: ## Run the pure unit tests on the newest Python found, if it is newer than PYTHON
+test-lowest: ## Run the pure unit tests and a launch with the lowest versions of what Muster needs
 test-jax: ## Run JAX's own jax.distributed, where there is a Python 3.12 or later
 docs: ## Build the documentation site in build/docs; warnings are errors
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -28,6 +29,12 @@ FRAMEWORKS_TORCH = os.environ.get("TORCH", "torch==2.13.0")
 FRAMEWORKS = ("accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "deepspeed==0.19.8")
 GPU_EXTRA = os.environ.get("CUDA", "")
 TORCH_PYTHON = ".nox/torch/bin/python"
+
+# What the lowest versions are tried on: the oldest Python, for which all of them have wheels.
+OLDEST_PYTHON = 11
+LOWEST_EXTRAS = ("otel", "train", "web")
+# The extra spiffe asks for a newer grpcio.
+WITH_SPIFFE = ("tests/certs/cli/test_show.py", "tests/certs/runtime/test_workload_api.py")
 
 # JAX has mutual TLS since 0.12, which needs Python 3.12.
 LEAST_FOR_JAX, NEWEST = 12, 20
@@ -76,17 +83,28 @@ PURE = (
     "tests/launch/test_parsing.py",
     "tests/launch/test_rank_table.py",
     "tests/training",
+    "tests/test_train.py",
     "tests/simulation",
 )
 
 
-def python_of(least: int, first: str = "") -> str | None:
-    """The interpreter named first, if it runs; else the newest that does, of at least Python 3.``least``."""
-    names = (first, *(f"python3.{minor}" for minor in range(NEWEST, least - 1, -1)))
+def python_of(least: int, first: str = "", newest: int = NEWEST) -> str | None:
+    """The interpreter named first, if it runs; else the newest of 3.``least`` to 3.``newest`` that does."""
+    names = (first, *(f"python3.{minor}" for minor in range(newest, least - 1, -1)))
     found = (name for name in names if name and shutil.which(name))
     return next(
         (name for name in found if not subprocess.run([name, "-c", ""], capture_output=True).returncode), None
     )
+
+
+def lowest_versions() -> list[str]:
+    """What Muster needs, each in the lowest version that ``pyproject.toml`` takes."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in LOWEST_EXTRAS for each in project["optional-dependencies"][extra]),
+    ]
+    return [each.partition(",")[0].replace(">=", "==") for each in wanted]
 
 
 def install(session: nox.Session, *packages: str, extras: str = "dev") -> None:
@@ -177,6 +195,18 @@ def test_newest(session: nox.Session) -> None:
     except CommandFailed:
         session.skip(f"what the tests need cannot be installed for {session.python}")
     session.run("python", "-m", "pytest", "-q", *session.posargs, *PURE)
+
+
+@nox.session(name="test-lowest", python=python_of(OLDEST_PYTHON, newest=OLDEST_PYTHON) or False)
+def test_lowest(session: nox.Session) -> None:
+    """Run the pure unit tests, and train, with the lowest versions of what Muster needs."""
+    if not session.python:
+        session.skip(f"the lowest versions are tried on Python 3.{OLDEST_PYTHON}, which is not found")
+    tools = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "PyYAML")
+    install(session, *lowest_versions(), *tools, extras=",".join(LOWEST_EXTRAS))
+    ignored = (f"--ignore={each}" for each in WITH_SPIFFE)
+    session.run("python", "-m", "pytest", "-q", *ignored, *session.posargs, *PURE)
+    session.run("python", "-m", "muster", "train", "-n", "2", "--epochs", "1")
 
 
 @nox.session

@@ -71,14 +71,14 @@ class Network:
         return activations
 
     def loss(self, output: Any, target: Any, count: int) -> tuple[Any, Any]:
-        """These samples' part of the mean loss over ``count`` samples, and its gradient."""
+        """These samples' part of the mean loss over ``count`` samples, of one element, and its gradient."""
         if not self.classify:  # mean squared error
             error, values = output - target.astype(output.dtype), count * output.shape[1]
-            return (error * error).sum() / values, 2 * error / values
+            return (error * error).sum().reshape(1) / values, 2 * error / values
         shifted = output - output.max(axis=1, keepdims=True)  # softmax cross-entropy
         log_p = shifted - self.xp.log(self.xp.exp(shifted).sum(axis=1, keepdims=True))
         hot = target[:, None] == self.xp.arange(output.shape[1])
-        return -(log_p * hot).sum() / count, (self.xp.exp(log_p) - hot) / count
+        return -(log_p * hot).sum().reshape(1) / count, (self.xp.exp(log_p) - hot) / count
 
     def backward(self, activations: list[Any], gradient: Any, ready: Any) -> None:
         """Calls ``ready(name, gradient)`` as soon as a gradient is known, last layer first."""
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Sess
                 with reducer.no_sync(piece < args.accumulate):
                     layers = net.forward(xp.asarray(data.scaled(data.train_x[rows], args.dtype)))
                     loss, slope = net.loss(layers[-1], xp.asarray(data.train_y[rows]), step.batch.global_size)
-                    reducer.ready("loss", loss.reshape(1))
+                    reducer.ready("loss", loss)
                     net.backward(layers, slope, reducer.ready)
             gradients = reducer.finish()
             for name, parameter in net.parameters.items():

@@ -100,7 +100,19 @@ def test_a_python_that_is_too_new_for_what_the_tests_need_is_no_failure(tmp_path
     assert play(noxfile.test_newest, StandIn(tmp_path)).ran
 
 
-@pytest.mark.parametrize("session", [noxfile.test_newest, noxfile.test_jax])
+def test_the_lowest_versions_are_those_that_the_project_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    session = play(noxfile.test_lowest, StandIn(tmp_path))
+    [installed] = session.installed
+    pinned = {each.partition("==")[0] for each in installed if "==" in each}
+    assert {"grpcio", "protobuf", "cryptography", "numpy", "starlette", "opentelemetry-sdk"} <= pinned
+    assert not [each for each in installed if ">" in each or "<" in each]
+    assert session.ran[-1][-4:] == ("-n", "2", "--epochs", "1")  # a launch, after the tests
+
+
+@pytest.mark.parametrize("session", [noxfile.test_newest, noxfile.test_lowest, noxfile.test_jax])
 def test_a_machine_without_such_a_python_is_no_failure(session: Any, tmp_path: Path) -> None:
     stand_in = StandIn(tmp_path, python=False)
     with pytest.raises(NothingToDoError, match="Python"):
@@ -116,6 +128,8 @@ def test_the_newest_python_that_runs_is_taken(tmp_path: Path, monkeypatch: pytes
     assert noxfile.python_of(12) == "python3.14"
     assert noxfile.python_of(12, "mine") == "mine"
     assert noxfile.python_of(12, "no-such-python") == "python3.14"
+    assert noxfile.python_of(9, newest=11) == "python3.9"
+    assert noxfile.python_of(11, newest=11) is None
     assert noxfile.python_of(15) is None  # a name that leads nowhere, as those of version managers may
 
 
@@ -132,7 +146,7 @@ def test_every_test_that_needs_torch_is_run_with_it() -> None:
 
 
 def test_what_sessions_name_exists() -> None:
-    for each in (*noxfile.WITH_TORCH, *noxfile.PURE):
+    for each in (*noxfile.WITH_TORCH, *noxfile.PURE, *noxfile.WITH_SPIFFE):
         path, _, test = each.partition("::")
         assert (ROOT / path).exists(), each
         assert not test or f"def {test}(" in (ROOT / path).read_text(), each

@@ -72,7 +72,7 @@ def test_the_backward_pass_gives_the_gradient_of_the_forward_pass(
     x, y = loaded.scaled(loaded.train_x[:6], "float64"), loaded.train_y[:6]
 
     def loss() -> float:
-        return float(net.loss(net.forward(x)[-1], y, 8)[0])
+        return float(net.loss(net.forward(x)[-1], y, 8)[0].item())
 
     gradients: dict[str, Any] = {}
     layers = net.forward(x)
@@ -97,14 +97,14 @@ def test_an_empty_part_of_a_batch_adds_nothing(monkeypatch: pytest.MonkeyPatch) 
     net = train.Network(np, loaded, settings(monkeypatch))
     layers = net.forward(loaded.scaled(loaded.train_x[:0], "float32"))
     loss, slope = net.loss(layers[-1], loaded.train_y[:0], 4)
-    assert loss == 0
+    assert loss.tolist() == [0] and loss.dtype == np.float32  # so also by NumPy 1
     net.backward(layers, slope, lambda name, gradient: np.testing.assert_array_equal(gradient, 0))
 
 
 def test_probabilities_stay_finite_for_large_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     net = train.Network(np, datasets.load("digits"), settings(monkeypatch))
     loss, slope = net.loss(np.array([[1e4, 0.0] + [0.0] * 8]), np.array([1]), 1)
-    assert loss == pytest.approx(1e4)
+    assert loss.tolist() == pytest.approx([1e4])
     assert np.isfinite(slope).all()
 
 

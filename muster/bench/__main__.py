@@ -87,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in commands:
         return _help(commands, arguments)
     name, rest = arguments[0], arguments[1:]
-    module = importlib.import_module(module_name(name))
+    try:
+        module = importlib.import_module(module_name(name))
+    except ModuleNotFoundError as error:
+        return _lacks(name, error)
     parser = argparse.ArgumentParser(
         prog=f"muster bench {name}",
         description=module.__doc__,
@@ -106,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        lacking = (error.name or str(error)).partition(".")[0]
-        print(f"bench: {name} needs {lacking}, which this Python does not have", file=sys.stderr)
-        return 1
+        return _lacks(name, error)
     if not isinstance(result, dict):
         return int(result or 0)
     if hasattr(module, "report"):
@@ -116,6 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         write(options.json, name, {"machine": machine, **result})
     return int(module.check(result, options.check)) if getattr(options, "check", None) else 0
+
+
+def _lacks(name: str, error: ModuleNotFoundError) -> int:
+    """Says which package a benchmark needs and does not find; returns its exit code."""
+    lacking = (error.name or str(error)).partition(".")[0]
+    print(f"bench: {name} needs {lacking}, which this Python does not have", file=sys.stderr)
+    return 1
 
 
 def _help(commands: dict[str, str], arguments: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ KEYS = {
 
 
 NO_FILE = Path(os.devnull)
-"""Stands for the files that are not there where the SPIFFE Workload API takes their place."""
+"""The path of files that do not exist because the SPIFFE Workload API takes their place."""
 
 
 @dataclass(frozen=True, slots=True)

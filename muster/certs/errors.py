@@ -1,6 +1,6 @@
 """The errors of certificates, keys, revocation lists and the security configuration.
 
-One family: :class:`CertificateError` catches all. No key and no password ever stands in a message.
+One family: :class:`CertificateError` catches all. No message ever contains a key or a password.
 """
 
 from __future__ import annotations

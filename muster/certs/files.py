@@ -37,10 +37,10 @@ def read_file(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_
 
 
 def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
-    """As :func:`read_file`, for a key or a password: if others may read it, too, a warning says so, once.
+    """As :func:`read_file`, for a key or a password; warns once for each file that other users may read.
 
     Raises:
-        FileError: as there.
+        FileError: as :func:`read_file`.
     """
     data = read_file(path, what, limit=limit)
     exposed = readable_by_others(path)
@@ -51,7 +51,7 @@ def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FIL
 
 @contextlib.contextmanager
 def unheard_warnings() -> Iterator[None]:
-    """Has nothing said within, for this time only: a process that is forked later says it."""
+    """Suppresses this module's warnings within the block; processes forked later log them again."""
     LOG.disabled = True
     try:
         yield
@@ -66,7 +66,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = True) -> None:
-    """Writes a file in one step: written beside, synced, then renamed.
+    """Writes a file atomically: to a temporary file beside it, which is synced and renamed.
 
     Args:
         path: the file.
@@ -75,7 +75,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
         replace: False refuses to overwrite.
 
     Raises:
-        FileError: it exists, or cannot be written.
+        FileError: the file exists and ``replace`` is False, or it cannot be written.
     """
     unfinished = beside(path)
     try:
@@ -103,10 +103,10 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Waits for other processes that hold this directory, and keeps them out until then; not reentrant.
+    """Locks a directory against other processes for the block, once no other holds it. Not reentrant.
 
-    For changes that read a file before they replace it. The system lets go when a process dies; the empty
-    file ``.lock`` stays, because to remove it would take it away from those that wait.
+    Used by changes that read a file before they replace it. The kernel releases the lock when a process dies.
+    The empty file ``.lock`` stays: removing it would take the lock away from those that wait for it.
 
     Raises:
         FileError: the directory cannot be written.

@@ -1,4 +1,4 @@
-"""Which library makes arrays on GPUs in this process. Imports nothing heavy, for a GPU's warm-up needs it."""
+"""Finds the library that makes arrays on GPUs in this process. Imports nothing heavy: warm-up needs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.version import how_to_install
 
 
 def loaded_library() -> str:
-    """ "torch" or "cupy": the one that is loaded, else the one that is installed.
+    """Returns "torch" or "cupy": the one that is loaded, else the one that is installed.
 
     Raises:
         CommunicatorError: neither is installed.

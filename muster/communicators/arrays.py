@@ -135,7 +135,7 @@ def describe(x: Any, name: str = "x") -> Description:
         name: its name in messages.
 
     Raises:
-        ArrayError: it is neither, or not C-contiguous, or masked.
+        ArrayError: ``x`` is no array and no numbers, or not C-contiguous, or masked.
     """
     describer = describers.get(type(x))
     if describer is None:
@@ -144,15 +144,15 @@ def describe(x: Any, name: str = "x") -> Description:
 
 
 def check_apart(whole: Description, part: Description, offset: int | None = 0) -> None:
-    """Checks that two arrays share no memory, or exactly the ``part`` that begins ``offset`` elements in.
+    """Checks that two arrays share no memory, or that one is exactly the part of the other at ``offset``.
 
     Args:
         whole: the larger one.
         part: the other one; may be as large.
-        offset: None: they may not even share that.
+        offset: where in ``whole``, in elements, ``part`` may begin; None: they must not overlap at all.
 
     Raises:
-        ArrayError: they overlap, and not by that part.
+        ArrayError: they overlap in any other way.
     """
     if whole is part and offset == 0:
         return
@@ -207,7 +207,9 @@ def _of_numpy(array: NumpyArray, name: str, made: type[Description] = Descriptio
     if not array.flags.c_contiguous:
         raise _scattered(array, name, array.shape)
     if hasattr(array, "mask"):
-        raise ArrayError(f"{name} is masked, and masks do not travel.", remedy="Give array.filled(...).")
+        raise ArrayError(
+            f"{name} is a masked array, whose mask would be lost.", remedy="Give array.filled(...)."
+        )
     flat = array.reshape(-1) if type(array) is np.ndarray else array.view(np.ndarray).reshape(-1)
     if dtype == "bfloat16":
         flat = flat.view(np.uint16)
@@ -247,7 +249,7 @@ def _of_torch(torch: Any, tensor: Any, name: str) -> Description:
         raise _scattered(tensor, name, tuple(tensor.shape))
     if not is_usual and tensor.is_conj():
         raise ArrayError(
-            f"the conjugate of {name} is yet to be computed: its memory holds other numbers",
+            f"{name} is a lazy conjugate view: its memory holds the numbers before conjugation.",
             remedy="Give tensor.resolve_conj().",
         )
     device = tensor.get_device()

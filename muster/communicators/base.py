@@ -70,13 +70,16 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
-        """Combines ``send`` of all ranks into ``recv`` of all ranks. Same shape; may be in place."""
+        """Combines ``send`` of all ranks elementwise into ``recv`` on all ranks.
+
+        Both have the same shape and dtype; they may be one array (in place).
+        """
 
     @abc.abstractmethod
     def reduce(
         self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
     ) -> Work:
-        """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
@@ -84,23 +87,35 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
+        """Gathers ``send`` of all ranks on all ranks: part r of ``recv`` becomes rank r's ``send``.
+
+        ``recv`` has ``world_size * send.size`` elements of the same dtype.
+        """
 
     @abc.abstractmethod
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
-        """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
+        """Combines ``send`` of all ranks elementwise, and leaves part r of the result in rank r's ``recv``.
+
+        ``send`` has ``world_size * recv.size`` elements of the same dtype.
+        """
 
     @abc.abstractmethod
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """Like all_gather, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
-        """Rank r gets the r-th part of ``root``'s ``send`` (``send`` is None elsewhere)."""
+        """Hands out the parts of ``root``'s ``send``: part r becomes rank r's ``recv``.
+
+        ``send`` has ``world_size * recv.size`` elements, and is None on the other ranks.
+        """
 
     @abc.abstractmethod
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
+        """Exchanges parts: part j of rank i's ``send`` becomes part i of rank j's ``recv``.
+
+        Both have the same dtype and size, which ``world_size`` divides.
+        """
 
     @abc.abstractmethod
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
@@ -115,7 +130,7 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it. On CUDA it synchronises the host."""
 
     def synchronize(self) -> None:
-        """Blocks the host until what was issued on the caller's stream is over; raises what broke it.
+        """Blocks the host until what was issued on the caller's stream has completed; raises what failed.
 
         Without a GPU there is nothing to wait for: a call returns when its result is there.
         """
@@ -124,10 +139,10 @@ class Communicator(abc.ABC):
             wait()
 
     def mark(self) -> Callable[[], None] | None:
-        """Marks the end of what has been issued; returns what waits for it as :meth:`synchronize` does.
+        """Marks the end of what has been issued; returns a function that waits for it.
 
-        So the host can issue more before it waits, and learns later whether what it had issued broke. None:
-        all of it is over.
+        The wait is that of :meth:`synchronize`. So the host can issue more before it waits, and learns later
+        whether what it had issued failed. Returns None where all of it has completed.
         """
         return None
 
@@ -143,14 +158,15 @@ class Communicator(abc.ABC):
         )
 
     def note(self, name: str) -> None:
-        """Notes for hang reports that something with collectives in it starts, "captured_step", say."""
+        """Records, for hang reports, the start of a unit of collectives: "captured_step", say."""
         return
 
     def measure_waits(self, take: Callable[[], float | None]) -> None:
-        """Says who knows for how long the device has waited for other ranks.
+        """Registers a source of how long the device has waited for other ranks.
 
         Args:
-            take: a bound method, held weakly; returns what was last measured, in seconds; None: nothing new.
+            take: a bound method, held weakly, that returns the last measurement in seconds, None if there is
+                no new one.
         """
         return
 
@@ -175,25 +191,25 @@ class NetPlugin(Protocol):
     """The plug-in through which NCCL, run in this process, sends to other hosts."""
 
     def use_secret(self, generation: int, secret: bytes) -> None:
-        """Makes connections from now on prove this generation's secret."""
+        """Makes connections opened from now on prove knowledge of this generation's secret."""
 
     def reason(self) -> str:
         """Why a connection ended that did not end well; empty: none did."""
 
     def forget_reason(self) -> None:
-        """Forgets why connections ended before."""
+        """Forgets why earlier connections ended."""
 
 
 @runtime_checkable
 class TellsOfLinks(Protocol):
-    """A communicator that knows how its connections do."""
+    """A communicator that measures its connections."""
 
     def sending_s(self) -> Mapping[int, float]:
-        """For how long data could not leave for each rank, in all, in seconds."""
+        """Seconds in all for which data for each rank could not be sent."""
 
 
 class Backend(abc.ABC):
-    """One kind of communicator in this process. Lives across generations."""
+    """One kind of communicator in this process; outlives generations."""
 
     name: str
 
@@ -249,7 +265,7 @@ class Backend(abc.ABC):
 
 
 def check_place(given: Description, communicator: Communicator, name: str = "x") -> Description:
-    """Checks that an array is where a communicator takes it; returns it.
+    """Checks that an array is in the memory that a communicator works on; returns it.
 
     Raises:
         ArrayError: it is on a GPU and the communicator works on the host, or the other way round.

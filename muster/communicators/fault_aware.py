@@ -44,7 +44,7 @@ Verdict = Callable[[int, Exception], Exception]
 
 
 class Entry:
-    """One collective of the log; computes slow facts only when asked."""
+    """One collective of the log; derives its costly facts only when they are read."""
 
     __slots__ = (
         "_buffer_bytes",
@@ -120,7 +120,7 @@ class FlightRecorder:
         self._waiting_since = self._clock()
 
     def settle(self, issued: Iterable[Entry] | None = None) -> None:
-        """Notes that the device was waited for: these are over, or all."""
+        """Notes that the device was waited for: these collectives have completed, or all."""
         if self._waiting_since is not None:
             self.waited_s += self._clock() - self._waiting_since
         self._waiting_since = None
@@ -136,7 +136,7 @@ class FlightRecorder:
         self._measures.append(weakref.WeakMethod(take))
 
     def take_device_wait(self) -> float | None:
-        """For how long the device has waited for others in the last step, in seconds; None: not measured."""
+        """Seconds for which the device waited for others in the last step; None: not measured."""
         self._measures = [each for each in self._measures if each() is not None]
         taken = [take() for each in self._measures if (take := each()) is not None]
         measured = [seconds for seconds in taken if seconds is not None]
@@ -153,7 +153,7 @@ class FlightRecorder:
         self._waiting_since = None
 
     def hanging_s(self) -> float:
-        """For how long the oldest collective has been under way that is not over; 0: none is."""
+        """Seconds since the oldest unfinished collective was issued; 0: none is unfinished."""
         open_since = [entry.begun for entry in tuple(self._entries) if not (entry.on_device or entry.done)]
         waiting = self._waiting_since
         if waiting is not None:
@@ -161,8 +161,9 @@ class FlightRecorder:
         return self._clock() - min(open_since) if open_since else 0.0
 
     def late_s(self) -> float:
-        """For how long this worker's thread has waited in a collective; or, where only a device knows what is
-        over, for how long it has issued nothing more. In seconds; 0: it does not wait.
+        """Seconds for which this worker's thread has waited in a collective; 0: it does not wait.
+
+        Where only a device knows what has completed: seconds since the last collective was issued.
         """
         newest = max((entry.begun for entry in tuple(self._entries) if entry.on_device), default=None)
         unsettled = any(entry.on_device and not entry.over for entry in tuple(self._entries))
@@ -212,7 +213,7 @@ class Explained:
         self.raise_other(error)
 
     def raise_other(self, error: BaseException | None) -> None:
-        """Raises the cause of an error, if it is another one."""
+        """Raises the cause of an error, unless the error is its own cause."""
         if isinstance(error, CommunicatorError):
             reason = self.reason(error)
             if reason is not error:

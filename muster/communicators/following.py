@@ -218,7 +218,7 @@ class FollowingBackend(Backend):
         self._plugin: NetPlugin | None = None
 
     def seal(self, plugin: NetPlugin) -> None:
-        """See :meth:`Backend.seal`: its connections' secret comes from tcp's; NCCL's ids are none."""
+        """See :meth:`Backend.seal`; derives the plug-in's secret from tcp's, because NCCL's ids are none."""
         self._plugin = plugin
         self._device.seal(plugin)
         self.facts = self._device.facts
@@ -232,10 +232,10 @@ class FollowingBackend(Backend):
             return ""
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
-        """See :meth:`Backend.mint_unique_ids`: NCCL's ids, each with a secret of tcp's after it.
+        """See :meth:`Backend.mint_unique_ids`: NCCL's ids, each followed by a secret for tcp.
 
-        NCCL's own are no secret: its ranks send them in the clear. Where all ranks' NCCL has TLS, which they
-        compare as they join, a key of its bootstrap stands between them.
+        NCCL's own ids are no secret: its ranks send them in the clear. Where every rank's NCCL has TLS, which
+        they compare as they join, a key for its bootstrap stands between the two.
         """
         tls = self._device.bootstrap_tls
         key = b"" if tls is None else tls.key()  # before NCCL listens

@@ -1,4 +1,4 @@
-"""What communicators on arrays in the host's memory share: the checks before anything is sent, the queue."""
+"""What communicators on arrays in host memory share: checks before anything is sent, and the queue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostCommunicator(Communicator):
         """Describes the user's array and checks it.
 
         Raises:
-            ArrayError: it cannot be communicated, or not be written.
+            ArrayError: the array cannot be communicated, or is read-only where it is to be filled.
         """
         given = check_place(describe(array, name), self, name)
         if given.dtype not in ARITHMETIC or given.flat is None:
@@ -50,16 +50,16 @@ class HostCommunicator(Communicator):
     def _take_pair(
         self, send: Array, recv: Array, *, gathers: bool = False, scatters: bool = False
     ) -> tuple[Description, Description]:
-        """Describes both, which must be of one dtype, fit, and be apart or in place.
+        """Describes both arrays, which must have one dtype, fit, and share no memory or be in place.
 
         Args:
             send: what is sent.
             recv: what is filled.
-            gathers: ``recv`` has as many elements of every rank.
-            scatters: ``send`` has as many elements for every rank.
+            gathers: ``recv`` has one part of ``send``'s size for each rank.
+            scatters: ``send`` has one part of ``recv``'s size for each rank.
 
         Raises:
-            ArrayError: one cannot be communicated, or they do not go together.
+            ArrayError: one cannot be communicated, or they do not fit together.
         """
         source = self._take(send, "send")
         target = self._take(source if recv is send else recv, "recv", writable=True)
@@ -71,7 +71,7 @@ class HostCommunicator(Communicator):
         if source.size * received != target.size * sent:
             raise ArrayError(
                 f"send has {source.size} elements and recv {target.size};"
-                f" they must be as {sent} to {received}."
+                f" their ratio must be {sent} to {received}."
             )
         if gathers:
             check_apart(target, source, self.rank * source.size)
@@ -110,10 +110,10 @@ class HostCommunicator(Communicator):
         return array
 
     def _operation(self, op: ReduceOp, array: Description) -> ReduceOp:
-        """The operation, which must be defined for the array's dtype.
+        """Returns the operation of this name, checked for the array's dtype.
 
         Raises:
-            ArrayError: the dtype has no such operation, or there is none of this name.
+            ArrayError: there is no such operation, or not for this dtype.
         """
         found = ReduceOp.of(op)
         ARITHMETIC[array.dtype].check(array.dtype, found)

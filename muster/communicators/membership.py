@@ -65,12 +65,12 @@ class Membership:
         """The membership of a subset, in the order of ``ranks``; None on ranks that are not in it.
 
         Raises:
-            ArrayError: a rank is not one of the group, is named twice, or none is named.
+            ArrayError: ``ranks`` is empty, repeats a rank, or names one outside the group.
         """
         for rank in ranks:
             self.check_rank(rank, "a rank of the group")
         if not ranks or len(set(ranks)) != len(ranks):
-            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+            raise ArrayError(f"The group {group!r} must have at least one rank, and each only once.")
         if self.rank not in ranks:
             return None
         peers = tuple(replace(self.peers[rank], rank=i) for i, rank in enumerate(ranks))

@@ -52,53 +52,53 @@ class OutsideCommunicator(Communicator):
         raise CommunicatorError("This session has ranks only; the program's own groups communicate.")
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> NoReturn:
-        """Refused, as all collectives here."""
+        """Raises CommunicatorError, as all collectives here: the program has communicators of its own."""
         self._refuse()
 
     def reduce(
         self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
     ) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def barrier(self) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def split(self, group: str, ranks: Sequence[int]) -> NoReturn:
-        """Refused."""
+        """Raises CommunicatorError: the program has communicators of its own."""
         self._refuse()
 
     def abort(self, error: Exception) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from muster.wire.threads import start_thread
 
 _SIGNALS_S = 0.1
-"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+"""Longest single wait, in seconds: signals are handled between two."""
 
 
 class Work(Protocol):
@@ -71,7 +71,7 @@ class QueuedWork:
 
 
 class WorkQueue:
-    """Runs work in order, in one thread that starts with the first of it.
+    """Runs work in order, in one thread that is started by the first piece of work.
 
     Attributes:
         idle: whether all that was put has run.

@@ -80,7 +80,7 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
         held: keeps a port free until it is closed, where the scheduler is to get any.
 
     Raises:
-        SettingsError: something is asked for that cannot be.
+        SettingsError: the options contradict each other, the environment, or the machine.
     """
     options = launch_options.parse(argv)
     if options.join is not None:
@@ -402,9 +402,9 @@ def _is_local(name: str) -> bool:
 
 
 def hold_port(host: str) -> socket.socket:
-    """A socket bound to a port on which nothing listens. Until it is closed nobody is given that port.
+    """Binds a socket to a free port; until it is closed, no other process is given that port.
 
-    A server that asks for this very port still gets it, where it sets SO_REUSEADDR as gRPC does.
+    A server that asks for this very port still gets it if it sets SO_REUSEADDR, as gRPC does.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -128,7 +128,7 @@ def warm_up(config_path: str, env: Mapping[str, str]) -> None:
 
 
 def forget() -> None:
-    """Lets go of the workers' key, if it was opened, when they are forked."""
+    """Drops the workers' key, if it was opened in advance, once they are forked."""
     if AHEAD in sys.modules:
         sys.modules[AHEAD].close_again()
 
@@ -140,9 +140,9 @@ def _import(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _cheap_to_share() -> Iterator[None]:
-    """Takes what is made within out of the garbage collector's sight, which would write to all of it.
+    """Hides the objects made in the block from the garbage collector, which would write to shared memory.
 
-    Nothing is collected first: hardly any of it is garbage, and to look would take longer than to keep it.
+    Nothing is collected before: hardly any of it is garbage, and looking takes longer than keeping it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -214,12 +214,12 @@ def become(recipe: Recipe) -> None:
 
 
 def _share_to_the_end(modules: dict[str, types.ModuleType]) -> None:
-    """Has the interpreter, when it ends, take apart what the script has made and not what was there before.
+    """Makes the interpreter, at its end, tear down only what the script made, not what it inherited.
 
-    All of that is shared with the launcher and the other workers until somebody writes to it, and to take it
-    apart is to write to all of it: a third of a short worker's processor time. The script's own modules and
-    objects go as ever, by which files that it left open are written. What is kept back leaves ``sys.modules``
-    after the last exit function, and is never freed.
+    The latter is memory shared with the launcher and the other workers until someone writes to it, and
+    tearing it down writes to all of it: a third of a short worker's processor time. The script's own modules
+    and objects are torn down as usual, so files that it left open are flushed. What is kept leaves
+    ``sys.modules`` after the last exit function, and is never freed.
     """
     kept = {name: each for name, each in modules.items() if name not in ("sys", "builtins", "__main__")}
 

@@ -18,7 +18,7 @@ _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def read_hardware(bus_ids: Sequence[str], root: Path = Path("/")) -> HostHardware:
-    """Reads it; what cannot be read is left out.
+    """Reads where the host's cores, memory, GPUs and network cards are; leaves out what cannot be read.
 
     Args:
         bus_ids: of the GPUs that are asked for, as the driver writes them.
@@ -108,7 +108,7 @@ def _place(link: Path) -> PciPlace | None:
 
 
 def _in_sysfs(bus_id: str) -> str:
-    """The driver writes some domains with eight digits; sysfs has four."""
+    """Converts a PCI address to sysfs' form: the driver writes some domains with eight digits, sysfs four."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 

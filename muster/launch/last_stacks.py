@@ -1,4 +1,4 @@
-"""Takes the stacks of a worker that lives and is lost to its job, or does not end, to beside its log.
+"""Writes the stacks of a worker that is alive but lost to its job, or does not end, beside its log.
 
 A worker whose interpreter's lock is held by C code cannot answer the scheduler, which counts it as lost; its
 signal handler, which is C as well, answers all the same.
@@ -24,11 +24,11 @@ KEPT_AT_MOST = 8
 
 
 class Watchable(Protocol):
-    """The part of a :class:`~muster.launch.process.Child` that is looked at."""
+    """The part of a :class:`~muster.launch.process.Child` that :class:`LastStacks` needs."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process's id."""
 
     @property
     def label(self) -> str:
@@ -36,20 +36,20 @@ class Watchable(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """None while it is not collected."""
+        """Its exit code; None while it is not collected."""
 
     def has_ended(self) -> bool:
         """Whether it has ended and is not collected yet."""
 
     def noted(self) -> int:
-        """Bytes of its notes, which only grow."""
+        """The size in bytes of its notes, which only grow."""
 
     def words(self) -> LastWords:
         """Its notes."""
 
 
 class LastStacks:
-    """What the workers of one launch write their stacks to."""
+    """The file in memory to which the workers of one launch write their stacks."""
 
     def __init__(self) -> None:
         self._mailbox = Mailbox()
@@ -59,17 +59,18 @@ class LastStacks:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a worker finds in its environment."""
+        """The environment variables that tell a worker where to write."""
         return {VARIABLE: self._mailbox.path}
 
     def look(self, workers: Sequence[Watchable], directory: Path, say: Callable[[str], None]) -> None:
-        """Takes the stacks of those that live and of which another has heard that they are lost, once.
+        """Writes the stacks of workers that live but were reported lost to another worker, once each.
 
-        Who has said what ends it is left alone: to walk through stacks that change may end a process.
+        Workers that have named the error they end with are left alone: walking stacks that change may crash a
+        process.
 
         Args:
             workers: of this launch.
-            directory: where they go.
+            directory: where the files go.
             say: shows a sentence to the user.
         """
         heard = set()
@@ -85,13 +86,13 @@ class LastStacks:
                 ends = worker.returncode is not None or worker.has_ended() or bool(words.error) or words.left
                 if not ends and lost in words.places:
                     kept = self.keep(worker.pid, worker.label, directory)
-                    say(f"worker {worker.label} (pid {worker.pid}) is lost to the others and lives{kept}")
+                    say(f"worker {worker.label} (pid {worker.pid}) is alive, but lost to the others{kept}")
 
     def keep(self, pid: int, label: str, directory: Path) -> str:
-        """Writes where a process stands to a file in this directory.
+        """Writes a process's stacks to a file in this directory.
 
         Returns:
-            A remark on that; empty: nothing was written.
+            A remark that names the file; empty: nothing was written.
         """
         if self._kept >= KEPT_AT_MOST:
             return ""
@@ -104,7 +105,7 @@ class LastStacks:
         path = directory / f"stacks-{label.replace(os.sep, '_')}.txt"
         with contextlib.suppress(OSError), os.fdopen(open_own(path), "w", encoding="utf-8") as out:
             out.write(without_secrets(text, os.environ))
-            return f"; where it stood: {path}"
+            return f"; its stacks: {path}"
         return ""
 
     def close(self) -> None:

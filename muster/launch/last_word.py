@@ -27,7 +27,7 @@ from muster.worker.session.streams import DeniedError, Dial, MessageRejectedErro
 
 METHOD = "/rendezvous.v1.Rendezvous/ProcessEnded"
 AGAIN_S = 0.25
-"""How soon it is said again, in seconds."""
+"""Seconds until an ending is reported again."""
 
 log = logging.getLogger("muster.worker")
 
@@ -35,10 +35,10 @@ log = logging.getLogger("muster.worker")
 def tell(
     dial: Dial, words: Iterable[pb.ProcessEndedRequest], pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """Says each word until the scheduler that leads has taken it; who nobody listens to goes on trying.
+    """Reports each ending to the leading scheduler until it has accepted it; keeps trying where none answers.
 
     Raises:
-        DeniedError: this certificate may not say that, or there is no safe connection.
+        DeniedError: this certificate may not report that, or there is no safe connection.
         MessageRejectedError: the scheduler does not know the call.
     """
     for word in words:
@@ -62,7 +62,7 @@ def _taken(dial: Dial, word: pb.ProcessEndedRequest) -> bool:
 
 
 def main(env: Mapping[str, str] = os.environ) -> int:
-    """Says what the launcher has written into the environment; returns the exit code."""
+    """Reports the endings that the launcher has put into the environment; returns the exit code."""
     if wanted(env):
         log_own_process_as_json("launcher", "muster")
     else:

@@ -61,8 +61,7 @@ FORMING_S, FORMING_LENGTH = 5.0, 92
 """Seconds until the launcher shows who a forming group waits for, and the line's longest length."""
 
 FOLLOW_S, LOOK_UP_S = 0.1, 0.5
-"""How often it is looked at what the workers have noted: while they form a group, or a line on the terminal
-shows how far they are; and else."""
+"""Polling intervals of the workers' notes, in seconds: while forming or showing progress; otherwise."""
 
 STRAGGLING_S = 5.0
 """How long workers may run on after one that ended well before that is shown."""
@@ -71,7 +70,7 @@ UPLINK_RESTARTS = 8
 """How often an uplink is started again."""
 
 LAST_WORD_S = 12.0
-"""How long after the last worker it is said which have ended: then the next scheduler knows anyway."""
+"""Seconds after the last worker's end for which endings are reported: later the scheduler knows anyway."""
 
 OTHERS_SHOWN = 16
 """How many workers at most have their end shown in a line each."""
@@ -79,10 +78,10 @@ OTHERS_SHOWN = 16
 _NO_RANK = re.compile(
     rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
 )
-"""What torch says."""
+"""The words of torch's error for a missing rank."""
 
 _OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
-"""What a worker that is started by hand does not need, or is to ask for."""
+"""Variables that a worker started by hand does not need, or has to ask for."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -423,8 +422,8 @@ class Launcher:
         after = f"after {duration(seconds)}; logs: {self._directory.path}"
         if self._status and any(map(_lacked_ranks, self._workers)):
             self._screen.say(
-                "this program of torch.distributed was not known to be one: muster run --program torch gives"
-                " it RANK and what else torchrun sets",
+                "this command was not recognized as a program of torch.distributed, so it got no RANK:"
+                " start it with muster run --program torch",
                 "warning",
             )
         if self._status:
@@ -476,7 +475,7 @@ class Launcher:
         self._say_last_words([child for child in ended if child in self._workers])
 
     def _say_last_words(self, ended: Sequence[Child]) -> None:
-        """Has several schedulers told of workers that did not go by their own word; a process does it."""
+        """Starts a process that tells several schedulers which workers ended without a goodbye."""
         recipe = self._plan.last_word
         words = [
             (*place, _how(child.returncode or 0))
@@ -493,7 +492,7 @@ class Launcher:
             self._last_words_until = time.monotonic() + LAST_WORD_S
 
     def _end_last_words(self) -> None:
-        """Ends those that nobody has listened to, unless workers have been started again since."""
+        """Ends reporters that no scheduler has answered, unless workers have been restarted since."""
         self._last_words_until = None
         if not self._working():
             for child in self._last_words:
@@ -600,7 +599,7 @@ class Launcher:
         return child.recipe.env.get("MS_WORKER_SPARE") == "1"
 
     def _how_to_replace(self, child: Child) -> str:
-        """A sentence that says so, the first time; the lines for others differ in a number or two."""
+        """Says once how to start a worker in a free place; commands for other places hardly differ."""
         line = "" if self._told_replacement or not self._working() else self._replacement(child)
         self._told_replacement |= bool(line)
         return f". To start another in its place: {line}" if line else ""
@@ -614,8 +613,8 @@ class Launcher:
     def _settle(self) -> None:
         """Ends the remaining workers once it is known who failed first, and that one has ended.
 
-        Asked to end before, it might not come to say why it fails. The scheduler of a job that failed may end
-        sooner than the worker because of which it did.
+        A worker that is asked to end earlier might not get to say why it fails. The scheduler of a failed job
+        may end before the worker that failed it.
         """
         assert self._failed_at is not None
         if (
@@ -639,7 +638,7 @@ class Launcher:
         self._failed_at = self._failed_at or time.monotonic()
 
     def _workers_done(self) -> None:
-        """Handles the end of the last worker: the scheduler ends by itself if all went well."""
+        """Handles the end of the last worker; if all went well, the scheduler ends by itself."""
         scheduler, uplink = self._scheduler, self._uplink
         if uplink is not None and uplink.returncode is None:
             uplink.signal(signal.SIGTERM)
@@ -668,7 +667,7 @@ class Launcher:
     # ------------------------------------------------------------ endings
 
     def _blame(self, child: Child, code: int, why: str = "") -> None:
-        """Takes a process's exit code as the launch's and shows why it ended."""
+        """Takes a process's exit code as the launch's, and shows why it ended."""
         self._status = self._status or exit_status(code) or 1
         where = f"pid {child.pid} on {os.uname().nodename}"
         if why:
@@ -736,7 +735,7 @@ class Launcher:
         self._give(self._policy.grace_s, then=signal.SIGKILL)
 
     def _give(self, seconds: float, *, then: signal.Signals) -> None:
-        """Sets a deadline after which the remaining processes get this signal."""
+        """Sets a deadline at which the remaining processes are sent this signal."""
         self._deadline = time.monotonic() + seconds
         self._next_signal = then
 
@@ -796,4 +795,4 @@ def _how(code: int) -> str:
 
 
 def _noted(_number: int, _frame: object) -> None:
-    """Nothing to do: the wake-up descriptor wakes the loop."""
+    """A signal handler that does nothing: the wake-up descriptor wakes the loop."""

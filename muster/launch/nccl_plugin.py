@@ -55,7 +55,7 @@ def show() -> int:
     """Prints path, version and self test of the plug-in.
 
     Raises:
-        SettingsError: it is not built, or cannot be loaded.
+        SettingsError: the plug-in is not built, or cannot be loaded.
     """
     path = library.find(os.environ)
     if path is None:

@@ -269,10 +269,10 @@ def count(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks what can be checked without looking at the machine.
+    """Parses the options and checks them as far as that is possible without looking at the machine.
 
     Raises:
-        SettingsError: no command, or a value that makes no sense.
+        SettingsError: there is no command, or an option has a value that is not allowed.
     """
     options = parser().parse_args(argv)
     if options.command[:1] == ["--"]:
@@ -292,8 +292,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for export in options.exports:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", export, re.DOTALL):
             raise SettingsError(f"-x is {export[:80]!r}; write NAME or NAME=VALUE.")
-    options.notes = _mpirun_notes(options)
+    options.notes = [*_mpirun_notes(options), *_torchrun_note(options)]
     return options
+
+
+def _torchrun_note(options: argparse.Namespace) -> list[str]:
+    """Notes that torchrun starts workers of its own, unless they meet by its rendezvous ``muster``."""
+    command = options.command
+    meets_here = any(word == "muster" or word.endswith("=muster") for word in command)
+    if Path(command[0]).name != "torchrun" or options.program != "auto" or meets_here:
+        return []
+    return [
+        "torchrun starts processes that are no workers of this job: give muster run its script, without it"
+    ]
 
 
 def _check_file(option: str, path: Path | None, remedy: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Gives each worker the cores and memory next to its GPU, and names the network cards there. Pure."""
+"""Gives each worker the cores and memory next to its GPU, and finds the network cards near it. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PciPlace:
 
 @dataclass(frozen=True, slots=True)
 class HostHardware:
-    """What of this host lies where.
+    """Where this host's cores, memory, GPUs and network cards are.
 
     Attributes:
         nodes: the cores of each NUMA node that has some.
         memory: the NUMA nodes from which this process may take memory; empty: it may not choose.
         gpus: the place of each GPU, by its PCI bus id.
-        adapters: of each InfiniBand or RoCE adapter with an active port, its place.
-        interfaces: of each Ethernet card that is up, its place, by the interface's name.
+        adapters: the place of each InfiniBand or RoCE adapter with an active port.
+        interfaces: the place of each Ethernet card that is up, by the interface's name.
     """
 
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def propose_cards(
 
 
 def _shared(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """How many steps from the root two ways through the host have in common."""
+    """Counts the steps from the root that two paths through the host have in common."""
     count = 0
     for own, other in zip(ours, theirs, strict=False):
         if own != other:

@@ -138,9 +138,9 @@ def _name_of_spare(spare: int, counts: WorkerCounts, host: str) -> str:
 
 
 def sharing_environment(name: str) -> dict[str, str]:
-    """What lets ranks share a GPU: NCCL refuses that on one host, so each rank calls itself one of its own.
+    """Lets ranks share a GPU, which NCCL refuses on one host, by giving each rank a host id of its own.
 
-    Data goes through sockets then, and ranks take turns on the GPU: results hold, speeds mean nothing.
+    Data then goes through sockets, and ranks take turns on the GPU: results are right, speeds mean nothing.
 
     Args:
         name: of the rank; no other rank of the job has it.
@@ -335,7 +335,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         here: what was found on the machine.
 
     Raises:
-        SettingsError: something is asked for that cannot be.
+        SettingsError: the options contradict each other, the environment, or the machine.
     """
     if options.spares and _has_table(here.env):
         raise SettingsError(
@@ -617,11 +617,10 @@ def _password(variable: str, options: argparse.Namespace, here: Surroundings) ->
 def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int) -> frozenset[str]:
     """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels and numbers; None: rank 0.
 
-    A rank that runs on another host is no mistake; one that the job does not have, or a word that is no
-    label, is.
+    Ranks that run on another host are accepted.
 
     Raises:
-        SettingsError: it is none of these.
+        SettingsError: a number is no rank of the job, or a word is no label.
     """
     labels = [*(worker.label for worker in workers), SCHEDULER]
     if text is None:

@@ -45,7 +45,7 @@ def environment_dump(env: Mapping[str, str]) -> list[str]:
 LAST_LINES = 20
 
 LAST_S = 1.0
-"""How long the process that is killed last has for reporting the others' end."""
+"""Seconds that the process killed last has to report the others' end."""
 
 LEFTOVERS_S = 5.0
 """How long killed processes may take to end: one that waits for a disk or a GPU ends when that lets it."""
@@ -113,7 +113,7 @@ class Guardian:
 
     @classmethod
     def start(cls) -> Guardian:
-        """Forks the process."""
+        """Forks the guardian's process."""
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -122,15 +122,15 @@ class Guardian:
         return cls(pid, write_end)
 
     def announce(self, leader: int) -> None:
-        """Gives the guardian a session to end; called in its leader itself, so that there is no gap."""
+        """Registers a session to be ended; called in the session's leader itself, so that there is no gap."""
         self._write(b"+%d\n" % leader)
 
     def announce_last(self, leader: int) -> None:
-        """Gives the guardian a session to end a moment after the others."""
+        """Registers a session to be ended shortly after the others."""
         self._write(b"~%d\n" % leader)
 
     def withdraw(self, leader: int) -> None:
-        """Takes an ended session back: its number may be used again by others."""
+        """Removes an ended session: another process may get its number."""
         self._write(b"-%d\n" % leader)
 
     def _write(self, line: bytes) -> None:
@@ -142,7 +142,7 @@ class Guardian:
         os.close(self._write_end)
 
     def close(self) -> None:
-        """Ends the process; the launcher has ended every session itself."""
+        """Ends the guardian; by then the launcher has ended every session itself."""
         os.close(self._write_end)
         os.kill(self.pid, signal.SIGCONT)  # stopped it would be waited for without an end
         os.waitpid(self.pid, 0)
@@ -214,10 +214,10 @@ class Child:
         return self.recipe.label
 
     def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
-        """Moves what the process has written to its log and, unless quiet, to ``show``.
+        """Copies the process's output to its log and, unless it is quiet, to ``show``.
 
         Returns:
-            Whether there may be more at once; False also at the end of its output, where it closes.
+            Whether more may be there already; False also at the end of the output, which it then closes.
         """
         if not self.open:
             return False
@@ -287,7 +287,7 @@ class Child:
         return read_words(self._words.decode(errors="replace"))
 
     def noted(self) -> int:
-        """Bytes of its notes for the launcher, which only grow."""
+        """The size in bytes of its notes for the launcher, which only grow."""
         return os.fstat(self.words_file).st_size if self.words_file >= 0 else len(self._words) + SLOT_BYTES
 
     def progress(self) -> bytes:
@@ -297,7 +297,7 @@ class Child:
         return os.pread(self.words_file, SLOT_BYTES, 0).strip(b"\0 ")
 
     def forget(self) -> None:
-        """Closes everything of it in this process; its notes stay known."""
+        """Closes its descriptors in this process; its notes stay readable."""
         self.close()
         if self.words_file >= 0:
             self.words()
@@ -393,7 +393,7 @@ def spawn(
 
 
 def _lines_of(recipe: Recipe) -> LineContext:
-    """What is said of a process's lines that it does not write as JSON itself."""
+    """The context for log lines of a process that does not write JSON itself."""
     known = {"scheduler.log": "scheduler", "uplink.log": "uplink"}
     rank = int(recipe.label) if recipe.label.isdecimal() else None
     return LineContext(known.get(recipe.log, "program"), process_lines.job, rank=rank)

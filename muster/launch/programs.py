@@ -49,7 +49,7 @@ AGENT = "muster.programs.agent"
 
 MOST_FILES = 200
 MOST_BYTES = 2 << 20
-"""What is read of one program, at most: what matters is imported near its beginning."""
+"""Limits for reading one program: what matters is imported near its beginning."""
 
 
 def with_agent(
@@ -110,7 +110,7 @@ def _is_torchrun(command: Sequence[str]) -> bool:
 
 
 def script_of(command: Sequence[str]) -> Path | None:
-    """The script that a Python command runs, as it names it; None: it is no such command, or is not here."""
+    """Returns the script that a Python command runs, as it names it; None if there is no such file."""
     found = _script_in(command)
     return None if found is None else found[0]
 
@@ -165,7 +165,7 @@ def _starts_torch_program(path: Path) -> bool:
 
 
 def _is_rebuilding(node: ast.Attribute) -> bool:
-    """Whether that names one of these functions; ``keep_alive`` is a common name, so its module counts."""
+    """Whether a call is to one of these functions; ``keep_alive`` is a common name: its module must match."""
     module = node.value
     named_torch = (
         isinstance(module, ast.Attribute)
@@ -177,7 +177,7 @@ def _is_rebuilding(node: ast.Attribute) -> bool:
 
 
 def _kind(names: set[str]) -> str:
-    """What imports make of a program; empty: nothing, as nothing among them is known."""
+    """The kind of program that these imports make; empty: none of them is known."""
     if REBUILDS in names:
         return "torch"
     if names & MUSTER:
@@ -305,7 +305,7 @@ class _Imports:
         return self._take(parts, names) | ({REBUILDS} if rebuilds else set())
 
     def _take(self, parts: Sequence[str], names: Sequence[str]) -> set[str]:
-        """Follows a module that lies beside the script; the name of another's package is returned."""
+        """Follows an import beside the script; returns the name of any other package."""
         if parts[0] not in MUSTER:
             found = list(_files_of(self.tops.get(parts[0], self.root), parts, names))
             if found:

@@ -110,7 +110,7 @@ def read_json(path: Path) -> object:
     """Parses a file.
 
     Raises:
-        SettingsError: it is not there, no JSON, or nested beyond measure.
+        SettingsError: the file cannot be read, is no JSON, or is nested too deeply.
     """
     try:
         return json.loads(read_regular(path, RANK_TABLE_MAX_BYTES).decode())
@@ -121,10 +121,10 @@ def read_json(path: Path) -> object:
 
 
 def to_text(table: Table) -> str:
-    """What the file of a table says.
+    """Serializes a table.
 
     Raises:
-        SettingsError: entries of others that merging keeps are nested beyond measure.
+        SettingsError: entries of others that merging keeps are nested too deeply.
     """
     try:
         return json.dumps(table, indent=4) + "\n"
@@ -133,7 +133,7 @@ def to_text(table: Table) -> str:
 
 
 def write_table(path: Path, table: Table, *, force: bool) -> None:
-    """Writes beside and renames, so that nobody reads half a table."""
+    """Writes to a temporary file and renames it, so that nobody reads half a table."""
     text = to_text(table)
     part = beside(path)
     try:

@@ -16,7 +16,7 @@ Table = dict[str, Any]
 
 
 def parse_interval(text: str) -> tuple[int, ...]:
-    """Reads ``[0,8)`` as (0, ..., 7): from the first number up to, without, the second."""
+    """Reads ``[0,8)`` as (0, ..., 7): the second number is excluded."""
     inner = text.strip()
     found = re.fullmatch(r"\[\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)", inner)
     if found is None:
@@ -57,7 +57,7 @@ def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
         tables: (where it is from, the parsed JSON) of each.
 
     Raises:
-        SettingsError: there is none, one is no server_list table, or a host stands in two of them.
+        SettingsError: there is none, one is no server_list table, or two have the same host.
     """
     if not tables:
         raise SettingsError("There is nothing to merge: name the FILEs of the hosts after merge.")

@@ -23,7 +23,7 @@ class LastWords:
         consequence: that came from what other processes did.
         left: it left the job as it was asked to.
         first: who the scheduler saw go first.
-        group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
+        group: the established group, as :meth:`describe_group` takes it; empty: none yet.
         waits: who the job waits for; empty: it does not.
         phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
         goes_on: why it need not wait any more; empty: a new group says so.
@@ -104,7 +104,7 @@ class Verdict:
     Attributes:
         index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
         elsewhere: who another launcher, or host, has started.
-        sure: nothing is to come that could say otherwise.
+        sure: whether nothing can still change it.
     """
 
     index: int | None = None
@@ -172,14 +172,14 @@ def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
 # ---------------------------------------------------------------- who the job waits for
 
 AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
-"""Seconds until a wait that goes on is shown again; each time twice as many, up to the second number."""
+"""Seconds until a continued wait is shown again: the first number, doubled up to the second."""
 
 
 class Waits:
-    """Decides when it is shown who the job waits for: soon after a wait begins, then ever more rarely.
+    """Decides when to show who the job waits for: soon after a wait begins, then ever more rarely.
 
-    What is said of one wait may change every few seconds; the newest is shown when the next is due. A wait in
-    another state of the membership is another one.
+    The sentence about one wait may change every few seconds; the newest is shown when the next is due. A wait
+    in another phase of the membership counts as another one.
     """
 
     def __init__(self) -> None:
@@ -321,18 +321,18 @@ def describe_progress(text: bytes) -> tuple[int, int, str] | None:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, and hours where there are any: ``0:07``, ``1:02:03``."""
+    """Formats a duration as minutes and seconds, with hours if there are any: ``0:07``, ``1:02:03``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 COPY_FIGURES = ("step", "at", "bytes", "seconds", "partner")
-"""What is noted of the last snapshot in peers' memory, and but for the partner of the last checkpoint."""
+"""Notes on the last snapshot in peers' memory; all but the partner also on the last checkpoint."""
 
 
 def figures_of(text: bytes) -> dict[str, int | float | dict[str, int | float]]:
-    """What a worker has noted of its progress, as numbers; what is none of them is left out."""
+    """Converts a worker's note of its progress to numbers; leaves out what is not a number."""
     names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
     copies = {"snapshot": COPY_FIGURES, "checkpoint": COPY_FIGURES[:-1]}
     try:

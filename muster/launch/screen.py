@@ -43,7 +43,7 @@ def shortened(text: str, length: int = 300) -> str:
 
 
 def is_for_the_screen(line: bytes) -> bool:
-    """Whether a JSON line of a worker is a program's own, or severe."""
+    """Whether a worker's JSON line comes from the program itself, or is a warning or error."""
     found = json_lines.fields_of(line)
     return found is None or found["component"] == "program" or found["level"] not in ("DEBUG", "INFO")
 
@@ -93,7 +93,7 @@ class Screen:
         self._put(self._err, f"{self._in_colour(self._err, text, kind)}\n".encode())
 
     def say_group(self, generation: int, sentence: str, kind: str) -> None:
-        """Shows that a generation stands; JSON lines bear its number from here on."""
+        """Shows that a generation is established; later JSON lines carry its number."""
         json_lines.process_lines.stands(generation)
         self.say(sentence, kind)
         json_lines.process_lines.resolved()
@@ -120,7 +120,7 @@ class Screen:
             self._put(self._out, b"".join(shown))
 
     def _thinned(self, line: bytes) -> bytes | None:
-        """The line as it is shown; None: it goes to the log only."""
+        """The line as it is shown; None: it goes only to the log."""
         logged = None if self._whole else _LOGGED.fullmatch(line)
         if logged is None:
             return line

@@ -19,7 +19,7 @@ MOST_SPARES = int(TABLE["MS_SPARES"].high)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options that decide which workers start where. Zero or empty: not given."""
+    """The options that decide which workers start where; zero or empty: not given."""
 
     workers: int = 0
     per_node: int = 0
@@ -118,7 +118,7 @@ def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
 
 
 def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
-    """Adds the spares: each host starts as many, so that hosts without a number know theirs, too."""
+    """Adds the spares; every host starts the same number, so that unnumbered hosts know theirs, too."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
         raise SettingsError(

@@ -6,6 +6,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import RESTS, find_plan
 from muster.parallel.planning.precision import mark_autocast
 from muster.parallel.untraced import ForwardError, TraceError, WithoutGraph
+from muster.version import how_to_install
 
 EXAMPLES = """\
 examples:
@@ -44,6 +46,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse_args(argv)
     try:
+        if importlib.util.find_spec("torch") is None:
+            lacks = "it needs torch, which this Python does not have"
+            raise SettingsError(lacks, remedy=how_to_install("torch"))
         if options.measure is not None:
             _measure(options.measure)
             return 0

@@ -35,13 +35,13 @@ MAX_UNIQUE_ID_BYTES = 1024
 TIMED = 7
 """How many durations a heartbeat's ``times`` have."""
 LONGEST_TIMES_S = 1e9
-"""Limit of their sum, in seconds; what is no number is not below it."""
+"""Upper limit of their sum, in seconds; NaN is refused by it, too."""
 PACKED_FROM_BYTES = 4096
-"""Bytes from which on an assignment is compressed, once for all members."""
+"""Size in bytes from which an assignment is compressed, once for all members."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Limit of an unpacked assignment: more than MAX_COUNT members take; beyond, it is refused."""
+"""Size limit of an unpacked assignment in bytes, above what MAX_COUNT members need."""
 DELTA_FROM_MEMBERS = 64
-"""Members from which on those that hold the generation before are sent only what has changed."""
+"""Number of members from which receivers that hold the generation before are sent only changes."""
 DEVICE_KINDS = ("cpu", "cuda")
 GPU_STATES = ("well", "suspect", "ill")
 MAX_REASONS, MAX_REASON, MAX_XIDS = 8, 120, 16
@@ -61,7 +61,7 @@ _BODIES = {
 
 
 def encode(message: messages.WorkerMessage | messages.SchedulerMessage) -> bytes:
-    """Encodes one message of a session, as a serialized WorkerMessage or SchedulerMessage."""
+    """Encodes one message of a session as a serialized WorkerMessage or SchedulerMessage."""
     wrapper, body = _BODIES[type(message)]
     return cast(bytes, wrapper(**{body: to_proto(message)}).SerializeToString())
 
@@ -158,13 +158,14 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 class AssignmentEncoder:
-    """Encodes what several are sent once: a generation's assignments differ in the rank alone.
+    """Encodes messages for many receivers; what they share is encoded once.
 
-    Building the list of members once makes 1,000 assignments of 1,000 members a matter of
-    milliseconds each thousand, not of minutes. Who holds the generation before gets what has changed.
+    Assignments of a generation differ in the rank alone. Encoding the members once makes 1,000 assignments of
+    1,000 members a matter of milliseconds each, not of minutes together. A receiver that holds the generation
+    before gets only the members that changed.
 
     Args:
-        delta_from: the least members of a generation for that.
+        delta_from: the least number of members for which only changes are sent.
     """
 
     def __init__(self, *, delta_from: int = DELTA_FROM_MEMBERS) -> None:
@@ -217,7 +218,7 @@ class AssignmentEncoder:
 
 
 def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assignment | None:
-    """The assignment with those members alone that are not in the one before as they are; None: too many."""
+    """Encodes only the members that differ from the assignment before; None where too many do."""
     ranks = {member.node_id: member.rank for member in before.members}
     changed: list[messages.Member] = []
     kept: list[int] = []
@@ -238,7 +239,7 @@ def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assign
 
 
 def _packed(whole: pb.Assignment) -> bytes:
-    """A message with this assignment, whose large fields are compressed."""
+    """Serializes a message with this assignment, with its large fields compressed."""
     large = pb.Assignment(members=whole.members, hosts=whole.hosts, lost=whole.lost).SerializeToString()
     if PACKED_FROM_BYTES <= len(large) <= MAX_UNPACKED_BYTES:
         for name in _LARGE:
@@ -252,10 +253,11 @@ _LARGE: tuple[Literal["members", "hosts", "lost"], ...] = ("members", "hosts", "
 
 
 def _unpacked(body: pb.Assignment) -> pb.Assignment:
-    """The assignment with all its fields, whether it came packed or not.
+    """Returns an assignment with all its fields, whether they came compressed or not.
 
     Raises:
-        WireError: it does not unpack to these fields, or to too much, or has them beside.
+        WireError: the compressed part is no assignment or too large, or its fields are there uncompressed,
+            too.
     """
     if not body.packed:
         return body
@@ -298,7 +300,7 @@ def _device_kind(field: str, value: str) -> str:
 
 
 def _gpu_report(field: str, body: pb.GpuReport) -> messages.GpuReport:
-    """Reads what a worker says of its GPU; numbers have the bounds of their kinds, and are not looked at."""
+    """Reads a worker's report of its GPU; checks numbers only against the bounds of their protobuf types."""
     told: dict[str, Any] = {each.name: value for each, value in body.ListFields()}
     state = told.get("state", "")
     if state not in GPU_STATES:
@@ -322,7 +324,7 @@ def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
 
 
 def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
-    """Reads where the time of steps went; None: nothing is said of it. All durations are checked at once."""
+    """Reads where the time of steps went; None where nothing is reported. Checks all durations at once."""
     if not body:
         return None
     if len(body) != 2 + TIMED:
@@ -500,7 +502,7 @@ _OPTIONAL: dict[type[Value], tuple[str, ...]] = {
 
 
 def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:
-    """Reads a value of this class, each field by its rule."""
+    """Decodes a message to a value of this class, each field by its rule."""
     optional = _OPTIONAL.get(kind, ())
     missing = {name for name in optional if not body.HasField(name)} if optional else ()
     fields = {
@@ -645,10 +647,10 @@ def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> m
 def _with_kept(
     changed: tuple[messages.Member, ...], body: pb.Assignment, held: messages.Assignment | None
 ) -> tuple[messages.Member, ...]:
-    """All members, of an assignment that names those alone that are not kept from the one before.
+    """Returns all members of an assignment that lists only those that changed since the one before.
 
     Raises:
-        WireError: the one before did not come, or has no such members.
+        WireError: the one before was not received, or lacks members that this one keeps.
     """
     if held is None or held.generation != body.base:
         raise WireError(
@@ -720,7 +722,7 @@ def decode_drain_request(data: bytes) -> messages.DrainOrder:
     request = _parse(pb.DrainRequest, data)
     node_ids = [*([request.node_id] if request.node_id else []), *request.node_ids]
     if len(node_ids) + len(request.hosts) > MAX_DRAINED:
-        raise WireError(f"Of node_ids and hosts there may be {MAX_DRAINED}.")
+        raise WireError(f"node_ids and hosts may have at most {MAX_DRAINED} entries together.")
     if not request.cancel and not node_ids and not request.hosts:
         rules.name()("node_id", request.node_id)
     if not 0.0 <= request.at_s <= LATEST_S:

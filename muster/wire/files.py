@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def path_of(text: str) -> Path:
-    """The absolute path of a name that a user gives; a home that nobody has stays as it is written."""
+    """Makes a user's path absolute; ``~NAME`` of a user that does not exist stays as written."""
     return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path's own raises there
 
 
@@ -69,7 +69,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
         its descriptor, not inherited by children.
 
     Raises:
-        OSError: as :func:`open_regular`; it is a link, or another user's.
+        OSError: as :func:`open_regular`; or the file is a link, or belongs to another user.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
     with contextlib.suppress(FileExistsError):
@@ -88,7 +88,7 @@ def _owner_of_new_files(beside_path: Path) -> int:
 
 
 def _new_file(beside_path: Path) -> os.stat_result:
-    """What the file system says of a file that is made in this moment."""
+    """Returns the status of a file made now, by which the file system shows its clock and its owner."""
     name = beside(beside_path)
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -127,7 +127,7 @@ def readable_by_others(path: str | os.PathLike[str]) -> str:
 
 
 def beside(path: Path) -> Path:
-    """A name in the same folder to write a file under before it is renamed: nobody can guess it."""
+    """Returns an unguessable name in the file's folder, to write to before it is renamed to the file."""
     return path.with_name(f".{path.name}.{os.urandom(_TOKEN_BYTES).hex()}.part")
 
 

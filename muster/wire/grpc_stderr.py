@@ -22,7 +22,7 @@ from muster.wire.log_lines import OTHERS, LogBudget, one_line
 from muster.wire.threads import start_thread
 
 MAX_WRITE_BYTES = 32 * 1024
-"""What is longer is cut."""
+"""Length in characters at which a text is cut."""
 
 BUFFER_BYTES = 1 << 20
 _MOST_A_TURN = 4096
@@ -36,7 +36,7 @@ class OutputReader(Protocol):
         """Takes the bytes of one write."""
 
     def tend(self) -> float | None:
-        """Does what is due, after each turn of reading; returns when more is, on the monotonic clock."""
+        """Does what is due after each turn of reading; returns when more is, in monotonic seconds."""
 
     def failed(self) -> None:
         """Handles an error in the reading thread, which then ends; called within an exception handler."""
@@ -54,7 +54,7 @@ class NativeStderr:
         real: where descriptor 2 led before.
 
     Raises:
-        OSError: there is no descriptor 2, no other one left, or it cannot be done on this system.
+        OSError: descriptor 2 is closed, no other one is left, or the system has no such sockets.
     """
 
     def __init__(self, listener: OutputReader, loggers: Sequence[logging.Logger]) -> None:
@@ -96,7 +96,7 @@ class NativeStderr:
         return True
 
     def close(self) -> None:
-        """Puts everything back as it was; nothing that was written is lost."""
+        """Restores descriptor 2; nothing that was written is lost."""
         os.dup2(self.real, 2)
         with self.lock:
             self._closed.set()

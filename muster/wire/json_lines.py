@@ -40,13 +40,13 @@ MOST_LINE_BYTES = 15_000
 """Container runtimes cut a line at 16 KiB."""
 
 FACTS = "muster_facts"
-"""The attribute of a log record that holds more facts of its line."""
+"""The attribute of a log record that holds additional facts for its line."""
 
 _SHORTEST = 16
 
 
 def wanted(env: Mapping[str, str]) -> bool:
-    """Whether the environment asks for JSON; a value that is not allowed is for the settings to refuse."""
+    """Whether the environment asks for JSON; invalid values are refused later, by the settings."""
     return env.get(VARIABLE, "").strip().lower() == "json"
 
 
@@ -64,7 +64,7 @@ class LineContext:
         job: the job; None where a process has several, or none yet.
         generation: the newest generation of which this process has been a member.
         rank: its rank in that.
-        incident: what has ended that generation, until the next one stands.
+        incident: what has ended that generation, until the job goes on.
         node_id: the worker's stable name.
         host: this host's name.
     """
@@ -78,30 +78,30 @@ class LineContext:
     host: str | None = None
 
     def begin(self, component: str, job: str | None = None) -> None:
-        """Begins for this process; what it had of the one that forked it is forgotten."""
+        """Starts over for this process: what a fork inherited is dropped."""
         self.component, self.job = component, job
         self.generation = self.rank = self.incident = self.node_id = None
 
     def stands(self, generation: int, rank: int | None = None) -> None:
-        """A generation stands; the incident before it goes on until :meth:`resolved`."""
+        """Notes an established generation; the incident that led to it lasts until :meth:`resolved`."""
         self.generation, self.rank = generation, rank
 
     def resolved(self) -> None:
-        """The job goes on: lines belong to no incident from here on."""
+        """Notes that the job goes on: later log lines belong to no incident."""
         self.incident = None
 
     def over(self) -> None:
-        """The generation has ended, for whatever reason: lines belong to that until the next stands."""
+        """Notes that the generation has ended; log lines name it as their incident until the job goes on."""
         if self.job and self.generation and self.incident is None:
             self.incident = incident_of(self.job, self.generation)
 
 
 process_lines = LineContext("muster")
-"""That of this process."""
+"""The context of this process."""
 
 
 def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
-    """Renders one line; ``facts`` overrule the context, and those that are no field stand after the fields.
+    """Renders one line; ``facts`` overrule the context, and those that are no field come after the fields.
 
     A text or fact that makes the line longer than :data:`MOST_LINE_BYTES` is cut.
     """
@@ -130,7 +130,7 @@ def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
 
 
 def _cut(value: object, longest: int) -> object:
-    """A value as JSON has it; a text of its end and its beginning, where it is long."""
+    """Returns a value fit for JSON; the middle of a long text is replaced by ``...``."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
@@ -164,7 +164,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(*loggers: str) -> None:
-    """Has these loggers write JSON lines to standard error, and nobody else write theirs.
+    """Makes these loggers write JSON lines to standard error, and no other handler write their records.
 
     A logger that has handlers of its own already keeps them: a script has set them up.
     """
@@ -178,7 +178,7 @@ def log_as_json(*loggers: str) -> None:
 
 
 def log_own_process_as_json(component: str, *loggers: str) -> None:
-    """The same for a process that runs nothing but Muster: its warnings and uncaught errors, too."""
+    """As :func:`log_as_json`, for a process that runs only Muster: also warnings and uncaught errors."""
     process_lines.begin(component)
     log_as_json(*loggers, "py.warnings")
     logging.captureWarnings(True)

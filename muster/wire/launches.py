@@ -4,8 +4,8 @@ The launcher writes them. Passwords are in none. While it runs, a file names the
 certificates: for its owner only, in a directory that nobody else can write to.
 
 The record is for ``muster report`` and ``web``: a file for each launcher, a JSON object a line, with what it
-said, the groups that stood, how far the training was, and how each process ended. Its size is bounded: the
-longer a run, the further apart its figures.
+said, the groups that were established, the progress of training, and how each process ended. Its size is
+bounded: the longer a run, the further apart its figures.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ATTEMPTS = 1000
 
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_READ_BYTES, MAX_LINES = 64 * 1024 * 1024, 200_000
-"""What is read of all records of a run at most: bytes, and lines with figures, and other lines."""
+"""Limits for reading all records of a run: bytes; lines with figures, and as many other lines."""
 
 MAX_LINE = 1024 * 1024
 """Characters of a line at most."""
 
 LAST_S = 2.5e11
-"""Some 8,000 years from now: no time of day is later, and calendars end soon after."""
+"""The latest time that is accepted, some 8,000 years from now: calendars end soon after."""
 
 FIGURES_BEFORE_THINNING = 1000
 _RECORD = re.compile(r"record_[\w.-]+\.jsonl")
@@ -126,7 +126,7 @@ class LaunchDirectory:
         return {INCIDENTS_VARIABLE: env.get(INCIDENTS_VARIABLE) or str(self.path.absolute() / INCIDENTS)}
 
     def withdraw(self) -> None:
-        """The launch is over."""
+        """Removes the file by which ``muster status`` finds the launch, which is over."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -134,7 +134,7 @@ class LaunchDirectory:
 
 
 def running(env: Mapping[str, str]) -> list[Launched]:
-    """The launches of this user that run on this host, the latest first."""
+    """Lists this user's launches that run on this host, the latest first."""
     found = []
     with contextlib.suppress(OSError):
         for file in _own_directory(env).glob("*.json"):
@@ -146,15 +146,15 @@ def running(env: Mapping[str, str]) -> list[Launched]:
 
 
 def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST) -> Launched | None:
-    """The launch of this user that a command means which names no scheduler; None: there is none.
+    """Finds the launch that a command means which names no scheduler; None if this user has none running.
 
     Args:
         env: the environment.
-        job_id: of the job that is meant; empty: any.
-        here: a link to the directory of the launch that comes before others.
+        job_id: only launches of this job; empty: of any.
+        here: a link to a launch's directory; that launch is preferred.
 
     Raises:
-        LookupError: there are several, and the message lists them.
+        LookupError: several launches remain; the message lists them.
     """
     found = [launch for launch in running(env) if job_id in ("", launch.job_id)]
     with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ def _in_file_names(word: str) -> str:
 
 
 def _point_to(directory: Path) -> None:
-    """Makes the link beside and renames it, so that it always leads somewhere."""
+    """Replaces the link by one made beside it and renamed, so that it leads somewhere at all times."""
     link = directory.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):  # a file system without links
         link.unlink(missing_ok=True)
@@ -256,7 +256,7 @@ class RunRecord:
         self._due_s = 0.0
 
     def note(self, kind: str, **facts: object) -> None:
-        """Keeps one thing that happened, now."""
+        """Appends one event, with the current time."""
         line = {"time": round(self._wall_clock(), 3), "kind": kind, **facts}
         data = (json.dumps(_finite(line), separators=(",", ":")) + "\n").encode()
         if self._bytes + len(data) > MAX_RECORD_BYTES:
@@ -270,11 +270,11 @@ class RunRecord:
 
     @property
     def wants_figures(self) -> bool:
-        """Whether it is time for the next figures: once a second, and ever more seldom."""
+        """Whether the next figures are due: every second at first, more rarely as the run gets longer."""
         return self._clock() >= self._due_s
 
     def figures(self, **facts: object) -> None:
-        """Keeps how far the training is; call it when :attr:`wants_figures`."""
+        """Appends figures of the training's progress; call it when :attr:`wants_figures`."""
         self._figures += 1
         if self._figures % FIGURES_BEFORE_THINNING == 0:
             self._apart_s *= 2
@@ -283,11 +283,11 @@ class RunRecord:
 
 
 def read_records(directory: Path) -> Iterator[dict[str, Any]]:
-    """What the launchers of a run have kept, in order of time; what is no such line is passed over.
+    """Yields what the launchers of a run have recorded, in order of time; skips lines that are no records.
 
-    So is what would be too much, whatever somebody else has put there: files are read from the smallest on,
-    up to :data:`MAX_READ_BYTES` together, and of lines with figures, and of others, :data:`MAX_LINES` are
-    kept. Each is parsed again when its turn comes: what is parsed takes many times the memory.
+    What is read is bounded, whatever somebody else has put there: files from the smallest on, up to
+    :data:`MAX_READ_BYTES` together, and at most :data:`MAX_LINES` lines with figures and as many others.
+    Lines are kept as text and parsed again when they are yielded: parsed ones take many times the memory.
 
     Raises:
         OSError: the directory cannot be read.

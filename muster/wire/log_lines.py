@@ -45,7 +45,7 @@ class BoundedFormatter(logging.Formatter):
     """
 
     def head(self, record: logging.LogRecord) -> str:
-        """What stands before the text, on each line."""
+        """The prefix of each line."""
         return f"{self.formatTime(record)} {record.name} {record.levelname} "
 
     def text(self, record: logging.LogRecord) -> str:

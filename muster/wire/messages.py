@@ -33,7 +33,7 @@ class Value:
 
     Fields are inherited in the order of dataclasses: those of the last base come first.
 
-    Fields named in ``secret_fields`` do not stand in the representation.
+    Fields named in ``secret_fields`` are left out of the representation.
     """
 
     secret_fields: ClassVar[tuple[str, ...]] = ()
@@ -123,7 +123,7 @@ class Member(Value):
 
 
 class Collective(Value):
-    """One collective as this worker last saw it: for hang reports."""
+    """The state of one collective on this worker, for hang reports."""
 
     sequence: int
     name: str
@@ -136,7 +136,7 @@ class Collective(Value):
 class Candidate(Value):
     """A worker process that asks for a place, as the scheduler's journal keeps it.
 
-    ``worker_min`` 0, in what a worker sends: same as ``worker_num``.
+    A worker sends ``worker_min`` 0 for the same as ``worker_num``.
     """
 
     node_id: str
@@ -175,10 +175,10 @@ class Profile(Candidate):
 
 
 class Join(Value):
-    """Asks for a place, or (``held_generation`` > 0) takes up again the place held before.
+    """Asks for a place, or (``held_generation`` > 0) resumes the one that this worker held before.
 
-    ``takes_deltas``: an assignment may build on one that came before on the same stream. ``gives_stacks``:
-    :class:`StacksWanted` is answered.
+    ``takes_deltas``: an assignment may list only what changed since the one before on this stream.
+    ``gives_stacks``: the worker answers :class:`StacksWanted`.
     """
 
     profile: Profile
@@ -201,25 +201,25 @@ class PublishUniqueIds(Value):
 
 
 class Built(Value):
-    """The communicator of the generation stands on this worker."""
+    """This worker has built the communicator of the generation."""
 
     generation: int
 
 
 class SnapshotReport(Value):
-    """Which snapshots a worker keeps in its own and its partners' memory, of one generation.
+    """The snapshots that a worker keeps in its own and its partners' memory, in one generation.
 
     Attributes:
         generation: in which they were taken.
-        agreed: the newest of which it was told that it is complete everywhere; -1: none.
-        taken: the one that it has taken since; -1: none.
-        complete: of that one its part is whole here and at its partners.
-        passed: the newest step at which one was due and it took none; -1: none.
-        age_s: since the newest was taken that is complete here and at its partners; this and the rest is for
-            status.
-        size_bytes: of its part of that one.
+        agreed: step of the newest one that the scheduler has called complete everywhere; -1: none.
+        taken: step of the one taken after that; -1: none.
+        complete: whether this worker's part of ``taken`` is whole here and at its partners.
+        passed: the newest step at which a snapshot was due and none was taken; -1: none.
+        age_s: seconds since the newest snapshot was taken whose part is whole here and at the partners. This
+            and what follows is for status only.
+        size_bytes: of this worker's part of that snapshot.
         seconds: that copying and sending it took.
-        partners: the ranks that keep it.
+        partners: the ranks that keep a copy of it.
     """
 
     generation: int
@@ -233,7 +233,7 @@ class SnapshotReport(Value):
     partners: tuple[int, ...] = ()
 
     def holds(self, step: int) -> bool:
-        """Whether its part of this snapshot is kept here and at its partners."""
+        """Whether this worker's part of that snapshot is whole here and at its partners."""
         return step >= 0 and (step == self.agreed or (self.complete and step == self.taken))
 
     @property
@@ -316,13 +316,13 @@ class StepShares(Value):
 
 
 class Straggler(Value):
-    """Who holds a job's other ranks up.
+    """The rank that slows a job's other ranks down.
 
     Attributes:
-        node_id, rank: that one.
+        node_id, rank: of that rank.
         kind: computing, data, link or one-off. A one-off is a single long step, and no straggler.
-        since_s: for how long.
-        excess_s: by how much longer a step takes because of it, in seconds; of a one-off, that step.
+        since_s: seconds for which it has done so.
+        excess_s: by how many seconds a step takes longer because of it; of a one-off, that step.
         slowdown: how many times as long a step takes because of it.
         peer_rank: of a link the other end; else -1.
         sentence: all that in words, with a full stop.
@@ -401,7 +401,7 @@ class RefusedGpu(Value):
 
 
 class JobCopies(Value):
-    """The copies of a job's state by which it would go on: in its members' memory, and on disk.
+    """The copies from which a job's state could be recovered: in its members' memory, and on disk.
 
     Attributes:
         snapshot_step: of the snapshot that all members keep; None: there is none yet.
@@ -421,10 +421,10 @@ class JobCopies(Value):
 
 
 class Heartbeat(Value):
-    """This worker lives, and how far it is. ``generation`` is the newest it knows of.
+    """Says that this worker is alive, and its progress; ``generation`` is the newest that it knows of.
 
-    ``checkpoints_s``: for which its training has stood still for checkpoints, in all; ``numbers``: the
-    script's own, by name; ``steps``: how many there are to be, 0: not known.
+    ``checkpoints_s``: seconds in all for which its training has waited for checkpoints; ``numbers``: the
+    script's own, by name; ``steps``: how many the training is to have, 0: not known.
     """
 
     generation: int
@@ -453,7 +453,7 @@ class Quiesced(Value):
 
 
 class SuspectPeer(Value):
-    """A collective failed on a peer: a hint. ``rank`` -1: on one that is not known."""
+    """A collective failed on the peer ``rank`` (-1: it is not known which): a hint, no verdict."""
 
     generation: int
     rank: int
@@ -461,7 +461,7 @@ class SuspectPeer(Value):
 
 
 class Late(Value):
-    """This worker has waited for its peers for so long."""
+    """This worker's training has waited for its peers for ``seconds``."""
 
     generation: int
     seconds: float
@@ -475,7 +475,7 @@ class Probed(Value):
         late: what the training thread waits for is late.
         waits: the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
-        seconds: for how long it has probed, or lived since it last stood still.
+        seconds: for how long it has probed, or has run since it was last paused.
     """
 
     round: int
@@ -487,7 +487,7 @@ class Probed(Value):
 
 
 class Stacks(Value):
-    """Answer to :class:`StacksWanted`: where this worker's process stands, in lines, without secrets."""
+    """Answer to :class:`StacksWanted`: this worker's stacks, in lines, without secrets."""
 
     request: int
     text: str
@@ -562,10 +562,10 @@ class Welcome(Value):
 
 
 class Waiting(Value):
-    """The group is formed or built: who is awaited.
+    """The receiver has to wait; ``sentence`` says for which workers.
 
-    Or it stands, and ``finished_ranks`` have finished while the receiver still waits for them. Or all wait
-    for the scheduler: it is ``undecided``, which it says again every second until it can decide.
+    The group is being formed or built; or it is established, and ``finished_ranks`` have finished while the
+    receiver still waits for them; or the scheduler is ``undecided``, which it repeats every second.
     """
 
     present: int
@@ -576,7 +576,7 @@ class Waiting(Value):
 
 
 class FirstLoss(Value):
-    """The first member to go since a group last stood, and not because of others.
+    """The first member that left since the last group was established, other than because of another's end.
 
     ``sentence`` says who, where and how; ``exit_code`` 0: not known.
     """
@@ -650,19 +650,21 @@ class Probe(Value):
 
 
 class StacksWanted(Value):
-    """Say where the process of this worker stands, within the limit in bytes; answer :class:`Stacks`."""
+    """Asks for the stacks of this worker's process, within the limit in bytes, as :class:`Stacks`."""
 
     request: int
     limit_bytes: int
 
 
 class SnapshotWord(Value):
-    """Which snapshot counts, and which is to be taken next.
+    """The scheduler's word on which snapshot is complete, and from which step on the next is taken.
 
     Attributes:
         generation: in which.
-        complete: the newest that all members keep, each here and at its partners; -1: none.
-        next: the next is taken at the first step due from here on. Older ones that are not complete lapse.
+        complete: step of the newest snapshot of which every member's part is kept, here and at its partners;
+            -1: none.
+        next: the next is taken at the first step from here on at which one is due. Older incomplete ones
+            lapse.
     """
 
     generation: int
@@ -712,23 +714,23 @@ SchedulerMessage = (
 # only ever added to.
 
 VERSION_FACT = "muster"
-"""The name under which a worker's facts have its version."""
+"""The name of the fact with a worker's version of Muster."""
 
 NCCL_VERSION_FACT = "nccl"
-"""The name under which they have NCCL's version, where it runs in the worker's own process."""
+"""The name of the fact with NCCL's version, where NCCL runs in the worker's own process."""
 
 NCCL_FACT = "nccl_traffic"
-"""The name under which they have what NCCL's traffic between hosts is."""
+"""The name of the fact that says how NCCL's traffic between hosts is protected."""
 
 SEALED, PLAIN = "sealed", "plain"
 NCCL_WORDS = {SEALED: "sealed by Muster's plug-in (AES-128-GCM)", PLAIN: "plain"}
-"""What it may be, in words for people."""
+"""The values of that fact, in words for people."""
 
 NCCL_NET = "MusterSealed"
 """The plug-in's network, by the name that NCCL knows."""
 
 BEFORE_VERSIONS = "0.1"
-"""The series of a scheduler that says no version in its Welcome."""
+"""The version series of a scheduler whose Welcome has no version."""
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:[.+a-z-].*)?", re.ASCII | re.DOTALL)
 
@@ -745,7 +747,7 @@ def is_same_series(one: str, other: str) -> bool:
 
 
 def is_later_series(one: str, other: str) -> bool:
-    """Whether a version is of a later series than another; what is no version is not."""
+    """Whether a version's series is later than another's; False for text that is no version."""
     first, second = series_of(one), series_of(other)
     return first is not None and second is not None and first > second
 

@@ -1,4 +1,4 @@
-"""What the ends of a command's output, and of its disk, mean for the command."""
+"""Ends a command in one sentence where its output is closed or a disk is full."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable
 
 PIPE_EXIT_CODE = 141
-"""What a shell shows of a program that SIGPIPE has ended."""
+"""The exit code that a shell reports for a program ended by SIGPIPE."""
 
 _PLACES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG})
 
 
 def to_its_end(run: Callable[[], int]) -> int:
-    """Runs a command and writes all its output; what the machine refuses it is said in one sentence.
+    """Runs a command and flushes its output; where that or a file cannot be written, ends in one sentence.
 
-    A reader that has seen enough, as ``| head``, ends it quietly.
+    A reader that has seen enough, such as ``| head``, ends it without a message.
 
     Args:
         run: the command. In a process that it has forked, its exceptions are passed on.
@@ -43,7 +43,7 @@ def to_its_end(run: Callable[[], int]) -> int:
 
 
 def _drop_output() -> None:
-    """Has the interpreter flush nowhere at its end what could not be written."""
+    """Points standard output at /dev/null, so that the interpreter's last flush cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

@@ -24,7 +24,7 @@ TRY_S = 1.0
 """How long one of several schedulers may take to answer before the next one is tried, in seconds."""
 
 RETRY_LAST_S = 1.0
-"""The longest pause between two reconnects, but for chance, which makes half as much again of it."""
+"""The longest pause between two reconnects, in seconds, before up to half of it is added at random."""
 
 _LEAST_NODE_TIMEOUT_S = 5.0
 _TAKEOVER_S = 1.5
@@ -32,17 +32,17 @@ _VERDICT_S = 2.0
 
 
 def ping_answer_s(node_timeout_s: float) -> float:
-    """How long a scheduler, one of several, may take to answer a ping."""
+    """Returns how many seconds a scheduler, one of several, may take to answer a ping."""
     return max(LEAST_ANSWER_S, 0.3 * node_timeout_s)
 
 
 def breaking_pause_s(node_timeout_s: float) -> float:
-    """How long a scheduler may stand still before a worker may leave it, at the earliest."""
+    """Returns the shortest pause of a scheduler, in seconds, after which a worker may leave it."""
     return 0.9 * ping_answer_s(node_timeout_s)
 
 
 def takeover_patience_s(node_timeout_s: float) -> float:
-    """How long the next leader waits for the workers of the one before it."""
+    """Returns how many seconds the next leader waits for the workers of the one before it."""
     return max(node_timeout_s, _LEAST_NODE_TIMEOUT_S) + _TAKEOVER_S
 
 

@@ -186,7 +186,7 @@ def refuse_device_twice(placed: list[tuple[str, RankTableEntry]]) -> None:
     """Checks that no two lines name one device.
 
     Raises:
-        RankTableError: two do.
+        RankTableError: two entries name the same device.
     """
     devices: dict[tuple[str, int], str] = {}
     for where, entry in placed:

@@ -1,7 +1,7 @@
 """Removes secrets from text that is kept or shown: values of secret variables, keys, long runs of digits.
 
-Stacks name files, lines and functions and hold no values, so little is found. It is looked for all the same:
-what other programs say of a process stands beside them.
+Stacks name files, lines and functions and hold no values, so there is seldom anything to remove. What other
+programs print is mixed with them, so all of it is searched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_SECRETS = ("_FILE", "_PATH", "_DIR", "_SOCK", "OLDPWD")
 """Ends of names whose values are paths and no secrets, though the name has such a word."""
 
 SHORTEST = 4
-"""Characters from which on a value is looked for: a shorter one stands in many words."""
+"""Least length of a value that is searched for: shorter ones occur in ordinary words."""
 
 _PATTERNS = (
     re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----.*?(?:-----END [A-Z0-9 ]{1,40}-----|\Z)", re.DOTALL),
@@ -48,7 +48,7 @@ def without_secrets(text: str, env: Mapping[str, str]) -> str:
 
     Args:
         text: any number of lines.
-        env: the environment in which values of secret variables stand.
+        env: the environment that has the values of secret variables.
     """
     for secret in secrets_of(env):
         text = text.replace(secret, REMOVED)

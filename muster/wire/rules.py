@@ -16,10 +16,10 @@ from muster.wire.log_lines import one_line
 MAX_NUMBER = 2**63 - 1
 MAX_TEXT = 2048
 MAX_STACKS_BYTES = 64 * 1024
-"""Limit of what one worker says of where its process stands."""
+"""Size limit of one worker's stacks, in bytes."""
 
 Rule = Callable[[str, Any], Any]
-"""Takes a field's name and what stands there, and returns its value; raises WireError."""
+"""Takes a field's name and its raw value, and returns the checked value; raises WireError."""
 
 
 class WireError(RemediedError):
@@ -27,7 +27,7 @@ class WireError(RemediedError):
 
 
 def as_is(_: str, value: Any) -> Any:
-    """Whatever stands there: protobuf has checked its kind."""
+    """Returns the value as it is: protobuf has checked its type."""
     return value
 
 

@@ -42,7 +42,7 @@ class Environment:
         self.error = error
 
     def text(self, name: str) -> str:
-        """One line of printable text, without surrounding blanks; empty where it is not set."""
+        """Reads one line of printable text, without surrounding blanks; empty if unset."""
         value = self._env.get(name, "").strip()
         if name not in TABLE:
             raise LookupError(f"{name} is not in the table of variables")
@@ -53,7 +53,7 @@ class Environment:
         return value
 
     def integer(self, name: str, *, default: int | None = None, high: int | None = None) -> int:
-        """A whole number; ``default`` and ``high`` go before the table's."""
+        """Reads a whole number; ``default`` and ``high`` take precedence over the table's."""
         row, raw = TABLE[name], self.text(name)
         if not raw:
             return int(row.default if default is None else default)
@@ -67,7 +67,7 @@ class Environment:
         return int(raw)
 
     def seconds(self, name: str, *, default: float | None = None) -> float:
-        """A time in seconds; fractions are allowed. ``default`` goes before the table's."""
+        """Reads a time in seconds, fractions allowed; ``default`` takes precedence over the table's."""
         row, raw = TABLE[name], self.text(name)
         if not raw:
             return float(row.default if default is None else default)
@@ -82,14 +82,14 @@ class Environment:
         return value
 
     def flag(self, name: str) -> bool:
-        """1 or 0, MindSpore's way; unset is 0."""
+        """Reads 1 or 0, as MindSpore does; unset is 0."""
         raw = self.text(name) or "0"
         if raw not in ("0", "1"):
             raise self.error(f"{name} must be 0 or 1; it is {raw[:80]!r}.")
         return raw == "1"
 
     def choice(self, name: str) -> str:
-        """One of some words, in upper or lower case."""
+        """Reads one of some words, in upper or lower case."""
         row, raw = TABLE[name], self.text(name)
         found = next((value for value in row.choices if raw.lower() == value.lower()), None)
         if raw.lower() in row.removed:
@@ -99,12 +99,12 @@ class Environment:
         return found or str(row.default)
 
     def path(self, name: str) -> Path | None:
-        """A file or directory name, made absolute."""
+        """Reads a file or directory name, and makes it absolute."""
         raw = self.text(name)
         return path_of(raw) if raw else None
 
     def name(self, variable: str, *, blanks: bool = False) -> str:
-        """A short text, without blanks in it unless they are allowed."""
+        """Reads a short text, without blanks in it unless they are allowed."""
         row = TABLE[variable]
         value = self.text(variable) or str(row.default)
         if len(value) > row.length or (not blanks and " " in value):
@@ -115,7 +115,7 @@ class Environment:
         return value
 
     def host(self, name: str) -> str:
-        """An address or host name, without a port."""
+        """Reads an address or host name, without a port."""
         return self._checked_host(name, self.text(name) or str(TABLE[name].default))
 
     def _checked_host(self, name: str, host: str) -> str:
@@ -131,11 +131,11 @@ class Environment:
         return canonical_address(host)
 
     def hosts(self, name: str) -> tuple[str, ...]:
-        """Addresses or host names with commas between, each once, without ports."""
+        """Reads addresses or host names with commas between, each once, without ports."""
         return self.checked_hosts(name, self.text(name) or str(TABLE[name].default))
 
     def checked_hosts(self, name: str, raw: str) -> tuple[str, ...]:
-        """Reads addresses or host names with commas between; ``name`` stands in errors."""
+        """Reads addresses or host names with commas between; ``name`` is used in errors."""
         parts = [part.strip() for part in raw.split(",")]
         if not all(parts) or len(parts) > MAX_SCHEDULERS:
             raise self.error(
@@ -145,7 +145,7 @@ class Environment:
         return tuple(dict.fromkeys(self._checked_host(name, part) for part in parts))
 
     def job_id(self, value: str = "") -> str:
-        """The job's name: this one, or the environment's."""
+        """Returns the job's name: the argument, or else the environment's."""
         row = TABLE["MS_JOB_ID"]
         value = value or self.text("MS_JOB_ID") or str(row.default)
         allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in value)

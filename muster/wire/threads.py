@@ -1,4 +1,4 @@
-"""Threads without which a process cannot go on."""
+"""Starts threads, and ends the process where one cannot be started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NO_THREAD = os.EX_OSERR
-"""Exit code of a process that got no thread, or no memory for what one does."""
+"""Exit code of a process for which a thread, or the memory for one, was refused."""
 
 
 def start_thread(body: Callable[[], object], *, name: str) -> threading.Thread:

@@ -1,4 +1,4 @@
-"""What a job's time goes into, by name, and how a log says it."""
+"""The causes by which a job's time is counted, and how a log writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINING, DATA, CHECKPOINTS, REDOING, FORMING, SUSPENDED = CAUSES = (
     "forming",
     "suspended",
 )
-"""In the order in which they are shown. Redoing: steps that had been finished before members were lost."""
+"""The causes, in the order shown. Redoing: steps that had been finished before members were lost."""
 
 _IN_WORDS = re.compile(r"(?:^|, )([a-z][a-z ]*) (\d+\.\d) s")
 
@@ -24,5 +24,5 @@ def spent_in_words(spent: Iterable[tuple[str, float]]) -> str:
 
 
 def spent_of(text: str) -> dict[str, float]:
-    """Reads the seconds of each cause that is known from such words."""
+    """Parses the seconds of each known cause from such a log line."""
     return {cause: float(seconds) for cause, seconds in _IN_WORDS.findall(text) if cause in CAUSES}

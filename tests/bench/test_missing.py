@@ -26,3 +26,12 @@ def test_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setitem(sys.modules, "nccl", None)
     assert main(["start"]) == 1
     assert capsys.readouterr().err == "bench: start needs nccl, which this Python does not have\n"
+
+
+def test_what_a_module_imports_at_its_head(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "muster.bench.torch_groups", raising=False)
+    assert main(["torch-groups"]) == 1
+    assert capsys.readouterr().err == "bench: torch-groups needs torch, which this Python does not have\n"

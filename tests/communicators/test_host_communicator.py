@@ -28,7 +28,7 @@ def alone() -> HostCommunicator:
         (np.ones(4, ">f4"), "dtype"),
         (np.ones(4, complex), "complex"),
         (np.array(["a"]), "dtype"),
-        (np.ma.masked_array([1.0, 2.0], [False, True]), "masked, and masks do not travel"),
+        (np.ma.masked_array([1.0, 2.0], [False, True]), "a masked array, whose mask would be lost"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(alone: HostCommunicator, array: object, word: str) -> None:

@@ -33,6 +33,7 @@ SESSIONS = [
     "test-system",
     "test-frameworks",
     "test-newest",
+    "test-lowest",
     "test-jax",
     "docs",
 ]
@@ -198,6 +199,10 @@ def equip(checkout: Path) -> None:
     (checkout / ".venv" / ".ready-train").touch()
 
 
+def without_numbers(line: str) -> str:
+    return re.sub(r"\d[\d.:-]*", "#", line)
+
+
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="runs outside a virtual environment")
 @pytest.mark.parametrize("workers", [2, 4])
 def test_train_trains(checkout: Path, workers: int) -> None:
@@ -221,6 +226,9 @@ def test_train_trains(checkout: Path, workers: int) -> None:
     assert accuracy is not None, printed
     assert float(accuracy[1]) >= 0.95
     assert (checkout / ".muster" / "ca.key").stat().st_mode & 0o077 == 0
+    shown_there = (ROOT / "docs" / "quickstart.md").read_text().partition("```text\n")[2].partition("```")[0]
+    there = [line for line in shown_there.splitlines() if line != "..."]
+    assert workers != 2 or {without_numbers(line) for line in there} <= set(map(without_numbers, lines))
 
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="runs outside a virtual environment")
@@ -238,7 +246,7 @@ def test_the_quick_start_s_lines_for_terminals_work(checkout: Path) -> None:
         "MS_ROLE=MS_WORKER",
     ]
     (checkout / "Makefile").write_text("lines:\n\t@bash lines.sh\n")
-    script = ["set -e", *first]
+    script = ["set -e", ". .venv/bin/activate", *first]
     for index, line in enumerate(apart):
         script += [f"{line} > out.{index} 2>&1 &", f"pid{index}=$!"]
     script += [f"wait $pid{index} || {{ cat out.*; exit 1; }}" for index in range(len(apart))]

@@ -39,7 +39,7 @@ def test_one_whose_lock_c_code_holds_says_where_it_stands(tmp_path: Path) -> Non
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         wait_for(lambda: age_s(process.pid) > YOUNG_S)
-        assert stacks.keep(process.pid, "3", tmp_path) == f"; where it stood: {tmp_path / 'stacks-3.txt'}"
+        assert stacks.keep(process.pid, "3", tmp_path) == f"; its stacks: {tmp_path / 'stacks-3.txt'}"
     finally:
         process.kill()
         process.communicate()
@@ -87,7 +87,7 @@ except muster.errors.MembershipChanged:
         launch.terminate()
         _, err = launch.communicate(timeout=100)
     assert "in hangs_here" in stacks.read_text()
-    assert "is lost to the others and lives; where it stood: " in err.decode()
+    assert "is alive, but lost to the others; its stacks: " in err.decode()
 
 
 def test_one_without_handler_is_described_by_the_kernel_and_few_are(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_worker_that_will_not_end_is_killed_after_the_grace(here: Place) -> No
     )
     code, _, err = here.run("-n", "2", "--grace", "0.2", command=(PYTHON, script))
     assert code == 3
-    assert re.search(r"worker 0 \(pid \d+\) did not end within 0\.2 s; killed; where it stood: ", err)
+    assert re.search(r"worker 0 \(pid \d+\) did not end within 0\.2 s; killed; its stacks: ", err)
     assert "kernel:" in (here.directory / "muster-runs/latest/stacks-0.txt").read_text()
 
 

@@ -106,6 +106,12 @@ def test_a_plan_without_gpus(models: Path, capsys: pytest.CaptureFixture[str]) -
     assert (models / "plan.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_python_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["plan", "models:make"]) == 2
+    assert "muster plan: it needs torch, which this Python does not have. Run pip" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["constants", "on_meta"])
 @pytest.mark.parametrize("mode", ["auto", "data_parallel"])
 def test_constants_without_a_device(

@@ -225,10 +225,10 @@ def revoke(options: argparse.Namespace, env: Environment) -> None:
 
 
 def _directory_of_authority(options: argparse.Namespace) -> Path:
-    """The directory of --dir, else that of the files that are named, else the usual one.
+    """Returns the authority's directory: --dir, else that of the named files, else the default.
 
     Raises:
-        FileError: no authority is there. Another one would be of no use: nobody trusts it.
+        FileError: none of these holds ``ca.key``. No new authority is made: no peer would trust it.
     """
     beside = dict.fromkeys(path.parent for path in options.files)
     looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]
@@ -253,7 +253,7 @@ def _check_revocable(certificate: x509.Certificate, authority: Authority) -> Non
 
 
 def _own_authority(certificate: x509.Certificate) -> ConfigError:
-    """The revocations without those of the authority's own list, which say nothing of itself."""
+    """The error for a revocation of the authority itself, which its own list cannot express."""
     return ConfigError(
         f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
         remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
@@ -293,7 +293,7 @@ def _open_p12(
 
 
 def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
-    """The passwords that a .p12 file may have, asking last."""
+    """Yields the passwords that may open a .p12 file; the one that is asked for comes last."""
     if known is not None:
         yield known
     elif (
@@ -328,6 +328,11 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
     server = _source("MS_SERVER_PASSWORD", options, env)
     client = _source("MS_CLIENT_PASSWORD", options, env)
     print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
+    if options.server_password_file is None and options.client_password_file is None:
+        chosen = "" if options.job == ANY_JOB else f" --job-id {shlex.quote(options.job)}"
+        file = options.password_file
+        named = "" if file is None else f" --password-file {shlex.quote(str(file))}"
+        print(f"All here:  muster run -n 2 --scheduler --config {config}{named}{chosen} -- python train.py")
     both = f"MS_WORKER_NUM=2 {'' if options.job == ANY_JOB else f'MS_JOB_ID={shlex.quote(options.job)} '}"
     print(f"Scheduler: {both}MS_CONFIG_FILE={config} {server} python -m scheduler")
     print(f"Workers:   MS_ROLE=MS_WORKER {both}MS_CONFIG_FILE={config} {client} python train.py")
@@ -389,10 +394,10 @@ def _ask_twice(question: str) -> str | None:
 
 
 def _role_password(role: str, options: argparse.Namespace, env: Environment, default: bytes) -> bytes:
-    """A role's own password where one is given, so that its hosts need not know the authority's.
+    """Returns a role's own password if one is given: its hosts then need not know the authority's.
 
-    Options go before the environment, --password-file too: a variable that was set for another job would
-    otherwise make files that the one named does not open.
+    Options, --password-file included, take precedence over the environment: a variable that was set for
+    another job would otherwise encrypt files that the named password file does not open.
     """
     variable = "MS_SERVER_PASSWORD" if role == "scheduler" else "MS_CLIENT_PASSWORD"
     file = _role_file(variable, options)

@@ -44,7 +44,7 @@ def describe_file(
         identity_map: which identities SPIFFE IDs stand for; None: it is not known.
 
     Raises:
-        FileError: it is neither.
+        FileError: the file is neither PKCS#12 nor PEM.
     """
     if certificates is None:
         data = read_file(path, "The file")
@@ -57,9 +57,10 @@ def describe_file(
 def describe(
     certificate: x509.Certificate, now: datetime.datetime, identity_map: IdentityMap | None = None
 ) -> dict[str, Any]:
-    """Facts about a certificate; ``problems`` lists what would have it refused.
+    """Collects facts about a certificate; ``problems`` lists why a peer would refuse it.
 
-    Of one with a SPIFFE ID they say what the map makes of it; where there is no map, that it takes one.
+    For a certificate with a SPIFFE ID they name the identity that the map gives it, or say that a map is
+    needed.
     """
     facts: dict[str, Any] = {"subject": name_of(certificate)}
     problems: list[str] = []
@@ -129,7 +130,7 @@ def _who(peer: PeerCertificate) -> dict[str, Any]:
 
 
 def _span(left: datetime.timedelta) -> str:
-    """A span in its two largest units; ``none`` where it is over."""
+    """A time span in its two largest units; ``none`` where it is not positive."""
     minutes = left // datetime.timedelta(minutes=1)
     if minutes < 0:
         return "none"

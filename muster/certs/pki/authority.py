@@ -89,12 +89,12 @@ class Authority:
         Args:
             identity: who it is for.
             hosts: names and addresses that a server may be reached by.
-            days: how long it is good; never longer than the authority.
-            now: the first moment.
+            days: its validity in days, cut at the authority's own end.
+            now: the beginning of its validity; by default the current time.
 
         Raises:
-            ConfigError: a host name or the number of days is wrong.
-            ExpiredError: the authority itself is out of date.
+            ConfigError: a host name is malformed, or the number of days out of range.
+            ExpiredError, NotYetValidError: the authority itself is not valid at ``now``.
         """
         now = now or utc_now()
         check_dates(self.certificate, now, f"The authority {name_of(self.certificate)}")

@@ -62,7 +62,7 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
         source: what it is, for messages: a file name or "the peer's certificate".
 
     Raises:
-        FileError: none there, or one cannot be read.
+        FileError: the text has no certificate, or a malformed one.
     """
     count = pem.count(b"-----BEGIN CERTIFICATE")
     if count > MAX_CERTIFICATES:
@@ -84,7 +84,7 @@ def check_readable(certificate: x509.Certificate) -> None:
     """Reads the fields that the library reads late, so that a malformed one shows here.
 
     Raises:
-        Exception: one of :data:`UNREADABLE`.
+        Exception: one of :data:`UNREADABLE`: a field is malformed.
     """
     for name in (certificate.subject, certificate.issuer):
         name.rfc4514_string()
@@ -115,7 +115,7 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a certificate, made fit for a log line."""
+    """Escapes text from a certificate so that it fits on a log line."""
     shown = one_line(text[: _MAX_SHOWN + 1])
     return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
 
@@ -129,7 +129,8 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime, what: str
         what: how to call it in the message.
 
     Raises:
-        ExpiredError, NotYetValidError: it is not.
+        ExpiredError: ``now`` is after its last moment.
+        NotYetValidError: ``now`` is before its first moment.
     """
     check_period(certificate.not_valid_before_utc, certificate.not_valid_after_utc, now, what)
 
@@ -159,7 +160,7 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
     """Refuses small keys, unusual curves and, unless self-signed, SHA-1 and MD5 signatures.
 
     Raises:
-        WeakCertificateError: with the least that would do.
+        WeakCertificateError: the message names the least that is accepted.
     """
     least = f"Use EC P-256 or RSA of {MIN_RSA_BITS} bits or more, signed with SHA-256."
     try:
@@ -287,10 +288,11 @@ def build_chain(
 
 
 def check_chain(chain: Sequence[x509.Certificate], now: datetime.datetime, what: str) -> None:
-    """Checks dates and strength of a chain as :func:`build_chain` returns it.
+    """Checks dates and strength of each certificate of a chain as :func:`build_chain` returns it.
 
     Raises:
-        CertificateError: the kind that fits.
+        ExpiredError, NotYetValidError: one is not valid now.
+        WeakCertificateError: one has a small key or a broken hash.
     """
     for depth, certificate in enumerate(chain):
         name = what if depth == 0 else f"The authority {name_of(certificate)}"
@@ -317,7 +319,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """One certificate of a chain, as far as a revocation list needs it."""
+    """What a revocation list needs to know of one certificate of a chain."""
 
     name: str
     subject: bytes

@@ -60,8 +60,8 @@ class Identity:
     def _check_nodes(self) -> None:
         if (self.role == "host") != bool(self.nodes) or (self.nodes and self.node is not None):
             raise IdentityError(
-                "A host's certificate names the nodes that its workers may take, and no other names several.",
-                remedy="Name each with --node.",
+                "A certificate of role host must name at least one node; only that role may name several.",
+                remedy="Name each node with --node.",
             )
         if len(self.nodes) > MAX_NODES or list(self.nodes) != sorted(set(self.nodes)):
             raise IdentityError(f"A host names at most {MAX_NODES} nodes, each once, in ascending order.")
@@ -72,7 +72,7 @@ class Identity:
         return self.nodes if self.node is None else (self.node,)
 
     def uri(self) -> str:
-        """The identity as it stands in a certificate."""
+        """The identity in the form in which a certificate contains it."""
         parts = [self.job, self.role, *self.bound_to]
         return SCHEME + "/".join(quote(part, safe="*") for part in parts)
 

@@ -33,7 +33,7 @@ _REMEDY = "Until crl_path names good revocation lists, nobody is let in."
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """One list, its signature checked."""
+    """One revocation list whose signature has been checked."""
 
     name: str
     issuer: bytes
@@ -50,7 +50,7 @@ class RevocationList:
 
     @property
     def age(self) -> tuple[int, datetime.datetime]:
-        """A value that is greater for the newer of two lists of one authority."""
+        """A sort key: greater for the newer of two lists of one authority."""
         return self.number, self.this_update
 
 

@@ -25,10 +25,10 @@ class _LimitError(MalformedDerError):
 
 
 def count_rounds(data: bytes) -> int:
-    """The sum of all rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
+    """Adds up all hash rounds in a PKCS#12 file; 0 where it has none. Encrypted parts are not looked into.
 
     Raises:
-        MalformedDerError: as said there.
+        MalformedDerError: the bytes are no ASN.1, or have too many or too deeply nested values.
     """
     reader = _DerReader()
     reader.read(memoryview(data), 0, len(data), 0)
@@ -76,9 +76,9 @@ class _DerReader:
         return at
 
     def _read_within(self, octets: memoryview, depth: int) -> None:
-        """Reads what an OCTET STRING holds, if that is one value.
+        """Reads the content of an OCTET STRING as values, if it is exactly one value.
 
-        Most hold anything else: one salt in 65,536 begins like a value of its length, and is none.
+        Most hold something else; a salt looks like a value of the right length once in 65,536 times.
         """
         try:
             _, _, stop = _header(octets, 0, len(octets))

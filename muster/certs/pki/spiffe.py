@@ -31,13 +31,13 @@ _FORM = (
 
 
 def split_spiffe_id(uri: str) -> tuple[str, tuple[str, ...]]:
-    """Takes a SPIFFE ID apart; nothing but its one canonical spelling is taken.
+    """Parses a SPIFFE ID; only the canonical spelling is accepted.
 
     Returns:
         The trust domain, and the segments of the path.
 
     Raises:
-        IdentityError: it is no SPIFFE ID.
+        IdentityError: the text is no SPIFFE ID in canonical spelling.
     """
     domain, *path = uri.removeprefix(SPIFFE_SCHEME).split("/")
     wrong = ""
@@ -75,10 +75,10 @@ class IdentityRule:
     node: str = ""
 
     def identity_of(self, uri: str, domain: str, path: tuple[str, ...]) -> Identity | None:
-        """The identity of a SPIFFE ID, which was taken apart; None where the rule does not fit.
+        """Returns the identity of a parsed SPIFFE ID; None where the rule does not match.
 
         Raises:
-            IdentityError: a segment is no name of a job or a node.
+            IdentityError: a segment is no valid name of a job or a node.
         """
         if domain != self.domain or len(path) != len(self.path):
             return None

@@ -17,16 +17,16 @@ from muster.certs.pki.certificates import extension
 from muster.certs.pki.identity import ANY_JOB, Identity
 
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""How far behind the issuer's clock another host's may be: certificates and lists are dated back by it."""
+"""How far other hosts' clocks may be behind the issuer's: certificates and lists are backdated by it."""
 MAX_DAYS = 36500
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
 
 
 def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """Host names and addresses as they stand in a certificate, each once.
+    """Converts host names and addresses to the form that certificates contain, each once.
 
     Raises:
-        ConfigError: one is neither.
+        ConfigError: one is neither a host name nor an address.
     """
     names: dict[x509.GeneralName, None] = {}
     for host in hosts:
@@ -38,10 +38,10 @@ def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
 
 
 def check_days(days: int) -> datetime.timedelta:
-    """A validity in days.
+    """Converts a number of days to a time span.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: the number is out of range.
     """
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"--days is {days}; legal are 1 to {MAX_DAYS}.")
@@ -100,7 +100,7 @@ def authority_draft(
     start: datetime.datetime,
     end: datetime.datetime,
 ) -> x509.CertificateBuilder:
-    """An authority's certificate, ready to sign."""
+    """Builds an authority's certificate, ready to be signed."""
     return (
         blank_certificate(subject, issuer, public_key, start, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)

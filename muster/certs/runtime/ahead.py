@@ -19,15 +19,16 @@ from muster.certs.runtime.tls import forget_made, make_ahead
 
 
 def open_ahead(config_path: str | os.PathLike[str], role: str, env: Mapping[str, str]) -> None:
-    """Opens it; :func:`close_again` is due when the forks are made.
+    """Opens a role's certificate and makes its TLS contexts, for forks to inherit.
 
-    What is wrong is not said here: each fork finds it, and says so where it is looked for. From here on this
-    process and its forks leave no core file, which would hold the private key.
+    Call :func:`close_again` after forking. Errors are not reported here: each fork meets them again, and
+    reports them where the certificate is used. From here on this process and its forks leave no core file,
+    which would hold the private key.
 
     Args:
         config_path: config.json.
         role: ``scheduler`` or ``worker``.
-        env: that of the forks, where the password is looked for.
+        env: the forks' environment, where the password is looked for.
     """
     forbid_core_files()
     with unheard_warnings(), kept_open():
@@ -43,6 +44,6 @@ def open_ahead(config_path: str | os.PathLike[str], role: str, env: Mapping[str,
 
 
 def close_again() -> None:
-    """Lets go of the key."""
+    """Drops the opened key and the TLS contexts made from it."""
     forget_opened()
     forget_made()

@@ -143,13 +143,13 @@ class Follower:
         return self._watcher.config
 
     def etcd(self) -> Credentials:
-        """The scheduler's credentials for etcd; unchanged where a renewed file is bad.
+        """The scheduler's credentials for etcd; the old ones where a renewed file cannot be used.
 
-        Only the first call reads files: the scheduler's event loop asks for each connection to etcd, and
-        could wait for a dead file server for longer than its lease.
+        Only the first call reads files: the scheduler's event loop asks for each connection to etcd, and must
+        not wait for a file server longer than its lease lasts.
 
         Raises:
-            CertificateError: there was none before.
+            CertificateError: the first call could not load them.
         """
         return self._watcher.etcd or self._watcher.follow_etcd()
 
@@ -166,10 +166,10 @@ class Follower:
         return self.config.identity_map
 
     def poll(self) -> Change | None:
-        """Looks for changed files, and puts what is sound in force; one thread at a time. Never raises.
+        """Looks for changed files and puts sound ones in force; for one thread at a time. Never raises.
 
         Returns:
-            What changed, and what is wrong with it; None if nothing that counts did.
+            What changed, and what is wrong with it; None if nothing relevant did.
         """
         try:
             return self._watcher.poll()
@@ -190,13 +190,13 @@ class Follower:
             self._log.warning("%s", sentence)
 
     def expiries(self) -> list[Expiry]:
-        """The ends of the credentials in force."""
+        """When each of the credentials in force ends."""
         return expiries(self.credentials, self.config.cert_expire_warning_time_in_day)
 
     def has_revoked(self, peer: PeerCertificate) -> bool:
         """Whether a peer that was accepted is revoked by now.
 
-        Lists that cannot be relied on keep newcomers out, but end no connection that stands.
+        Lists that cannot be relied on keep newcomers out, but end no established connection.
         """
         credentials = self()
         try:

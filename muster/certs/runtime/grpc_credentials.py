@@ -10,7 +10,7 @@ from muster.certs.runtime.store import Credentials
 
 
 def channel_credentials(credentials: Credentials, pinned_leaf_pem: bytes) -> grpc.ChannelCredentials:
-    """Mutual TLS for a channel that accepts exactly one server certificate.
+    """Returns credentials for mutual TLS on a channel that accepts exactly one server certificate.
 
     Args:
         credentials: our own.

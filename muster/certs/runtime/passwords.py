@@ -88,7 +88,8 @@ def password_from(
     if answer is None:
         raise ConfigError(
             f"A password is needed, and {variable} is not set.",
-            remedy=f"Set {from_file} to a file that holds it (or {variable} itself), or run on a terminal.",
+            remedy=f"Set {from_file} to a file that holds it, or give that by --password-file,"
+            f" or set {variable} itself; on a terminal you are asked for it.",
         )
     return _checked(answer.encode(), "The password")
 

@@ -114,7 +114,7 @@ def _left(deadline: float) -> float:
 def _shown_certificate(host: str, port: int, deadline: float) -> str:
     """Asks a server again for the certificate that was refused, which OpenSSL does not hand out.
 
-    Nothing of ours is sent, and nothing but the certificate's text is used.
+    Sends nothing of ours, and uses only the certificate's text.
     """
     try:
         with (
@@ -148,7 +148,7 @@ def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str
 
 
 def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where: str) -> None:
-    """Waits for the first byte: in TLS 1.3 the client is done before the server has judged it."""
+    """Waits for the server's first byte: in TLS 1.3 a client completes before the server has judged it."""
     try:
         first = connection.recv(1)
     except ConnectionResetError:
@@ -161,7 +161,7 @@ def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where
 
 
 def _name_override(peer: PeerCertificate, host: str, where: str) -> str | None:
-    """None if the certificate fits the name; its common name if it is a legacy one without host names.
+    """Returns None if the certificate fits the host name; of a legacy one without host names its common name.
 
     Raises:
         NameMismatchError: it names other hosts, or none.
@@ -211,9 +211,9 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def own_certificate(credentials: Credentials) -> str:
-    """The name of our own certificate, for the sentence that it was refused.
+    """Describes our own certificate for the error of its refusal: name, dates, and the time on this host.
 
-    With its dates and the time here: the other side says neither, and may have refused it for its own clock.
+    The peer gives no reason; it may have refused the dates by a clock that is wrong.
     """
     dates = f"{credentials.not_before:%Y-%m-%d %H:%M} to {credentials.not_after:%Y-%m-%d %H:%M} UTC"
     who = f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..."

@@ -58,8 +58,8 @@ from muster.certs.runtime.passwords import prompt_on_terminal
 
 MAX_P12_BYTES = 1 << 20
 MAX_ROUNDS = 2_000_000
-"""How often a file may have its password hashed, its parts together: a second's work, and 300 times what
-openssl asks for."""
+"""Most hash rounds of a file, all its parts together: a second's work, and 300 times what openssl asks
+for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def load_configured(
         prompt: how to ask for it; None never asks.
 
     Raises:
-        CertificateError: the kind that fits.
+        CertificateError: as :func:`load_credentials`; ConfigError also where no password is found.
     """
     if config.spiffe_endpoint_socket:
         from muster.certs.runtime.workload_api import WorkloadApi
@@ -209,7 +209,8 @@ def load_credentials(
         FileError: a file is unreadable, truncated, of another kind, or lacks the key.
         PasswordError: the password is wrong.
         KeyMismatchError, ExpiredError, NotYetValidError, UntrustedError, WeakCertificateError, UsageError,
-        IdentityError, RevokedError, RevocationListError: what they say.
+        IdentityError, RevokedError, RevocationListError: a peer would refuse the certificate, for the reason
+            that the class states.
     """
     now = now or utc_now()
     key, leaf, extra = read_p12(p12_path, password)
@@ -230,16 +231,18 @@ class CredentialRules:
 
     @classmethod
     def of(cls, config: SecurityConfig, role: str) -> CredentialRules:
-        """Those of a role, as config.json says."""
+        """The rules for a role, from config.json."""
         purpose = "server" if role == "scheduler" else "client"
         return cls(purpose, config.require_identity, config.identity_map, config.cipher_list)
 
 
 def checked(material: Material, rules: CredentialRules, now: datetime.datetime | None = None) -> Credentials:
-    """Checks what was found as a peer would, revocation lists aside.
+    """Checks a key and its certificates as a peer would, except for revocation lists.
 
     Raises:
-        CertificateError: the kind that fits.
+        UsageError: the certificate is an authority's, or not for this purpose.
+        UntrustedError: no trusted authority has issued it.
+        ExpiredError, NotYetValidError, WeakCertificateError, IdentityError: as the class says.
     """
     leaf = material.leaf
     what = f"{material.source} ({name_of(leaf)})"
@@ -318,7 +321,11 @@ def read_p12(
         key, its certificate, further certificates.
 
     Raises:
-        FileError, TruncatedError, PasswordError, MissingKeyError, KeyMismatchError: as said there.
+        FileError: the file is unreadable, damaged, or of another kind.
+        TruncatedError: it ends before its content does.
+        PasswordError: the password does not open it.
+        MissingKeyError: it holds no private key, or no certificate for it.
+        KeyMismatchError: its key belongs to none of its certificates.
     """
     data = read_secret(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
     shown = f"The PKCS#12 file {os.fspath(path)!r}"
@@ -362,7 +369,7 @@ _Opened = tuple[PrivateKeyTypes | None, x509.Certificate | None, list[x509.Certi
 
 
 class _Ahead:
-    """What this process, or the one that it was forked from, has opened ahead, by file and password."""
+    """Files that this process or its parent opened in advance, by content and password."""
 
     def __init__(self) -> None:
         self.keeps = False
@@ -382,7 +389,7 @@ def _open(data: bytes, password: bytes) -> _Opened:
 
 @contextlib.contextmanager
 def kept_open() -> Iterator[None]:
-    """Has the file that is opened last within found open by the next that opens it, here or in a fork."""
+    """Keeps the last file opened in the block for its next opener, here or in a fork, to take from memory."""
     _ahead.keeps = True
     try:
         yield
@@ -391,7 +398,7 @@ def kept_open() -> Iterator[None]:
 
 
 def forget_opened() -> None:
-    """Lets go of what was opened ahead."""
+    """Drops the files that were opened in advance."""
     _ahead.opened = {}
 
 
@@ -399,7 +406,7 @@ _REMAKE = "Make it again: `muster certs issue`, or `openssl pkcs12 -export -inke
 
 
 def _check_envelope(data: bytes, shown: str) -> None:
-    """Names what the parser gives one error for: PEM text, an empty, a foreign and a cut-off file."""
+    """Refuses PEM, empty, foreign and cut files, each in its own words; the parser has one error for all."""
     if b"-----BEGIN" in data[:4096]:
         raise FileError(f"{shown} is PEM text, and PKCS#12 is needed here.", remedy=_REMAKE)
     if data[:1] != b"\x30" or len(data) < 2:
@@ -416,7 +423,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
 
 
 def _check_rounds(data: bytes, shown: str) -> None:
-    """Refuses a file that would keep the parser, and with it all threads of the process, at work for long."""
+    """Refuses a file with so much hashing that the parser would block the process's threads for long."""
     try:
         rounds = count_rounds(data)
     except MalformedDerError as error:
@@ -424,6 +431,6 @@ def _check_rounds(data: bytes, shown: str) -> None:
     if rounds > MAX_ROUNDS:
         shown_rounds = f"{rounds:,}" if rounds < 10**12 else "endlessly many"
         raise FileError(
-            f"{shown} wants its password hashed {shown_rounds} times, and at most {MAX_ROUNDS:,} are taken.",
+            f"{shown} hashes its password in {shown_rounds} rounds; at most {MAX_ROUNDS:,} are accepted.",
             remedy=_REMAKE,
         )

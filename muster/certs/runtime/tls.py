@@ -40,7 +40,7 @@ def peer_pem(connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
     """The certificate of the other side, with the intermediates that it sent, leaf first.
 
     Raises:
-        HandshakeError: the handshake is not done.
+        HandshakeError: the handshake is not complete, or the peer showed no certificate.
     """
     leaf = connection.getpeercert(binary_form=True)
     if leaf is None:
@@ -61,25 +61,25 @@ def _sent_chain(connection: ssl.SSLSocket | ssl.SSLObject) -> list[bytes]:
 
 
 _ahead: dict[int, tuple[int, Credentials, ssl.SSLContext]] = {}
-"""Contexts that this process, or the one that it was forked from, has made ahead."""
+"""Contexts that this process or its parent made in advance."""
 
 
 def make_ahead(credentials: Credentials) -> None:
-    """Makes what a worker needs of these, for who asks next, here or in a fork: to read a key takes a while.
+    """Makes a worker's contexts in advance, for this process or a fork to take: reading a key takes a while.
 
-    No two connections share anything by that: the contexts keep no sessions, and give no tickets.
+    Connections share nothing through this: the contexts keep no sessions and give no tickets.
     """
     kinds = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT)
     _ahead.update({i: (kind, credentials, _new_context(kind, credentials)) for i, kind in enumerate(kinds)})
 
 
 def forget_made() -> None:
-    """Lets go of what was made ahead."""
+    """Drops the contexts that were made in advance."""
     _ahead.clear()
 
 
 def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
-    """A context for these: one that was made ahead, once, or a new one."""
+    """Returns a context for these credentials: one that was made in advance, each used once, or a new one."""
     for number, (kind, of, _) in list(_ahead.items()):
         if kind == protocol and _shown(of) == _shown(credentials):
             taken = _ahead.pop(number, None)  # by one thread only
@@ -89,7 +89,7 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 
 def _shown(credentials: Credentials) -> tuple[object, ...]:
-    """All of them that a context is made of."""
+    """The parts of credentials that a context is made from, to compare two of them."""
     each = credentials
     return each.key_pem, each.cert_chain_pem, each.ca_pem, each.cipher_list
 

@@ -108,18 +108,18 @@ def refusal(
 
 
 def unused(error: CertificateError) -> CertificateError:
-    """The same error with a sentence on what stays in force."""
+    """The same error, with a sentence that says what stays in force."""
     return type(error)(f"{OLD_STAYS}: {error.message}", remedy=error.remedy)
 
 
 def own_problem(credentials: Credentials, now: datetime.datetime | None = None) -> CertificateError | None:
-    """The problem of the certificate in force; None also where its lists were reported already."""
+    """What is wrong with the certificate in force; None also where its lists are, which is reported."""
     if credentials.revocations is not None and credentials.revocations.problem:
         return None
     try:
         credentials.peer(credentials.cert_chain_pem, now)
     except CertificateError as error:
-        words = f"Others turn this process away: its own certificate is not good any more. {error.message}"
+        words = f"Peers refuse this process, because its own certificate is no longer valid. {error.message}"
         return type(error)(words, remedy=error.remedy)
     return None
 
@@ -180,17 +180,17 @@ class _Look:
         weakref.finalize(self, self._asked.put, None)
 
     def begin(self) -> None:
-        """Looks; what it finds is yet to be taken."""
+        """Starts reading the files in the thread; :meth:`take` returns the result."""
         if self._thread is None or not self._thread.is_alive():  # a fork leaves threads behind
             self._thread = start_thread(partial(_serve, self._asked, self._found), name="muster-files")
         self._asked.put(self._look)
 
     def take(self, timeout_s: float) -> Change | None:
-        """Waits for what it finds.
+        """Waits for the result of :meth:`begin`.
 
         Raises:
-            queue.Empty: it still looks.
-            Exception: the look failed with this.
+            queue.Empty: the thread is still reading.
+            Exception: reading failed with this.
         """
         found = self._found.get(timeout=timeout_s)
         if isinstance(found, BaseException):
@@ -262,17 +262,17 @@ class CredentialsWatcher:
         """Reads what a scheduler shows to etcd, which counts as one of the files from then on.
 
         Raises:
-            CertificateError: it cannot be used.
+            CertificateError: its files cannot be read, or a peer would refuse the certificate.
         """
         self._seen += _signature_for_etcd(self.config)
         self.etcd = load_for_etcd(self.config, self._env, self._password)
         return self.etcd
 
     def poll(self) -> Change | None:
-        """Looks for changed files, for five seconds at most: a file server may give no answer.
+        """Looks for changed files, for five seconds at most: a file server may not answer.
 
         Returns:
-            None if nothing that counts changed since the last call.
+            None if nothing relevant changed since the last call.
         """
         hung = self._hangs
         if not hung:
@@ -290,8 +290,10 @@ class CredentialsWatcher:
 
     def _unanswered(self) -> Change:
         files = ", ".join(name for name, _ in self._seen)
-        words = f"None of these files could be looked at within {POLL_TIMEOUT_S:g} s, or one of them: {files}"
-        problem = FileError(f"{words}. What they said before stays in force.", remedy="See to their disk.")
+        words = f"Reading these files took longer than {POLL_TIMEOUT_S:g} s: {files}"
+        problem = FileError(
+            f"{words}. What was read before stays in force.", remedy="Check the disk they are on."
+        )
         return Change(self.credentials, False, False, False, problems=(problem,))
 
     def _find_change(self) -> Change | None:
@@ -340,7 +342,7 @@ class CredentialsWatcher:
             return self.config
 
     def _choose(self, config: SecurityConfig, problems: list[CertificateError]) -> Credentials:
-        """The certificate that is in force from now on, with its revocation lists."""
+        """Decides which certificate is in force from now on, with its revocation lists."""
         old = kept_under(config, self.credentials)
         try:
             new = self._load(config)
@@ -397,7 +399,7 @@ class CredentialsWatcher:
 
 
 def _signature(config: SecurityConfig, role: str) -> _Signature:
-    """What changes when a file is replaced (device, inode, size, times); config.json's comes first."""
+    """What changes when a file is replaced: device, inode, size and times; config.json's comes first."""
     crls = [] if config.crl_path is None else [config.crl_path]
     files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
     return tuple((str(file), _stat(file)) for file in files if file != NO_FILE)

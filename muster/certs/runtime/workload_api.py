@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from spiffe import X509Source
 
 FIRST_S = 30.0
-"""How long the first answer may take: a workload that was just started may not be known to the agent yet."""
+"""Time limit for the first answer, in seconds: the agent may not know a new workload at once."""
 
 RETRY_S = 2.0
-"""How long after a refusal the API is asked again."""
+"""Seconds after a refusal until the API is asked again."""
 
 logging.getLogger("spiffe").setLevel(logging.CRITICAL + 1)  # what is wrong is said here, once
 
@@ -66,23 +66,23 @@ class WorkloadApi:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the API."""
+        """Closes the connection to the API."""
         with self._lock:
             self._drop()
 
     def updates(self) -> int:
-        """How often the API has sent something; asks again if it had refused to."""
+        """Counts what the API has sent; asks it again if it has refused this process."""
         with self._lock:
             self._open(0.1)
             return self._updates
 
     def newest(self) -> Material:
-        """The certificate, key and authorities that it sent last; waits for the first ones.
+        """Returns the latest certificate, key and authorities; waits for the first ones.
 
         Authorities are those of the certificate's own trust domain: federated ones are not trusted.
 
         Raises:
-            WorkloadIdentityError: it sent none in time, or none that can be used.
+            WorkloadIdentityError: none came in time, or what came cannot be used.
         """
         deadline = time.monotonic() + FIRST_S
         while True:
@@ -140,7 +140,7 @@ def _material(context: Any, socket: str) -> Material:
     if not roots:
         raise WorkloadIdentityError(
             f"The SPIFFE Workload API at {socket} sent no authorities of {svid.spiffe_id.trust_domain}.",
-            remedy="See to its agent.",
+            remedy="Check its agent.",
         )
     leaf, *extra = svid.cert_chain
     return Material(svid.private_key, leaf, tuple(extra), roots, f"The certificate from {socket}")

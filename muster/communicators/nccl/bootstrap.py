@@ -93,7 +93,7 @@ class FormationWait:
         self._absent = absent
 
     def check(self) -> None:
-        """Raises what ends the wait, if something does."""
+        """Raises the exception that ends the wait, if there is one."""
         error = self._cancelled()
         if error is not None:
             raise error
@@ -101,14 +101,15 @@ class FormationWait:
             return
         own = self._membership
         raise FormationTimeoutError(
-            f"the NCCL communicator of group {own.group!r}, generation {own.generation}, was not there within"
-            f" {self._timeout_s:g} s on rank {own.rank} of {own.world_size}: {self._absent()}{self.why()}",
+            f"the NCCL communicator of group {own.group!r}, generation {own.generation}, was not created"
+            f" within {self._timeout_s:g} s on rank {own.rank} of {own.world_size}:"
+            f" {self._absent()}{self.why()}",
             remedy="Look at those workers' logs; if they run, see that the hosts reach each other"
             " (NCCL_SOCKET_IFNAME, firewall), or raise the timeout.",
         )
 
     def why(self) -> str:
-        """Why an encrypted connection ended on the way, for an error's end; empty: nobody knows."""
+        """Why an encrypted connection ended during creation, as the end of an error; empty: not known."""
         return why_ended(self._plugin, self._membership)
 
 
@@ -169,7 +170,7 @@ def split_child(
 
 
 def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
-    """Waits until ``comm`` is no longer in progress.
+    """Waits until ``comm`` has completed what it was asked for.
 
     Raises:
         CommunicatorError: NCCL failed. The caller must abort ``comm``, as after any other exception.
@@ -188,7 +189,7 @@ def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
 
 
 def abort(nccl: Any, comm: Any) -> None:
-    """Aborts a communicator; errors of the abort are dropped."""
+    """Aborts a communicator; ignores errors of the abort."""
     try:
         nccl.comm_abort(comm)
     except nccl.NCCLError:

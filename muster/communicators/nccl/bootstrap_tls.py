@@ -2,7 +2,7 @@
 
 A build without it takes a key all the same (seen with 2.32.3) and fails at the first connection, so the
 library itself is looked at. NCCL wants one key for all processes of a job and for their lives. Rank 0 of the
-first generation mints it, and it travels with each generation's ids, over mutual TLS, from a rank 0 that has
+first generation mints it, and it is sent with each generation's ids, over mutual TLS, from a rank 0 that has
 it. Where rank 0 is new itself, it mints another, and the others take that between two communicators.
 """
 
@@ -18,7 +18,7 @@ from muster.errors import CommunicatorError
 KEY_BYTES = 32
 _WITH, _WITHOUT = b"SSL_CTX_set_psk_use_session_callback", b"built without TLS support"
 _LOOKED_AT_BYTES = 64 << 20
-"""How far into the library its texts are looked for: the rest, hundreds of MiB, is code for GPUs."""
+"""How many bytes of the library are searched for texts: the rest, hundreds of MiB, is GPU code."""
 
 _PSK_MODE = 1
 
@@ -84,7 +84,7 @@ class BootstrapTls:
             self._nccl.set_encryption(config.ptr)
         except self._nccl.NCCLError as error:
             raise CommunicatorError(
-                f"NCCL took no{' other' if self._key else ''} key for its bootstrap: {error}",
+                f"NCCL refused {'another' if self._key else 'the'} TLS key for its bootstrap: {error}",
                 remedy="Start the job again, or take an NCCL without TLS, whose bootstrap stays open.",
             ) from None  # the configuration holds the key
         self._key = key

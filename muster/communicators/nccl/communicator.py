@@ -52,7 +52,7 @@ _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 _LATE = 1 / 32
-"""How much longer than needed a wait may last, as a share of it, because the host polls."""
+"""The polling interval as a share of the time waited, by which a wait may be too long."""
 
 
 class IssuedWork:
@@ -65,7 +65,7 @@ class IssuedWork:
         self.library = library
 
     def done(self) -> bool:
-        """Whether it, and all else that is queued on the current stream, is over. Never blocks."""
+        """Whether all that is queued on the current stream, this included, has completed. Never blocks."""
         # One object serves all calls, so it cannot know which of them is meant; the last includes them.
         return self.library.idle()
 
@@ -166,7 +166,10 @@ class NcclCommunicator(Communicator):
     def all_reduce(
         self, send: Array, recv: Array, op: ReduceOp | PreMultipliedSum, *, async_op: bool = False
     ) -> Work:
-        """Combines ``send`` of all ranks into ``recv`` of all ranks. Same shape; may be in place."""
+        """Combines ``send`` of all ranks elementwise into ``recv`` on all ranks.
+
+        Both have the same shape and dtype; they may be one array (in place).
+        """
         # The hot path: everything that is not needed for a small all_reduce is elsewhere.
         kind = type(send)
         source = send if kind is Description else (describers.get(kind) or describe)(send, "send")
@@ -205,7 +208,7 @@ class NcclCommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send)
         target = source
@@ -223,7 +226,10 @@ class NcclCommunicator(Communicator):
         return self._run(self.nccl.broadcast, args, (given,), async_op)
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
+        """Gathers ``send`` of all ranks on all ranks: part r of ``recv`` becomes rank r's ``send``.
+
+        ``recv`` has ``world_size * send.size`` elements of the same dtype.
+        """
         source, dtype = self._take(send, moved=True)
         target = self._take_whole(recv, source, dtype, moved=True)
         args = (source.address, target.address, source.size, dtype, self._comm)
@@ -232,7 +238,10 @@ class NcclCommunicator(Communicator):
     def reduce_scatter(
         self, send: Array, recv: Array, op: ReduceOp | PreMultipliedSum, *, async_op: bool = False
     ) -> Work:
-        """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
+        """Combines ``send`` of all ranks elementwise, and leaves part r of the result in rank r's ``recv``.
+
+        ``send`` has ``world_size * recv.size`` elements of the same dtype.
+        """
         target, dtype = self._take(recv)
         source = self._take_whole(send, target, dtype)
         number = self._operations.number(op, dtype, self._grouped)
@@ -240,7 +249,7 @@ class NcclCommunicator(Communicator):
         return self._run(self._reduce_scatter, args, (source, target), async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """Like all_gather, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send, moved=True)
         target, moves = source, [(self.nccl.send, source.address, root)]
@@ -250,7 +259,10 @@ class NcclCommunicator(Communicator):
         return self._run(self._exchange, (moves, source.size, dtype), (source, target), async_op)
 
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
-        """Rank r gets the r-th part of ``root``'s ``send`` (``send`` is None elsewhere)."""
+        """Hands out the parts of ``root``'s ``send``: part r becomes rank r's ``recv``.
+
+        ``send`` has ``world_size * recv.size`` elements, and is None on the other ranks.
+        """
         self.membership.check_rank(root, "root")
         target, dtype = self._take(recv, moved=True)
         source, moves = target, [(self.nccl.recv, target.address, root)]
@@ -260,7 +272,10 @@ class NcclCommunicator(Communicator):
         return self._run(self._exchange, (moves, target.size, dtype), (target, source), async_op)
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
+        """Exchanges parts: part j of rank i's ``send`` becomes part i of rank j's ``recv``.
+
+        Both have the same dtype and size, which ``world_size`` divides.
+        """
         source, dtype = self._take(send, moved=True)
         count, rest = divmod(source.size, self.world_size)
         if rest:
@@ -371,11 +386,10 @@ class NcclCommunicator(Communicator):
 
         Args:
             array: what the user gave.
-            moved: nothing is computed, so dtypes that NCCL does not know will do, if their size is one it
-                knows.
+            moved: values are only moved, so dtypes unknown to NCCL are accepted, if it has one of their size.
 
         Raises:
-            ArrayError: it is not on this GPU, or of a dtype that will not do.
+            ArrayError: the array is not on this GPU, or NCCL cannot handle its dtype.
         """
         given = describe(array)
         return given, self._admit(given, "x", moved)
@@ -432,12 +446,12 @@ class NcclCommunicator(Communicator):
         return given
 
     def _take_whole(self, array: Array, part: Description, dtype: int, *, moved: bool = False) -> Description:
-        """Describes what has as many elements of each rank, or in which ``part`` is this rank's."""
+        """Describes an array of ``world_size`` parts of ``part``'s size; ``part`` may be this rank's one."""
         count = part.size * self.world_size
         return self._take_like(array, part, count, dtype, self.rank * part.size, moved=moved)
 
     def _with_all(self, function: Callable[..., Any], whole: Description) -> list[tuple[Any, int, int]]:
-        """The calls that send to, or receive from, each rank."""
+        """Makes the calls that send to, or receive from, each rank."""
         step = whole.nbytes // self.world_size
         return [(function, whole.address + peer * step, peer) for peer in range(self.world_size)]
 
@@ -459,7 +473,7 @@ class NcclCommunicator(Communicator):
         return library
 
     def _libraries_in_use(self) -> list[CudaLibrary]:
-        """The libraries whose arrays were used; before the first, the one that is loaded."""
+        """Names the libraries whose arrays were used; before the first collective, the one that is loaded."""
         return list(self._libraries.values()) or [self._library(loaded_library())]
 
     def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
@@ -524,7 +538,7 @@ class NcclCommunicator(Communicator):
             if waited > self.timeout_s:
                 others = [peer for peer in self.membership.peers if peer.rank != self.rank]
                 raise CollectiveTimeoutError(
-                    f"{what} was not over within {self.timeout_s:g} s on rank {self.rank}; waited for"
+                    f"{what} did not complete within {self.timeout_s:g} s on rank {self.rank}; waited for"
                     f" {', '.join(map(handles.name_of, others))}",
                     remedy="A rank hangs or called other collectives; see the scheduler's status.",
                 )
@@ -555,10 +569,10 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------ the end
 
     def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
-        """Registers what is released beside an abort, or before a close: CUDA graphs that hold collectives.
+        """Registers what must be released beside an abort, or before a close: CUDA graphs with collectives.
 
         Returns:
-            A function that takes the registration back.
+            A function that removes the registration.
         """
         key = id(release)
         self._before_end[key] = release
@@ -651,7 +665,7 @@ class NcclCommunicator(Communicator):
             try:
                 release()
             except Exception as error:  # what follows must end all the same
-                _log.warning("what group %r held was not released: %s", self._group_name, error)
+                _log.warning("a resource of group %r was not released: %s", self._group_name, error)
         self._before_end.clear()
 
     def _destroy(self) -> None:
@@ -712,14 +726,14 @@ class NcclBackend(Backend):
         self.bootstrap_tls: BootstrapTls | None = None
 
     def seal(self, plugin: NetPlugin) -> None:
-        """See :meth:`Backend.seal`; asked why a connection ended, it is told in errors."""
+        """See :meth:`Backend.seal`; errors then end with the plug-in's reason for a connection's end."""
         self._plugin = plugin
         if self.bootstrap_tls is None and offers_tls(self._nccl):
             self.bootstrap_tls = BootstrapTls(self._nccl)
             self.facts = {**self.facts, "nccl_bootstrap": "TLS"}
 
     def open_endpoint(self, address: str) -> str:
-        """NCCL opens its ports itself."""
+        """Returns "": NCCL opens its ports itself."""
         return ""
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:

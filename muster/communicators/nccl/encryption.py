@@ -1,6 +1,6 @@
 """Decides whether NCCL's traffic between hosts is sealed by Muster's plug-in, and what NCCL is told for it.
 
-Pure: from the setting, the facts of this process and the plug-in, if there is one, to what stands in the
+Pure: from the setting, the facts of this process and the plug-in, if there is one, to what is put into the
 environment before NCCL is loaded, a sentence, or a refusal. NCCL itself does not end in good order when its
 network cannot be used (2.28.9 was seen to crash), so what can be known is decided before it starts.
 """
@@ -29,8 +29,8 @@ _OTHER_WAYS_OFF = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
 }
-"""What else would leave the host, off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs, and
-one-sided transfers, for which NCCL 2.32 has sockets of its own."""
+"""Switches other ways out of the host off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs,
+and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
 
 _CHOSEN_WAYS = {
     ("NCCL_MNNVL_ENABLE", "1"): "NVLink between hosts",
@@ -105,7 +105,7 @@ class NcclProtection:
 
 
 def obstacle_before_build(mode: str, facts: NcclFacts) -> NcclObstacle | None:
-    """What stands in the way whether there is a plug-in or not; None: nothing does."""
+    """Finds what prevents encryption whether or not there is a plug-in; None if nothing does."""
     if not facts.tls:
         return NcclObstacle(
             "NCCL's traffic cannot be encrypted without certificates: its secret would travel in plain text.",
@@ -120,7 +120,7 @@ def obstacle_before_build(mode: str, facts: NcclFacts) -> NcclObstacle | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether this NCCL lacks the plug-in's interface; where that is not known, NCCL itself refuses it."""
+    """Whether this NCCL lacks the plug-in's interface; of an unknown version NCCL itself decides."""
     numbers = version.split(".")[:2]
     return len(numbers) == 2 and all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) < OLDEST_NCCL
 
@@ -209,6 +209,6 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
 
 
 def _is_taken(name: str, chosen: str, facts: NcclFacts) -> bool:
-    """Whether NCCL may take a way past the plug-in; NVLink it takes unasked."""
+    """Whether NCCL may bypass the plug-in in this way; NVLink it uses without being asked."""
     value = facts.env.get(name, "")
     return value == chosen or (name == "NCCL_MNNVL_ENABLE" and value != "0" and facts.nvlink_between_hosts)

@@ -1,4 +1,4 @@
-"""Says why an encrypted connection of NCCL's ended, in the plug-in's words, and which rank was there."""
+"""Says, in the plug-in's words, why an encrypted NCCL connection ended, and which rank was its peer."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def why_ended(plugin: NetPlugin | None, membership: Membership) -> str:
 
 
 def _is_named(peer: Peer, reason: str) -> bool:
-    """Whether the peer's address stands in the sentence, and not as a part of a longer one."""
+    """Whether the peer's address occurs in the sentence, other than as part of a longer address."""
     host = peer.data_address.rpartition(":")[0].strip("[]")
     return bool(host) and re.search(rf"(?<![\w.:]){re.escape(host)}(?![\w.]\w|\w)", reason) is not None

@@ -1,8 +1,9 @@
 """The secret of a generation's NCCL connections: from what its members alone know; handed to programs.
 
 Nothing more is on the wire for it. Rank 0 mints random bytes with each unique id, the scheduler hands them to
-the members of that generation over mutual TLS, and forgets them when the group stands; this secret is derived
-from them by HKDF under a label of its own. NCCL's own ids are no part of it: they travel in the clear.
+the members of that generation over mutual TLS, and forgets them when the group is built; this secret is
+derived from them by HKDF under a label of its own. NCCL's own ids are no part of it: they are sent in the
+clear.
 
 A program gets it in a sealed file of memory, as an inherited descriptor: never in its environment's values, a
 file of a disk or a log. Every process reads it at its place (pread), so any number may.
@@ -32,7 +33,7 @@ RECORD = struct.Struct(f"<8sQ{SECRET_BYTES}s")
 _LABEL = b"muster nccl between hosts 1"
 _FEWEST_BYTES = 32
 _MFD_NOEXEC_SEAL = 8
-"""Of Linux 6.3 and later, where a system may ask for it."""
+"""A flag of Linux 6.3 and later, which a system may require."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -59,7 +60,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
 
 
 def secret_file(generation: int, secret: bytes) -> int:
-    """Makes a file of memory that holds the secret and that nobody can change any more.
+    """Makes a sealed file in memory that holds the secret; nobody can change it.
 
     Returns:
         Its descriptor, which children do not inherit unless given it. Closing the last forgets it.
@@ -116,18 +117,18 @@ class HandedSecret:
 
     @property
     def descriptor(self) -> int:
-        """Where it is in this process; -1: there is none."""
+        """The file descriptor of the secret in this process; -1: there is none."""
         return self._descriptor
 
     def replace(self, generation: int, secret: bytes) -> int:
-        """Takes the secret of the next generation, and forgets the one before; returns its descriptor."""
+        """Replaces the secret by the next generation's; returns the new file descriptor."""
         made = secret_file(generation, secret)
         self.forget()
         self._descriptor = made
         return made
 
     def forget(self) -> None:
-        """Forgets it; idempotent."""
+        """Closes the secret's file; idempotent."""
         held, self._descriptor = self._descriptor, -1
         if held >= 0:
             os.close(held)

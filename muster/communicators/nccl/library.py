@@ -81,11 +81,11 @@ class PluginLibrary:
             )
 
     def forget_reason(self) -> None:
-        """Forgets why connections ended before."""
+        """Forgets why earlier connections ended."""
         self._forget_reason()
 
     def version(self) -> str:
-        """What it is, and the OpenSSL that it uses."""
+        """The plug-in's version, and that of the OpenSSL that it uses."""
         return _printable(self._version())
 
     def reason(self) -> str:
@@ -95,7 +95,7 @@ class PluginLibrary:
         return _printable(buffer.value)
 
     def self_test(self) -> str:
-        """What keeps it from encrypting on this host, as a sentence; empty: nothing does."""
+        """Returns what prevents it from encrypting on this host, as a sentence; empty: nothing does."""
         buffer = ctypes.create_string_buffer(_REASON_BYTES)
         if self._self_test(buffer, _REASON_BYTES) == 0:
             return ""
@@ -116,7 +116,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def digest() -> str:
-    """Names one way to build one version of it."""
+    """Identifies the sources, compiler and options of a build."""
     hashed = hashlib.sha256(" ".join((*COMPILE_FLAGS, *LIBRARIES, platform.machine())).encode())
     for path in sources():
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -210,14 +210,14 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
         except OSError as error:
             refused.append(f"{target.parent} ({error.strerror or error})")
     raise SettingsError(
-        f"The plug-in that encrypts NCCL's traffic can be written nowhere: {'; '.join(refused)}.",
-        remedy="Set XDG_CACHE_HOME to a folder of this user's.",
+        f"No folder for the plug-in that encrypts NCCL's traffic can be written to: {'; '.join(refused)}.",
+        remedy="Set XDG_CACHE_HOME to a folder that this user may write to.",
     )
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other processes from building in it."""
+    """Makes the folder, and locks it against other processes that would build in it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -249,7 +249,7 @@ def _compile(command: Sequence[str], target: Path) -> None:
 
 
 def _failed(name: str, said: str) -> SettingsError:
-    """What a compiler's failure means, in words."""
+    """Explains a compiler's failure in a sentence."""
     lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines()
     first = _printable((lines[0] if lines else "it said nothing").encode())[:_MOST_SHOWN]
     remedy = "muster nccl-plugin build shows it again; CC chooses another compiler."

@@ -41,7 +41,7 @@ def scalar_bytes(value: float, dtype: int) -> bytes:
     """``value`` as one element of NCCL's ``dtype``.
 
     Raises:
-        ArrayError: the dtype is none of floating-point numbers, or cannot hold ``value``.
+        ArrayError: the dtype is not a floating-point one, or cannot hold ``value``.
     """
     name = TYPE_NAMES[dtype]
     if name not in _FORMATS:
@@ -114,7 +114,7 @@ class Operations:
         return number
 
     def destroy(self) -> None:
-        """Frees what was made for factors, while the communicator lives."""
+        """Frees the operations made for factors; the communicator must still exist."""
         for number in self._factors.values():
             with contextlib.suppress(self._nccl.NCCLError):
                 self._nccl.red_op_destroy(number, self._comm)

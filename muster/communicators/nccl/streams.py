@@ -40,7 +40,7 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def mark(self, stream: Any | None = None) -> Any:
-        """An event recorded on ``stream`` (None: the current one)."""
+        """Records an event on ``stream`` (None: the current one) and returns it."""
 
     @abc.abstractmethod
     def wait(self, event: Any) -> None:
@@ -48,11 +48,11 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def happened(self, event: Any) -> bool:
-        """Whether ``event`` is over. Never blocks."""
+        """Whether ``event`` has completed. Never blocks."""
 
     @abc.abstractmethod
     def idle(self) -> bool:
-        """Whether all that is queued on the current stream is over. Never blocks."""
+        """Whether all that is queued on the current stream has completed. Never blocks."""
 
     @abc.abstractmethod
     def capturing(self) -> bool:

@@ -1,9 +1,9 @@
-"""Makes a GPU's context and loads its libraries in a thread, while the worker joins.
+"""Creates a GPU's context and loads its libraries in a thread, while the worker joins.
 
-The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs where no process held
-them), as long as all imports and the joining together. That is C code that needs no Python, so it
-starts first. The array library is Python, and would hold up other imports: it is loaded while this worker
-waits for the others.
+The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs that no process used),
+as long as all imports and the joining together. That is C code that needs no Python, so it starts first. The
+array library is Python, and would slow other imports down: it is loaded while this worker waits for the
+others.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class WarmUp:
         atexit.register(self.end, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
 
     def load(self) -> None:
-        """Has the array library loaded, which uses the GPU if it is known; returns at once."""
+        """Starts loading the array library, which uses the GPU if that is known; returns at once."""
         self._loads = True
         self._wanted.set()
 
     def end(self, timeout_s: float | None = None) -> None:
-        """Waits until the warm-up is over, well or not, or for ``timeout_s`` seconds; idempotent."""
+        """Waits up to ``timeout_s`` seconds for the warm-up's end, whether it succeeds or not; idempotent."""
         self._wanted.set()
         self._thread.join(timeout_s)
 

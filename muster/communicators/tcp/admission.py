@@ -1,4 +1,4 @@
-"""How many handshakes of others there may be at a time, and which of them goes when there is no room."""
+"""Limits concurrent incoming handshakes, and decides which one is evicted when the limit is reached."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Standing(enum.IntEnum):
-    """What speaks for a handshake; the lower one goes first when room is needed."""
+    """Ranks handshakes by what they have shown so far; the lowest is evicted first."""
 
     STRANGER = 0
     """No member is known at its address, and it has sent nothing of use."""
     STRANGER_WITH_HELLO = 1
-    """The same, but its TLS hello is here."""
+    """The same, but its TLS hello has arrived."""
     NEIGHBOUR = 2
     """A member is known at its address."""
     NEIGHBOUR_WITH_HELLO = 3
-    """The same, and its TLS hello is here."""
+    """The same, and its TLS hello has arrived."""
     PROVEN = 4
-    """It has shown a certificate that is good for this job."""
+    """It has shown a certificate that is valid for this job."""
     PARKED = 5
     """Proven, and it waits for this process to enter its generation; in a table of its own."""
 
@@ -36,16 +36,17 @@ class _Admitted:
 
 
 class Admission(Generic[T]):
-    """Bounds the handshakes under way, those that are parked, and those of one certificate.
+    """Limits the handshakes under way, the parked ones, and those of one certificate.
 
-    A handshake under way never goes for one that is parked, nor for one of lower standing; among equals the
-    oldest goes. All workers of a job may share one certificate, so the bound of one is no small number.
+    A handshake under way is never evicted for a parked one, nor for one of lower standing; among equals the
+    oldest is. All workers of a job may share one certificate, so the limit for one must not be small.
 
     Args:
-        max_under_way: handshakes that are not parked.
-        max_under_way_each: the same of one certificate; one of a stranger's address goes first.
-        max_parked: parked ones.
-        max_parked_each: parked ones of one certificate.
+        max_under_way: most handshakes that are not parked.
+        max_under_way_each: most of these with one certificate; from a stranger's address they are evicted
+            first.
+        max_parked: most parked handshakes.
+        max_parked_each: most of these with one certificate.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Admission(Generic[T]):
         self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
 
     def admit(self, handshake: T, *, neighbour: bool) -> T | None:
-        """Takes a new handshake in; returns the one that must go for it, which may be itself.
+        """Takes a new handshake in; returns the one that must be dropped for it, which may be itself.
 
         Args:
             handshake: the new one.
@@ -74,13 +75,13 @@ class Admission(Generic[T]):
         return self.weakest() if under_way > self.max_under_way else None
 
     def hello(self, handshake: T) -> None:
-        """Notes that its TLS hello has come: the silent go before it."""
+        """Notes that its TLS hello has arrived: handshakes without one are evicted before it."""
         standing = self._entries[handshake].standing
         if standing in (Standing.STRANGER, Standing.NEIGHBOUR):
             self._move(handshake, Standing(standing + 1))
 
     def prove(self, handshake: T, certificate: Hashable) -> T | None:
-        """Notes whose certificate it is; returns another one of that certificate that must go for it."""
+        """Notes a handshake's certificate; returns another with the same one that must be dropped for it."""
         self._entries[handshake].certificate = certificate
         others = self._of_certificate.get((certificate, Standing.PROVEN), {})
         goes = None
@@ -90,7 +91,7 @@ class Admission(Generic[T]):
         return goes
 
     def park(self, handshake: T) -> bool:
-        """Takes it out of those under way; False if as many as may be are parked already."""
+        """Moves a handshake to the parked ones; returns False if their number is at its limit."""
         certificate = self._entries[handshake].certificate
         parked = self._of_certificate.get((certificate, Standing.PARKED), {})
         if len(parked) >= self.max_parked_each or len(self._ranked[Standing.PARKED]) >= self.max_parked:
@@ -99,7 +100,7 @@ class Admission(Generic[T]):
         return True
 
     def resume(self, handshake: T) -> None:
-        """Puts a parked one back among those under way."""
+        """Moves a parked handshake back to those under way."""
         self._move(handshake, Standing.PROVEN)
 
     def remove(self, handshake: T) -> None:
@@ -109,7 +110,7 @@ class Admission(Generic[T]):
             del self._entries[handshake]
 
     def weakest(self) -> T | None:
-        """The handshake under way that goes first; None if there is none."""
+        """The handshake under way that is evicted first; None if there is none."""
         under_way = (self._ranked[standing] for standing in Standing if standing is not Standing.PARKED)
         return next(itertools.chain.from_iterable(under_way), None)
 

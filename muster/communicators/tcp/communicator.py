@@ -289,7 +289,7 @@ class TcpCommunicator(HostCommunicator):
             dtype: of all of them, by its name.
 
         Raises:
-            CollectiveMismatchError: on all ranks, where one sends to another what that does not expect.
+            CollectiveMismatchError: raised on all ranks, where two disagree on a piece's size or dtype.
         """
         call = Call("all_to_all", dtype)
         sizes = np.array([[piece.size for piece in send], [piece.size for piece in recv]], np.int64)
@@ -357,7 +357,7 @@ class TcpCommunicator(HostCommunicator):
         return part
 
     def part(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
-        """As :meth:`split`, but without a word to the others: the new one connects at its first calls."""
+        """As :meth:`split`, but without communication: the new one connects at its first calls."""
         membership = self.membership.part(group, ranks)
         number = self._splits
         self._splits += 1
@@ -380,9 +380,9 @@ class TcpCommunicator(HostCommunicator):
             self._unmet = True
 
     def absent(self, wait_s: float) -> list[Peer]:
-        """The other ranks that do not answer as members of this group within ``wait_s``.
+        """Returns the other ranks that do not answer as members of this group within ``wait_s`` seconds.
 
-        For a group that cannot form: connections that this makes are not to be used.
+        For a group that cannot form: the connections that this makes must not be used.
         """
         deadline = time.monotonic() + wait_s
         group = self._pending_group
@@ -447,7 +447,7 @@ class TcpCommunicator(HostCommunicator):
                 self._lock.release()
 
     def _hang_up(self, error: Exception) -> None:
-        """Says goodbye with the reason for which this rank goes."""
+        """Sends every peer a goodbye with the reason why this rank leaves."""
         reason = next(reason for kind, reason in _FAREWELLS if isinstance(error, kind))
         self._say_goodbye(reason, str(error))
 
@@ -559,11 +559,11 @@ class TcpCommunicator(HostCommunicator):
         return incoming
 
     def _expect_calls(self, incoming: FrameIn, call: bytes, count: int) -> None:
-        """Checks that a frame is one of a collective.
+        """Checks that a received frame belongs to a collective.
 
         Raises:
             CollectiveMismatchError: the peer is in a point-to-point call.
-            CommunicatorError: the frame is of another shape.
+            CommunicatorError: the frame has another number of blocks.
         """
         if incoming.kind is FrameKind.POINT:
             raise self._mismatch({self.rank: call, incoming.connection.peer: incoming.blocks[0][0]})
@@ -613,7 +613,7 @@ class TcpCommunicator(HostCommunicator):
         return sorted({(rank + d) % size for d in distances} - {rank})
 
     def _link(self, rank: int) -> PeerConnection:
-        """The connection to a peer; made now if there is none."""
+        """Returns the connection to a peer, which is made now if there is none."""
         peer = rank % self.world_size
         if peer not in self._links:
             self._connect([peer], self._check_peers)
@@ -640,7 +640,7 @@ class TcpCommunicator(HostCommunicator):
 
         Raises:
             FormationTimeoutError: names those that did not come.
-            SecurityError: somebody answered who is not the peer.
+            SecurityError: a process other than the peer answered.
         """
         missing = {peer for peer in peers if peer not in self._links}
         for peer in sorted(missing):
@@ -691,15 +691,15 @@ class TcpCommunicator(HostCommunicator):
         return " and ".join(peer_name(self.membership.peers[r]) for r in ranks)
 
     def _explain(self, error: Exception, call: Call, timeout_s: float) -> Exception:
-        """Makes of a transfer's failure the error that the user sees."""
+        """Converts a transfer's failure into the error that the user sees."""
         where = f"{call} in group {self.membership.group!r} of generation {self.membership.generation}"
         if isinstance(error, DeadlinePassedError):
             return CollectiveTimeoutError(
-                f"{where} was not done in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
+                f"{where} did not complete in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
                 remedy="See those workers' logs, or raise the deadline (MS_COLLECTIVE_TIMEOUT).",
             )
         if isinstance(error, FormationTimeoutError):  # a rank that this call was the first to need
-            return CollectiveTimeoutError(f"{where} was not done in {timeout_s:g} s: {error.message}")
+            return CollectiveTimeoutError(f"{where} did not complete in {timeout_s:g} s: {error.message}")
         if not isinstance(error, PeerEndedError):
             return error
         reason, text = error.farewell or (Reason.LOST, "")

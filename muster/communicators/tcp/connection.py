@@ -27,7 +27,7 @@ _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 
 _BUSY_AT, _MICROSECONDS = 168, struct.Struct("=Q")
-"""Where ``tcpi_busy_time`` stands in the kernel's ``tcp_info`` (linux/tcp.h), in microseconds."""
+"""Offset of ``tcpi_busy_time`` (microseconds) in the kernel's ``tcp_info`` (linux/tcp.h)."""
 
 
 class EndOfStreamError(Exception):
@@ -100,16 +100,16 @@ class PeerConnection:
         return count
 
     def unread(self, data: memoryview) -> None:
-        """Gives back bytes that were read too far."""
+        """Puts bytes back that were read beyond what was wanted."""
         self._ahead[:0] = data
 
     def write(self, view: memoryview) -> int:
-        """Writes what goes at once, at most one piece; 0 if nothing does. A retry must repeat the bytes.
+        """Writes what the socket takes at once, at most one piece; returns the number of bytes.
 
-        Another thread may read at the same time.
+        After 0, a retry must pass the same bytes. Another thread may read at the same time.
 
         Raises:
-            EndOfStreamError: the peer is gone; what it said last may still be read, by :meth:`read_ahead`.
+            EndOfStreamError: the peer is gone; what it sent last may still be read, by :meth:`read_ahead`.
         """
         piece = view if len(view) <= self._piece else view[: self._piece]
         try:
@@ -122,7 +122,7 @@ class PeerConnection:
         return count
 
     def read_ahead(self) -> tuple[Reason, str] | None:
-        """Reads all that is left after the peer has hung up, keeps it, and returns its goodbye."""
+        """Reads and keeps all that is left after the peer has hung up; returns its goodbye."""
         view = memoryview(bytearray(RECORD))
         with contextlib.suppress(OSError, RecordLayerError):
             while len(self._ahead) < _MOST_AHEAD:
@@ -137,7 +137,7 @@ class PeerConnection:
         return farewell
 
     def goodbye_from(self, head: bytes) -> tuple[Reason, str] | None:
-        """The goodbye that begins with what was read last, if all of it is here; else reads no more."""
+        """Reads the goodbye that begins with ``head``; if it is none, unreads the rest and returns None."""
         if not head.startswith(MAGIC[: len(head)]):
             return None
         rest = memoryview(bytearray(GOODBYE_BYTES - len(head)))
@@ -151,7 +151,7 @@ class PeerConnection:
         return farewell
 
     def sending_s(self) -> float | None:
-        """For how long bytes that were written were not acknowledged, in all, in seconds; None: not known."""
+        """Seconds in all for which written bytes were not acknowledged; None: not known."""
         try:
             told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _MICROSECONDS.size)
         except OSError:  # it is closed, or no TCP

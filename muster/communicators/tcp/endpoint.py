@@ -150,12 +150,12 @@ class Endpoint:
         return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
 
     def know(self, addresses: Iterable[str]) -> None:
-        """These are the members' addresses, whose connections go before those of strangers."""
+        """Sets the members' addresses, whose connections are preferred to strangers'."""
         with self._lock:
             self._neighbours = frozenset(_plain_hosts(addresses))
 
     def gather(self, group: PendingGroup) -> None:
-        """Expects the group's peers from now on, and dials those that this side has to dial."""
+        """Starts expecting the group's peers, and dials those that this side has to dial."""
         hosts = frozenset(_plain_hosts(_hosts(group)))
         with self._lock:
             self._groups[group.label] = group
@@ -175,7 +175,7 @@ class Endpoint:
         self._wake()
 
     def forget(self, group: PendingGroup) -> None:
-        """Expects nobody for this group any more."""
+        """Stops expecting peers for this group."""
         with self._lock:
             self._groups.pop(group.label, None)
             with group.changed:  # what has arrived is the caller's to close, what comes later is closed there
@@ -210,7 +210,7 @@ class Endpoint:
     # ------------------------------------------------------------ in the endpoint's thread
 
     def _run(self) -> None:
-        """Serves until the endpoint is closed; after an error that it does not foresee it starts again."""
+        """Serves until the endpoint is closed; starts over after an unforeseen error."""
         failed, pause_s = False, _FIRST_REOPENING_S
         while not self._closing.is_set():
             begun = time.monotonic()
@@ -235,7 +235,7 @@ class Endpoint:
             self._drop(handshake)
 
     def _begin(self) -> None:
-        """Has no handshake under way."""
+        """Sets the state of an endpoint without handshakes."""
         self.handshakes: dict[_Handshake, None] = {}
         self._parked: dict[_Handshake, None] = {}
         self._queued: dict[_Handshake, None] = {}  # those that wait for their turn
@@ -252,7 +252,7 @@ class Endpoint:
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
 
     def _reopen(self) -> None:
-        """Takes nothing over but the groups, the dials and the port, which the peers know."""
+        """Starts over after an error; keeps only the groups, the dials and the port, which peers know."""
         dials = []
         for handshake in self.handshakes:
             with contextlib.suppress(Exception):
@@ -288,7 +288,7 @@ class Endpoint:
             self._tend()
 
     def _meet(self, handshake: _Handshake) -> None:
-        """Goes on with a handshake whose socket is ready."""
+        """Runs the handshake whose socket is ready on."""
         if handshake.want is Want.GROUP and not handshake.over:
             # It has to wait for our answer before it says more.
             self._failed(handshake, CommunicatorError("It hung up, or spoke, while it had to wait."))
@@ -296,7 +296,7 @@ class Endpoint:
             self._advance(handshake)
 
     def _listen(self) -> None:
-        """Watches the listening socket, unless it rests because there is no room for anybody."""
+        """Watches the listening socket, unless it pauses for lack of room."""
         listener = self._listener
         if listener is None:
             return
@@ -332,7 +332,7 @@ class Endpoint:
                 _LOG.log(level, "%d more connections from %s. The last: %s", count, who, untold.last)
 
     def _give_turns(self, now: float, *, all_may_ask: bool) -> None:
-        """Lets those go on whose turn it is; where the members are others now, all may ask."""
+        """Lets as many waiting TLS sessions begin as the rate allows; asks all again when members changed."""
         earned = (now - self._turns_at) * self._max_strangers_per_s
         self._turns, self._turns_at = min(self._most_turns, self._turns + earned), now
         if not self._queued:
@@ -345,7 +345,7 @@ class Endpoint:
             self._next_due = min(self._next_due, now + 1 / self._max_strangers_per_s)
 
     def _end_or_resume(self, now: float) -> None:
-        """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
+        """Ends handshakes that took too long or are no longer wanted; dials again where that is allowed."""
         self._next_due = math.inf
         for handshake in list(self.handshakes):
             if handshake.group is not None and handshake.group.closed:
@@ -391,7 +391,7 @@ class Endpoint:
         self._next_due = min(self._next_due, handshake.expires)
 
     def note_hello(self, handshake: _Handshake) -> None:
-        """A handshake from outside has brought its TLS hello."""
+        """Notes that the TLS hello of a handshake from outside has arrived."""
         self._admission.hello(handshake)
 
     def may_begin(self, handshake: _Handshake) -> bool:
@@ -404,13 +404,13 @@ class Endpoint:
         return True
 
     def note_certificate(self, handshake: _Handshake, certificate: bytes) -> None:
-        """A handshake from outside has shown a certificate that is good for this job."""
+        """Notes that a handshake from outside has shown a certificate that is valid for this job."""
         goes = self._admission.prove(handshake, certificate)
         if goes is not None:
             self._drop(goes)
 
     def _find_room(self) -> None:
-        """The process has no descriptor or memory left for a connection: one goes, or all have to wait."""
+        """Drops a handshake when descriptors or memory run out; without one, stops accepting for a while."""
         weakest = self._admission.weakest()
         if weakest is not None:
             self._drop(weakest)
@@ -465,7 +465,7 @@ class Endpoint:
         self._advance(handshake)
 
     def _advance(self, handshake: _Handshake) -> None:
-        """Goes on with a handshake, as far as it can; nothing if it is over."""
+        """Runs a handshake on until it has to wait; does nothing if it is over."""
         if handshake.over:  # it lost its place after its event, or its turn, was found
             return
         try:
@@ -510,7 +510,7 @@ class Endpoint:
         handshake.retry_s = min(_LAST_RETRY_S, 2 * handshake.retry_s)
 
     def _say(self, budget: LogBudget[str], level: int, handshake: _Handshake, text: str) -> None:
-        """Logs what became of a connection from outside, or counts it: nobody floods the log."""
+        """Logs how a connection from outside ended, or only counts it, so that nobody can flood the log."""
         short = _short(text)
         if _LOG.isEnabledFor(level) and budget.take(handshake.source, "", short, time.monotonic()):
             _LOG.log(level, "%s", short, exc_info=level >= logging.ERROR and _LOG.isEnabledFor(logging.DEBUG))
@@ -558,7 +558,7 @@ class Endpoint:
             handshake.fd = -1
 
     def _drop(self, handshake: _Handshake) -> None:
-        """Ends a handshake; it is not touched again."""
+        """Ends a handshake, which must not be used afterwards."""
         self._unwatch(handshake)
         handshake.over = True
         handshake.steps.close()
@@ -610,7 +610,7 @@ def _listens(listener: socket.socket | None) -> bool:
 
 
 def _hosts(group: PendingGroup) -> Iterator[str]:
-    """The addresses of a group's members, without their ports."""
+    """Returns the addresses of a group's members, without ports."""
     for peer in group.membership.peers:
         with contextlib.suppress(ValueError):
             yield host_and_port(peer.data_address)[0]

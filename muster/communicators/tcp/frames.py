@@ -1,4 +1,4 @@
-"""What two ranks say on a connection: frames of calls, and goodbyes.
+"""The frames that two ranks exchange on a connection: calls, and goodbyes.
 
 Every frame starts with :data:`FRAME`. A frame of calls carries, for each of some ranks, what that rank
 has called and (for small arrays) its data. A goodbye is the last thing on a connection and has a fixed
@@ -30,7 +30,7 @@ GOODBYE_BYTES = 512
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     CALLS = 1
     POINT = 2
@@ -126,7 +126,7 @@ class Call:
 
 
 def frame(kind: FrameKind, blocks: int, length: int) -> bytes:
-    """A frame's first 16 bytes."""
+    """Packs a frame's header, 16 bytes."""
     return FRAME.pack(MAGIC, kind, blocks, length)
 
 
@@ -143,7 +143,7 @@ def read_frame(data: bytes | bytearray | memoryview) -> tuple[FrameKind, int, in
 
 
 def blocks_frame(kind: FrameKind, blocks: Sequence[tuple[bytes, Buffer]]) -> bytes:
-    """A whole frame of blocks: what ranks have called, each with its payload."""
+    """Makes a frame of blocks: the calls of some ranks, each with its payload."""
     parts: list[Buffer] = [b""]
     length = 0
     for call, payload in blocks:
@@ -174,7 +174,7 @@ def read_blocks(data: memoryview, count: int) -> list[tuple[bytes, memoryview]]:
 
 
 def goodbye(reason: Reason, message: str) -> bytes:
-    """The last 512 bytes on a connection."""
+    """Packs a goodbye, the last 512 bytes on a connection."""
     room = GOODBYE_BYTES - FRAME.size - 2
     text = message.encode()[:room].decode(errors="ignore").encode()
     head = frame(FrameKind.GOODBYE, int(reason), GOODBYE_BYTES - FRAME.size)

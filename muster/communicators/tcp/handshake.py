@@ -84,16 +84,16 @@ class TlsPolicy:
 
 
 class HandshakeLimits(Protocol):
-    """What an incoming handshake reports of its progress, so that their number can be bounded."""
+    """Takes reports of an incoming handshake's progress, so that the number of handshakes can be limited."""
 
     def hello_arrived(self) -> None:
-        """The TLS hello is here."""
+        """Reports that the TLS hello has arrived."""
 
     def may_begin(self) -> bool:
-        """Whether its TLS session may begin now: that costs a signature."""
+        """Whether its TLS session, which costs a signature, may begin now."""
 
     def certificate_shown(self, certificate: bytes) -> None:
-        """The certificate with this SHA-256 digest is good for this job. Without TLS: a random number."""
+        """Reports the SHA-256 digest of a certificate valid for this job; without TLS a random number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ _Socket = Generator[tuple[Want, socket.socket], None, socket.socket]
 
 
 def no_steps() -> Steps:
-    """A handshake that has not begun."""
+    """The steps of a handshake that has not begun."""
     raise CommunicatorError("The handshake has not begun.")
     yield
 
@@ -183,7 +183,7 @@ def dial(
 
     Raises:
         SecurityError: somebody else answers at the peer's address.
-        OSError, CommunicatorError: it did not work this time.
+        OSError, CommunicatorError: this attempt failed; another may succeed.
     """
     held = [sock]
     try:
@@ -252,7 +252,8 @@ def accept(
         limits: bounds what one certificate may hold.
 
     Raises:
-        OSError, CommunicatorError, SecurityError: it is not.
+        OSError, CommunicatorError: the connection failed, or asks for a group that is not known.
+        SecurityError: the peer is no member of the group.
     """
     held = [sock]
     try:
@@ -312,9 +313,9 @@ def _accept(
 
 
 def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], None, None]:
-    """Waits until the first TLS record is here in full; leaves it in the kernel.
+    """Waits until the first TLS record has arrived in full; leaves it in the kernel's buffer.
 
-    Who keeps silent, sends something else or only half a hello costs no TLS session and no signature.
+    A peer that stays silent, or sends something else or half a hello, costs no TLS session and no signature.
     """
     size = _TLS_RECORD_HEAD_BYTES
     woken = False
@@ -364,7 +365,7 @@ def _bare(
         tls: how it was authenticated.
         membership: of a generation, whose unique ids are the pre-shared key.
         shared_secret: what the dialer and then the acceptor have drawn and sent inside TLS.
-        context: :func:`handshake_context`, which stands where TLS has its transcript.
+        context: :func:`handshake_context`, which takes the place of TLS's transcript.
     """
     if tls is None or not tls.seal or not isinstance(sock, ssl.SSLSocket):
         return sock, None
@@ -396,7 +397,7 @@ def _check_identity(sock: socket.socket, tls: TlsPolicy, job_id: str, peer: Peer
 
 
 def _check_certificate(sock: socket.socket, tls: TlsPolicy, source: str) -> bytes:
-    """Checks role and job; returns the certificate's digest."""
+    """Checks the certificate's role and job; returns its digest."""
     assert isinstance(sock, ssl.SSLSocket)
     reason = tls.refusal(sock, tls.job_id, None)
     if reason is not None:

@@ -47,13 +47,13 @@ from muster.wire.log_lines import one_line
 from muster.wire.threads import start_thread
 
 SMALL_BYTES = 32768
-"""A message up to this size goes without being called for."""
+"""Messages up to this size, in bytes, are sent before the peer has called recv."""
 
 MOST_WAITING_BYTES = 1 << 20
 """Bytes of small messages that may wait at one peer; further ones are offered."""
 
 MOST_ARRIVED = 1 << 16
-"""Messages of one peer that may wait until they are called for; who sends more is lost."""
+"""Most messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
 
 USER, BARRIER = 0, 1
 """Channels: the program's messages, and those of a monitored barrier."""
@@ -104,11 +104,11 @@ class Message:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it is over; False: it is not yet."""
+        """Waits until the message has ended; returns False if it has not in time."""
         return self._done.wait(timeout_s)
 
     def when_done(self, callback: Callable[[Exception | None], None]) -> None:
-        """Calls back, with the error or None, when it is over; at once if it is."""
+        """Calls back with the error or None when the message ends; at once if it has ended."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -116,14 +116,14 @@ class Message:
         callback(self.error)
 
     def settle(self, error: Exception | None = None) -> None:
-        """Says how it ends, whatever comes between; it is over when the other side has been sent word.
+        """Fixes the message's outcome; it ends once the other side has been told.
 
-        Who has received may end its process at once, and the sender would take that for a loss.
+        A process that has received may exit at once, which the sender must not take for a loss.
         """
         self._is_settled, self.error = True, error
 
     def end(self, error: Exception | None = None) -> None:
-        """It is over; as it was settled, if it was."""
+        """Ends the message, with the outcome of :meth:`settle` if that was called, else with this one."""
         with self._lock:
             if self._done.is_set():
                 return
@@ -345,7 +345,7 @@ class Messages:
     # ------------------------------------------------------------ sending
 
     def _begin(self, message: Message) -> None:
-        """Sends a small message, or offers it."""
+        """Sends a small message, or offers a large one."""
         peer = message.peer
         message.number = self._next_number.get(peer, 0)
         self._next_number[peer] = message.number + 1
@@ -362,7 +362,7 @@ class Messages:
     def _say(
         self, peer: int, kind: int, message: Message, number: int, size: int, content: Buffer = b""
     ) -> None:
-        """Says something about a message, with what follows it; some words end the message here."""
+        """Queues a word about a message, with its data; some words end the message on this side."""
         dtype, channel = DTYPES.index(message.dtype), message.channel
         header = _HEADER.pack(_MAGIC, kind, dtype, channel, message.tag, number, size)
         if len(content) <= SMALL_BYTES:  # a copy costs less than a record of its own
@@ -395,14 +395,14 @@ class Messages:
         self._hold(arrived, 1)
 
     def _hold(self, arrived: _Arrived, change: int) -> None:
-        """Counts what waits here. A peer counts, too, and by that sends no more than may wait."""
+        """Counts messages that wait here for a call. The peer counts as well, and stays within the limit."""
         count, size = self._held.get(arrived.peer, (0, 0))
         count, size = count + change, size + change * len(arrived.data or b"")
         self._held[arrived.peer] = count, size
         if count > MOST_ARRIVED or size > MOST_WAITING_BYTES:
             raise CommunicatorError(
-                f"{self._name(arrived.peer)} has sent more than may wait here: {count} messages that nobody "
-                f"has called for, {size} bytes."
+                f"{self._name(arrived.peer)} exceeds what may wait here without a recv: {count} messages,"
+                f" {size} bytes."
             )
 
     def _match(self, message: Message, arrived: _Arrived) -> None:
@@ -582,7 +582,7 @@ class Messages:
             )
             note = self._pending_group.notes.get(peer, "") if peer not in self._lines else ""
             error = CollectiveTimeoutError(
-                f"{what} {partner} in group {self.membership.group!r} was not done in {self.timeout_s:g} s"
+                f"{what} {partner} in group {self.membership.group!r} did not end in {self.timeout_s:g} s"
                 + (f" [{note}]." if note else "."),
                 remedy="See that worker's log, or raise the group's timeout.",
             )
@@ -600,7 +600,7 @@ class Messages:
         message.end(error)
 
     def _nobody_may_send(self) -> Exception | None:
-        """Why a message of anybody is not to be waited for: a peer broke, or all have gone; None: it is."""
+        """Why a receive from any rank cannot succeed: a peer failed, or all have left; None: it can."""
         broken = next((self._lost[peer] for peer in self._lost if peer not in self._left), None)
         if broken is None and len(self._lost) == self.membership.world_size - 1:
             broken = next(iter(self._lost.values()), None)
@@ -638,12 +638,12 @@ class Messages:
 
 
 def fills(view: memoryview, size: int) -> bool:
-    """Whether ``size`` bytes fill ``view`` exactly: what is more would be taken for what comes next."""
+    """Whether ``size`` bytes fill ``view`` exactly: a longer message would run into the next one."""
     return size == len(view)
 
 
 class _WakingGroup(PendingGroup):
-    """A group that says when somebody has come."""
+    """A group that wakes the messages' thread when a peer has connected."""
 
     def __init__(self, membership: Membership, label: bytes, wake: Callable[[], None]) -> None:
         super().__init__(membership, label)

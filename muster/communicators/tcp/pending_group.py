@@ -35,11 +35,11 @@ class PendingGroup:
             self.changed.notify_all()
 
     def fail(self, rank: int, error: Exception) -> None:
-        """Gives up on a peer, for a reason that trying again cannot cure."""
+        """Gives up on a peer, for a reason that another attempt cannot change."""
         with self.changed:
             self.failures[rank] = error
             self.changed.notify_all()
 
     def note(self, rank: int, text: str) -> None:
-        """Keeps why the last try to reach a peer failed."""
+        """Records why the last attempt to reach a peer failed."""
         self.notes[rank] = text

@@ -119,7 +119,7 @@ def _ask(sock: socket.socket) -> None:
 def answer_probes(
     tls: Callable[[], TlsPolicy] | None, address: str, *, allow_insecure: bool = False
 ) -> tuple[Endpoint | None, str]:
-    """Answers probes from now on, for a worker whose backend has no endpoint that does.
+    """Opens an endpoint that answers probes, for a worker whose backend has none.
 
     Args:
         tls: how peers are authenticated, asked for each probe; None for plaintext.

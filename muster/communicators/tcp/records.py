@@ -34,7 +34,7 @@ RECORDS_PER_KEY = 1 << 17
 """Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, hence 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
-"""Records that may follow one another and carry no data: empty ones, and KeyUpdates."""
+"""Most records without data in a row: empty ones, and KeyUpdates."""
 
 KEY_BYTES = 16
 IV_BYTES = 12
@@ -134,7 +134,7 @@ def application_traffic_secrets(
 
     Args:
         psk: the pre-shared key.
-        shared_secret: what stands where (EC)DHE's result does.
+        shared_secret: takes the place of (EC)DHE's result.
         transcript_hash: of the handshake, up to the point to which the secrets belong.
 
     Returns:
@@ -183,7 +183,7 @@ class TrafficKey:
 
 
 def varuint(length: int) -> bytes:
-    """A length as TLSLargeCiphertext has it, in the fewest of 1, 2 or 4 bytes; two bits say in how many."""
+    """Packs a length as TLSLargeCiphertext does, in the fewest of 1, 2 or 4 bytes; two bits say how many."""
     if length < 1 << 6:
         return bytes((length,))
     if length < 1 << 14:
@@ -192,10 +192,10 @@ def varuint(length: int) -> bytes:
 
 
 def from_varuint(data: memoryview) -> int:
-    """The length in a varuint of 1, 2 or 4 bytes.
+    """Reads a length from a varuint of 1, 2 or 4 bytes.
 
     Raises:
-        RecordLayerError: fewer bytes would have done.
+        RecordLayerError: it is longer than its value needs.
     """
     size = len(data)
     length = int.from_bytes(data, "big") & ((1 << (8 * size - 2)) - 1)
@@ -205,7 +205,7 @@ def from_varuint(data: memoryview) -> int:
 
 
 def _room(size: int) -> memoryview:
-    """Memory that costs nothing until it is written: zeroing megabytes takes as long as a handshake."""
+    """Allocates memory that costs nothing until written: zeroing megabytes takes as long as a handshake."""
     return np.empty(size, np.uint8).data
 
 
@@ -246,10 +246,11 @@ class RecordLayer:
         self._failure: AlertDescription | None = None
 
     def close(self) -> None:
-        """Gives the buffers back; nothing is read or written any more.
+        """Drops the buffers; nothing is read or written any more.
 
-        The error that a communicator broke with holds it by its traceback, and it holds the error: these
-        megabytes would stay until the collector comes, to which a few objects are no reason.
+        A broken communicator and its error refer to each other through the traceback. Without this their
+        buffers, which are megabytes, would live until the garbage collector runs, and so few objects do not
+        trigger it.
         """
         self._in = self._out = self._content_in = self._plain = self._unsent = memoryview(b"")
 
@@ -339,7 +340,7 @@ class RecordLayer:
         return count
 
     def _content(self, inner: bytes) -> bytes:
-        """The data in a TLSInnerPlaintext, which may be padded (section 5.4), empty, or of another type."""
+        """Extracts the data of a TLSInnerPlaintext: padded (section 5.4), empty, or of another type."""
         content = inner.rstrip(b"\0")
         if not content:
             raise RecordLayerError(AlertDescription.UNEXPECTED_MESSAGE)
@@ -423,7 +424,7 @@ class RecordLayer:
 def encrypt_copy(
     key: TrafficKey, content: memoryview, content_type: int, header: bytes, out: memoryview
 ) -> None:
-    """What ``encrypt`` is with older releases of ``cryptography``, which cannot fill a buffer to its end."""
+    """Encrypts as ``encrypt`` does, through a copy, for releases of ``cryptography`` that need spare room."""
     gcm = Cipher(key.cipher, modes.GCM(key.nonce())).encryptor()
     gcm.authenticate_additional_data(header)
     out[:] = gcm.update(content) + gcm.update(bytes((content_type,))) + gcm.finalize() + gcm.tag
@@ -442,7 +443,7 @@ def _encrypt_into(
 
 
 def decrypt_copy(key: TrafficKey, data: memoryview, header: memoryview, content: memoryview) -> int:
-    """What ``decrypt`` is there."""
+    """Decrypts as ``decrypt`` does, through a copy, for older releases of ``cryptography``."""
     gcm = Cipher(key.cipher, modes.GCM(key.nonce(), bytes(data[-TAG_BYTES:]))).decryptor()
     gcm.authenticate_additional_data(header)
     inner = gcm.update(data[:-TAG_BYTES]) + gcm.finalize()
@@ -461,7 +462,7 @@ def _decrypt_into(key: TrafficKey, data: memoryview, header: memoryview, content
 
 
 def _fills_buffers() -> bool:
-    """Whether the installed ``cryptography`` writes into a buffer of just the size of what comes out."""
+    """Whether the installed ``cryptography`` can fill an output buffer to its last byte."""
     try:
         Cipher(algorithms.AES128(bytes(KEY_BYTES)), modes.GCM(bytes(IV_BYTES))).encryptor().update_into(
             b"\0", memoryview(bytearray(1))

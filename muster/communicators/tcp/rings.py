@@ -51,7 +51,7 @@ class Segments:
         self.chunk_size = min(self._step, longest)
 
     def slice(self, segment: int, chunk: int) -> slice:
-        """Where the chunk lies; empty where the segment is shorter than others."""
+        """The chunk's slice of the array; empty where this segment is shorter than others."""
         start, stop = self._bounds[segment], self._bounds[segment + 1]
         begin = min(start + chunk * self._step, stop)
         return slice(begin, min(begin + self._step, stop))

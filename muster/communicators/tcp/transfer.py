@@ -34,11 +34,11 @@ _LONG_BURST = 8
 """The same where each direction has a thread of its own."""
 
 _MANY_VIEWS = 2
-"""Pieces, of 512 KiB at most, from which on it has."""
+"""Number of pieces, of at most 512 KiB, from which that is the case."""
 
 _CHECK_S = 0.05
 _SIGNALS_S = 0.5
-"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+"""Longest single wait, in seconds: signals are handled between two."""
 
 _FRAME_ROOM = 16384 + 256
 
@@ -50,7 +50,7 @@ class StoppedError(Exception):
 
 
 class DeadlinePassedError(Exception):
-    """Not all came before the deadline; ``ranks`` are the peers waited for."""
+    """The deadline passed before everything was transferred; ``ranks`` are the peers still waited for."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__("deadline passed")
@@ -58,7 +58,7 @@ class DeadlinePassedError(Exception):
 
 
 class PeerEndedError(Exception):
-    """A peer hung up before all was there; ``farewell`` is what it said last, if anything."""
+    """A peer hung up before everything was transferred; ``farewell`` is its goodbye, if it sent one."""
 
     def __init__(self, rank: int, farewell: tuple[Reason, str] | None) -> None:
         super().__init__("peer ended")
@@ -80,7 +80,7 @@ class Outgoing:
         self._began = False
 
     def precede(self, data: bytes) -> None:
-        """Puts bytes in front of all the views."""
+        """Inserts bytes before all the views."""
         self.views.insert(0, memoryview(data))
         self.ready += 1
 
@@ -161,7 +161,7 @@ class Incoming:
         return moved
 
     def _refuse_goodbye(self) -> None:
-        """Checks that so few bytes are not the beginning of a goodbye, said in the place of data."""
+        """Checks that these few bytes are not the beginning of a goodbye in the place of data."""
         farewell = self.connection.goodbye_from(b"".join(self.views))
         if farewell is not None:
             raise EndOfStreamError(farewell)
@@ -202,7 +202,7 @@ class FrameIn(Incoming):
         return self._finished
 
     def farewell(self) -> tuple[Reason, str] | None:
-        """None: a goodbye is a frame, and raises when it is read."""
+        """Always None: a goodbye is a frame, and raises when it is read."""
         return None
 
     def move(self, burst: int = _BURST) -> bool:
@@ -248,9 +248,9 @@ class FrameIn(Incoming):
 
 
 class _Sender:
-    """A thread that sends while another receives: sealing and copying run outside of Python, on two cores.
+    """A thread that sends while another receives: sealing and copying release the interpreter's lock.
 
-    It does one :meth:`Outgoing.move` at a time, so that all that is decided is decided in the other thread.
+    It does one :meth:`Outgoing.move` at a time, so that every decision is made in the other thread.
     """
 
     def __init__(self) -> None:
@@ -259,11 +259,11 @@ class _Sender:
         start_thread(self._serve, name="muster-tcp-send")
 
     def begin(self, stream: Outgoing) -> None:
-        """Lets it send what goes."""
+        """Starts one round of sending."""
         self._begin.put(stream)
 
     def finish(self) -> bool:
-        """Waits until it has; returns whether anything went.
+        """Waits for the round of sending; returns whether anything was sent.
 
         Raises:
             EndOfStreamError: the peer is gone.
@@ -336,7 +336,7 @@ class Multiplexer:
         """Looks whether a peer has hung up while nothing is moved.
 
         Raises:
-            PeerEndedError: one has, and not because it is done.
+            PeerEndedError: a peer has hung up without having finished.
             StoppedError: :meth:`stop` was called.
         """
         for fd, _ in self._poll.poll(0):
@@ -360,7 +360,7 @@ class Multiplexer:
             until: return as soon as this one is finished, whatever is left of the others.
 
         Raises:
-            DeadlinePassedError: some was not there in time.
+            DeadlinePassedError: the deadline passed first.
             PeerEndedError: a peer hung up before all was there.
             StoppedError: :meth:`stop` was called.
         """

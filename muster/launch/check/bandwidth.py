@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Arrays:
-    """How a plane's arrays are made from NumPy's, read, and waited for."""
+    """How a plane makes arrays from NumPy's, reads them back, and waits for them."""
 
     make: Callable[[Any], Any] = lambda values: values
     read: Callable[[Any], Any] = lambda array: array
@@ -122,7 +122,7 @@ class Embedded(Plane):
 
 
 class Beside(Plane):
-    """Another backend, such as NCCL; its unique ids travel over the session's communicator.
+    """Another backend, such as NCCL; its unique ids are sent over the session's communicator.
 
     Args:
         session: the job.
@@ -211,9 +211,9 @@ def planes(session: Session) -> list[Plane]:
 def seal_as_job(
     session: Session, backend: Backend, look_at_host: Callable[[], NcclHost] = look_at_host
 ) -> Callable[[], None]:
-    """Encrypts what the check sends by NCCL as the job itself would; returns what gives it its secret.
+    """Encrypts the check's NCCL traffic as the job would; returns a function that sets the plug-in's secret.
 
-    That comes from the session's own, which its members alone know.
+    The secret is derived from the session's unique ids, which only its members know.
     """
     settings = session.settings
     tls = settings.config_path is not None

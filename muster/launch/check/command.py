@@ -1,6 +1,6 @@
 """``muster check``: whether all ranks agree, compute right numbers, and which host is slow.
 
-Run by each worker of a job that does nothing else; rank 0 prints the result. Facts travel over the embedded
+Run by each worker of a job that does nothing else; rank 0 prints the result. Facts are sent over the embedded
 communicator, which is there before NCCL is: NCCL itself may hang on what is to be found here.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPEATS = 3
 COLLECTIVE_TIMEOUT_S = 60
 MOST_SHOWN = 300
-"""Most characters of why a host cannot encrypt."""
+"""Length limit of the reason why a host cannot encrypt, in characters."""
 
 EPILOG = """\
 All other options are the launcher's (muster run --help), and no command follows them:
@@ -143,7 +143,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _fail_together(session: Session) -> None:
-    """Keeps ranks from failing before rank 0 has printed why: the first failure ends all workers."""
+    """Delays this rank's failure until rank 0 has printed why: the first failure ends all workers."""
     from muster.worker.collectives import barrier
 
     barrier()
@@ -169,7 +169,7 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
 
 
 def _nccl_facts(session: Session) -> dict[str, str]:
-    """Whether this host would encrypt NCCL's traffic; nothing where it is not asked for."""
+    """Collects whether this host would encrypt NCCL's traffic; empty where that is not asked for."""
     mode = session.settings.nccl_encryption
     if mode == OFF:
         return {}

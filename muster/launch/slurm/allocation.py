@@ -70,11 +70,11 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which nodes of an allocation do what.
+    """The division of an allocation's nodes into training, spare and unused ones.
 
     Attributes:
         allocation: the nodes.
-        spares: how many nodes are to wait for the place of one that is lost.
+        spares: how many nodes wait to take the place of a lost one.
         left_out: names of nodes that are not used.
     """
 
@@ -86,7 +86,7 @@ class Division:
         """Refuses spares that leave no node to train on.
 
         Raises:
-            SettingsError: they do.
+            SettingsError: there are as many spares as nodes, or more, or less than none.
         """
         if not 0 <= self.spares < self.allocation.nodes:
             raise SettingsError(
@@ -158,15 +158,15 @@ def lost_nodes(states: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Questions:
-    """When Slurm is asked for lost nodes.
+    """Decides when Slurm is asked for lost nodes.
 
     A controller serves thousands of jobs, and each question costs it a list of all nodes. So none is asked
-    while training goes on as it did: the scheduler's log grows only when something happens, a lost worker for
-    one. Slurm itself takes up to ``SlurmdTimeout`` (300 s by default) to find a node lost, so asking goes on
-    for a while.
+    while training goes on: the scheduler's log grows only when something happens, such as the loss of a
+    worker. Slurm itself takes up to ``SlurmdTimeout`` (300 s by default) to notice a lost node, so asking
+    goes on for a while.
 
     Attributes:
-        log_bytes: how long the scheduler's log was when it was last looked at.
+        log_bytes: size of the scheduler's log when it was last looked at.
         news_at: when it had grown, in seconds; None: never yet.
         asked_at: when Slurm was last asked, or the first news came.
     """
@@ -176,7 +176,7 @@ class Questions:
     asked_at: float = 0.0
 
     def is_due(self, now: float, log_bytes: int) -> bool:
-        """Whether to ask now; the caller then does."""
+        """Whether to ask now; if so, the caller must."""
         if log_bytes != self.log_bytes:
             if self.news_at is None or now - self.news_at > ASK_FOR_S:
                 self.asked_at = now  # what the news is about, Slurm does not know at once
@@ -189,12 +189,12 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Sequel:
-    """What follows when the workers of a job have ended.
+    """What the batch script does when the workers of a job have ended.
 
     Attributes:
         code: the batch script's exit code.
-        requeue: the job goes back into the queue instead.
-        why: says so in a sentence.
+        requeue: whether the job goes back into the queue instead.
+        why: the reason, as a sentence.
     """
 
     code: int

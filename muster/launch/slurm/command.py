@@ -45,7 +45,7 @@ _HEALTH = "muster:node "
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Makes the parser of ``muster slurm``."""
     made = argparse.ArgumentParser(
         prog="muster slurm",
         description="Runs a job in a Slurm allocation: the scheduler on the first node, a worker per task.",
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs it; returns the exit code of the batch script."""
+    """Runs ``muster slurm``; returns the batch script's exit code."""
     options = parser().parse_args(argv)
     options.command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
@@ -227,7 +227,7 @@ class SlurmJob:
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[bool]:
-        """Starts the scheduler, and ends it in any case; gives whether it serves."""
+        """Starts the scheduler for the block, and ends it in any case; yields whether it serves."""
         allocation = self.division.allocation
         self._env |= self.division.environment(self._env)
         path = self._scheduler_log = Path(f"scheduler-{allocation.job_id}.log")
@@ -261,7 +261,7 @@ class SlurmJob:
         return False
 
     def _stop(self) -> int:
-        """Ends the scheduler, which no worker is left to end; returns its exit code."""
+        """Ends the scheduler when no worker is left to do so; returns its exit code."""
         assert self._scheduler is not None
         if self._scheduler.poll() is None:
             self._scheduler.terminate()
@@ -270,7 +270,7 @@ class SlurmJob:
     # ------------------------------------------------------------ the nodes
 
     def _leave_bad_nodes_out(self) -> None:
-        """Asks each node whether it can take part; drains those that cannot."""
+        """Asks each node whether it can take part; excludes and drains those that cannot."""
         names, said = self.check_nodes()
         if not said:
             say("no node answered the check: all are used")
@@ -351,7 +351,7 @@ class SlurmJob:
                 told = True
 
     def _too_few_are_left(self) -> bool:
-        """Whether workers would wait in vain for a lost node, until MS_TOPO_TIMEOUT."""
+        """Whether workers would wait for a lost node in vain, until MS_TOPO_TIMEOUT."""
         fit = self.division.used_nodes - len(set(self._lost()) - set(self.division.left_out))
         return fit < self.division.training_nodes and not self._env.get("MS_WORKER_MIN")
 
@@ -374,7 +374,7 @@ class SlurmJob:
         say(verdict.why)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this script by it, or after KillWait
         if ask(self._env, "scontrol", "requeue", job) is None:
-            say("Slurm does not take it back (sbatch --requeue)")
+            say("Slurm refuses to requeue the job: submit it with sbatch --requeue")
             return verdict.code
         time.sleep(QUESTION_S)
         return verdict.code

@@ -28,7 +28,7 @@ _WATCHERS = ("1", "2")
 
 
 def start_watch(command: Sequence[str], env: dict[str, str]) -> None:
-    """Starts the watch beside a worker, where this is one to have it; takes its variable from ``env``."""
+    """Starts the watch beside a worker that is to have one; removes its variable from ``env``."""
     watched = env.pop(FIRST_NODE, "")
     if watched and env.get("SLURM_NODEID") in _WATCHERS and env.get("SLURM_LOCALID", "0") == "0":
         nowhere = subprocess.DEVNULL  # the step would wait for the end of its output

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from muster.certs.errors import RevokedError
 from muster.certs.pki.authority import open_authority
 from muster.certs.pki.certificates import common_name
 from muster.certs.runtime.store import load_configured, load_credentials, load_for_etcd
+from muster.launch.options import parse
 from muster.scheduler.config import load_settings as load_scheduler_settings
 from muster.worker.config import load_settings as load_worker_settings
 from tests.certs.making import PASSWORD
@@ -66,7 +68,7 @@ def test_a_fresh_machine_has_what_it_needs_after_init(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    scheduler, worker = (dict(re.findall(r"(MS_\w+)=(\S+)", line)) for line in ended.stdout.splitlines()[1:3])
+    scheduler, worker = (dict(re.findall(r"(MS_\w+)=(\S+)", line)) for line in ended.stdout.splitlines()[2:4])
     assert load_scheduler_settings(scheduler).job_id == load_worker_settings(worker).job_id == "resnet"
     assert scheduler["MS_SERVER_PASSWORD_FILE"] == worker["MS_CLIENT_PASSWORD_FILE"] == "secret"
     password = (tmp_path / "secret").read_text().strip()
@@ -113,6 +115,16 @@ def test_init_says_where_each_sides_password_comes_from(
     assert f"MS_SERVER_PASSWORD_FILE='{tmp_path / 'of servers'}' python -m scheduler" in told
     assert "MS_CLIENT_PASSWORD=... (as set here) python train.py" in told
     assert "of clients" not in told and "of the authority" not in told
+
+
+def test_init_says_how_a_job_is_launched_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, password = tmp_path / "made here", tmp_path / "password"
+    assert main(["init", "--dir", str(made), "--password-file", str(password), "--job", "a b"]) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "muster run" in line]
+    words = shlex.split(told.partition("muster run ")[2])
+    assert parse(words).config == made / "config.json"
+    assert parse(words).password_file == password
+    assert parse(words).job_id == "a b"
 
 
 def test_password_options_win_over_the_environment(
@@ -174,7 +186,7 @@ def test_a_hosts_certificate_names_its_nodes_and_goes_with_each(
     assert "2 revoked" in capsys.readouterr().out  # the renewed one, and the one before
     for wrong in (["--role", "host"], ["--role", "worker", *nodes]):
         assert main(["issue", "--dir", str(directory), *wrong]) == 2
-        assert "names the nodes that its workers may take" in capsys.readouterr().err
+        assert "must name at least one node" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from muster.certs.runtime.passwords import password_for, prompt_on_terminal
 )
 def test_each_role_has_its_variable(role: str, variable: str) -> None:
     assert password_for(role, {variable: "pä ss"}, None) == "pä ss".encode()
-    with pytest.raises(ConfigError, match=f"{variable} is not set.*{variable}_FILE") as caught:
+    said = f"{variable} is not set.*{variable}_FILE.*--password-file"
+    with pytest.raises(ConfigError, match=said) as caught:
         password_for(role, {}, None)
     assert caught.value.exit_code == 2
 

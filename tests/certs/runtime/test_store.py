@@ -98,7 +98,7 @@ def test_a_file_that_wants_too_many_rounds_is_refused_before_it_gets_them(
         file.write_bytes(as_ber(file.read_bytes()))
     assert count_rounds(file.read_bytes()) == 3000
     monkeypatch.setattr(store, "MAX_ROUNDS", 2999)
-    with pytest.raises(errors.FileError, match=r"hashed 3,000 times, and at most 2,999 are taken\..*Make it"):
+    with pytest.raises(errors.FileError, match=r"in 3,000 rounds; at most 2,999 are accepted\..*Make it"):
         load(file, pki)
 
 
@@ -113,7 +113,7 @@ def test_the_rounds_of_all_parts_count_together(
 ) -> None:
     file = openssl_p12(tmp_path / "x.p12", certificate(pki.authority), "-iter", "3000")
     monkeypatch.setattr(store, "MAX_ROUNDS", 8999)
-    with pytest.raises(errors.FileError, match=r"hashed 9,000 times, and at most 8,999 are taken"):
+    with pytest.raises(errors.FileError, match=r"in 9,000 rounds; at most 8,999 are accepted"):
         load(file, pki)
 
 
@@ -123,7 +123,7 @@ def test_millions_of_rounds_are_refused_whatever_the_password(pki: Pki, tmp_path
     whole = file.read_bytes()
     assert whole.count(b"\x02\x03\x01\x00\x00") == 1
     file.write_bytes(whole.replace(b"\x02\x03\x01\x00\x00", b"\x02\x03\x7f\xff\xff"))
-    with pytest.raises(errors.FileError, match="hashed 8,388,607 times, and at most 2,000,000 are taken"):
+    with pytest.raises(errors.FileError, match="in 8,388,607 rounds; at most 2,000,000 are accepted"):
         load(file, pki, b"wrong")
 
 

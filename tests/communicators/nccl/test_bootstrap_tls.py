@@ -65,7 +65,9 @@ def test_a_key_is_set_once_and_a_refusal_says_what_to_do() -> None:
     tls = BootstrapTls(nccl)
     key = tls.key()
     assert tls.key() == tls.take(key) == key and len(key) == 32 and nccl.calls == 1
-    with pytest.raises(CommunicatorError, match="no other key for its bootstrap: invalid usage") as caught:
+    with pytest.raises(
+        CommunicatorError, match="refused another TLS key for its bootstrap: invalid usage"
+    ) as caught:
         tls.take(bytes(32))
     assert "Start the job again" in caught.value.remedy and "00" * 8 not in str(caught.value)
     assert tls.key() == key

@@ -544,7 +544,7 @@ def test_what_fails_while_closing_keeps_nothing_alive(
         ("comm_destroy", "comm"),
         ("comm_destroy", "root"),
     ]
-    assert "'world' held was not released: the graph is in use" in caplog.text
+    assert "resource of group 'world' was not released: the graph is in use" in caplog.text
 
 
 def test_groups_that_were_closed_are_not_kept(comm: NcclCommunicator) -> None:
@@ -598,7 +598,7 @@ def test_an_operation_that_does_not_exist_is_refused_in_words(comm: NcclCommunic
 
 
 def test_a_group_of_nobody_is_refused(comm: NcclCommunicator) -> None:
-    with pytest.raises(ArrayError, match="group 'none' needs each of its ranks once, and one at least"):
+    with pytest.raises(ArrayError, match="group 'none' must have at least one rank, and each only once"):
         comm.split("none", [])
     assert calls_of(comm) == []
 
@@ -675,7 +675,7 @@ def test_the_deadline_counts_where_the_host_waits_and_nowhere_else(
     comm.all_reduce(array, array, ReduceOp.SUM, async_op=True).wait()
     for wait in (comm.synchronize, comm.barrier):
         with pytest.raises(
-            CollectiveTimeoutError, match=r"over within 0 s on rank 0; waited for rank 1 \(w1"
+            CollectiveTimeoutError, match=r"complete within 0 s on rank 0; waited for rank 1 \(w1"
         ):
             wait()
 

@@ -54,7 +54,7 @@ def test_where_the_package_cannot_be_written_it_goes_into_the_users_cache(
     path = library.build(env)
     assert path.parent.parent == tmp_path / "cache" / "muster" / "nccl" and library.find(env) == path
     assert library.digest() in path.parent.name
-    with pytest.raises(SettingsError, match="can be written nowhere") as caught:
+    with pytest.raises(SettingsError, match="No folder for the plug-in") as caught:
         library.build(PATHS)
     assert "XDG_CACHE_HOME" in caught.value.remedy
 
