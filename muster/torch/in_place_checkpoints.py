@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from muster.wire.threads import start_thread
 
 log = logging.getLogger("muster.worker")
 
-Found = tuple[int, Any]
-"""A step and this rank's part of the state before it: uint8, in the host's memory."""
+Found = tuple[int, PartCopy]
+"""A step and this rank's part of the state before it."""
 
 
 class InPlaceCheckpoints:
@@ -99,7 +100,7 @@ class InPlaceCheckpoints:
             dist.all_reduce(is_sound, dist.ReduceOp.MIN)
             if copy is not None and bool(is_sound):
                 log.warning("The state is that of the checkpoint %s", self.directory / name)
-                return copy.key.snapshot.step, torch.frombuffer(bytearray(copy.data), dtype=torch.uint8)
+                return copy.key.snapshot.step, replace(copy, data=memoryview(bytearray(copy.data)))
             log.warning("The checkpoint %s is damaged, or of another number of ranks", self.directory / name)
         return None
 
