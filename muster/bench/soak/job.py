@@ -81,7 +81,7 @@ def block_digests(weights: Numbers, blocks: range = range(BLOCKS)) -> list[bytes
     found = []
     for block in blocks:
         place = elements_of(range(block, block + 1))
-        found.append(hashlib.sha256(weights[place.start - first : place.stop - first]).digest()[:8])
+        found.append(hashlib.sha256(weights[place.start - first : place.stop - first].tobytes()).digest()[:8])
     return found
 
 
