@@ -15,8 +15,7 @@ import torch.distributed as dist
 from muster.errors import SettingsError, WorkerError
 from muster.training.mounted_path import mounted_path
 from muster.training.part_copy import DamagedCopyError, PartCopy
-from muster.training.part_files import describe, read_parts, whole_checkpoints, write_part
-from muster.wire.files import beside
+from muster.training.part_files import part_order, read_parts, whole_checkpoints, write_part
 from muster.wire.threads import start_thread
 
 log = logging.getLogger("muster.worker")
@@ -62,13 +61,7 @@ class InPlaceCheckpoints:
             dist.broadcast(drawn, 0)
             self._attempt, self._attempt_in = int(drawn), generation
         self.wait()
-        what = {
-            "copy": describe(copy),
-            "root": str(self.directory),
-            "attempt": f"{self._attempt:016x}.0",
-            "unfinished": str(beside(self.directory / f"part_{copy.key.rank}")),
-            "mbytes_per_s": 0.0,
-        }
+        what = part_order(copy, self.directory, f"{self._attempt:016x}.0")
 
         def write() -> None:
             try:

@@ -65,6 +65,7 @@ class Nursery:
             RuntimeError: the nursery has ended.
         """
         assert self._process.stdin is not None
+        log.touch()  # a busy machine's worker may open it later than others look for it
         order = {
             "arguments": list(arguments),
             "env": dict(env),
