@@ -265,6 +265,7 @@ def test_nothing_hides_an_import() -> None:
     """Modules are imported by statements; only what loads by name does it by name."""
     by_name = {
         "muster/bench/__main__.py": "a benchmark when it is named",
+        "muster/bench/snapshots/nursery.py": "the job whose workers it forks",
         "muster/launch/fork.py": "before a fork",
     }
     by_name["muster/parallel/command.py"] = "the user's module, which the command line names"

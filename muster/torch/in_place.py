@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,18 @@ from muster.torch.peer_copies import PeerCopies, collective_device, newest_whole
 from muster.torch.pipeline_reset import reset_pipelines
 from muster.torch.random import RandomState
 from muster.torch.replica_groups import active_ranks, replica_of, what_it_holds
+from muster.torch.snapshot_copies import OwnRoom, PartCopier
+from muster.torch.snapshot_restore import decode_head, encode_head
 from muster.torch.snapshot_tensors import ObjectParts
 from muster.torch.step_batches import NoMoreBatchesError, StepBatches
 from muster.torch.zero_redundancy import opened
+from muster.training.part_copy import PartCopy
+from muster.training.snapshots.parts import PartKey, SnapshotId
 
 log = logging.getLogger("muster.worker")
 
 REHEARSED_STEPS = 2
 """The steps after which all exists that modules make as they go: optimizers' state, DDP's second buckets."""
-
-_HEAD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ class InPlaceTraining:
         if is_due and self._taken != (self._program.generation, number):  # as on going back to it
             self._take(self._encode())
 
-    def _take(self, part: Any) -> None:
+    def _take(self, part: PartCopy) -> None:
         self._taken = self._program.generation, self._number
         copy = self._copies.take(self._taken, part)
         if self._checkpoints:
@@ -267,41 +268,29 @@ class InPlaceTraining:
         self._batches.forget_before(self._number)
         self._program.note_state()
 
-    def _encode(self) -> Any:
-        """This rank's state before the next step: uint8, a head in JSON and the tensors."""
-        tensors = [each.flat().to("cpu").contiguous() for each in self._parts.snapshot_tensors(0, 1)]
-        head = {
-            "notes": self._parts.snapshot_notes(),
-            "place": self._batches.place(self._number),
-            "bytes": [each.numel() * each.element_size() for each in tensors],
-        }
-        text = json.dumps(head).encode()
-        whole = torch.empty(_HEAD_BYTES + len(text) + sum(head["bytes"]), dtype=torch.uint8)
-        first = len(text).to_bytes(_HEAD_BYTES, "little") + text
-        whole[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        at = len(first)
-        for tensor, count in zip(tensors, head["bytes"], strict=True):
-            if count:
-                whole[at : at + count] = tensor.view(torch.uint8)
-            at += count
-        return whole
+    def _encode(self) -> PartCopy:
+        """This rank's state before the next step."""
+        on_gpu = self._parts.device.type == "cuda"
+        copier = PartCopier(self._parts.snapshot_tensors(0, 1), self._parts.device)
+        room = OwnRoom(copier.size, pinned=on_gpu)
+        copier.take(room, lambda tensor: tensor)()  # waited for, so the tensors themselves are read
+        notes = {"state": self._parts.snapshot_notes(), "place": self._batches.place(self._number)}
+        key = PartKey(SnapshotId(self._program.generation, self._number), self._size, self._rank)
+        return PartCopy(key, encode_head(copier.tensors, copier.places, notes), room.data[: copier.size])
 
-    def _decode(self, part: Any, *, is_newcomer: bool, is_own: bool) -> None:
+    def _decode(self, part: PartCopy, *, is_newcomer: bool, is_own: bool) -> None:
         """Puts the state in place; of a replica's, generators stay as they are: each rank has its own."""
-        length = int.from_bytes(bytes(part[:_HEAD_BYTES].numpy()), "little")
-        head = json.loads(bytes(part[_HEAD_BYTES : _HEAD_BYTES + length].numpy()))
-        at = _HEAD_BYTES + length
+        head = decode_head(part.head.decode())
         with torch.no_grad():
-            for each, count in zip(self._parts.snapshot_tensors(0, 1), head["bytes"], strict=True):
-                if count:  # cloned, for a view of another type must begin at a multiple of its size
-                    values = part[at : at + count].clone().view(each.tensor.dtype)
+            for each, span in zip(self._parts.snapshot_tensors(0, 1), head.tensors, strict=True):
+                if span.stop > span.start:
+                    values = torch.frombuffer(part.data[span.start : span.stop], dtype=each.tensor.dtype)
                     each.put(values.to(each.tensor.device))
-                at += count
         before = self._random.keep()
         if is_newcomer:
-            self._batches.go_to(self._number, head["place"])
+            self._batches.go_to(self._number, head.notes["place"])
         self._random.put_back(before)
-        self._parts.put_snapshot_notes(head["notes"], same_rank=is_own)
+        self._parts.put_snapshot_notes(head.notes["state"], same_rank=is_own)
 
     # ------------------------------------------------------------ another generation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ import torch.distributed as dist
 from muster.errors import SettingsError, WorkerError
 from muster.training.mounted_path import mounted_path
 from muster.training.part_copy import DamagedCopyError, PartCopy
-from muster.training.part_files import describe, read_parts, whole_checkpoints, write_part
-from muster.wire.files import beside
+from muster.training.part_files import part_order, read_parts, whole_checkpoints, write_part
 from muster.wire.threads import start_thread
 
 log = logging.getLogger("muster.worker")
 
-Found = tuple[int, Any]
-"""A step and this rank's part of the state before it: uint8, in the host's memory."""
+Found = tuple[int, PartCopy]
+"""A step and this rank's part of the state before it."""
 
 
 class InPlaceCheckpoints:
@@ -61,13 +61,7 @@ class InPlaceCheckpoints:
             dist.broadcast(drawn, 0)
             self._attempt, self._attempt_in = int(drawn), generation
         self.wait()
-        what = {
-            "copy": describe(copy),
-            "root": str(self.directory),
-            "attempt": f"{self._attempt:016x}.0",
-            "unfinished": str(beside(self.directory / f"part_{copy.key.rank}")),
-            "mbytes_per_s": 0.0,
-        }
+        what = part_order(copy, self.directory, f"{self._attempt:016x}.0")
 
         def write() -> None:
             try:
@@ -99,7 +93,7 @@ class InPlaceCheckpoints:
             dist.all_reduce(is_sound, dist.ReduceOp.MIN)
             if copy is not None and bool(is_sound):
                 log.warning("The state is that of the checkpoint %s", self.directory / name)
-                return copy.key.snapshot.step, torch.frombuffer(bytearray(copy.data), dtype=torch.uint8)
+                return copy.key.snapshot.step, replace(copy, data=memoryview(bytearray(copy.data)))
             log.warning("The checkpoint %s is damaged, or of another number of ranks", self.directory / name)
         return None
 

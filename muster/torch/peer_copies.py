@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,17 +115,17 @@ class PeerCopies:
             found.append([copy.key.rank, *copy.key.snapshot])
         return found
 
-    def take(self, key: Key, part: Any) -> PartCopy:
+    def take(self, key: Key, part: PartCopy) -> PartCopy:
         """Keeps this rank's part, at its partners too; all ranks call it, and all hold it when it returns.
 
         Args:
             key: of the copy.
-            part: uint8, in the host's memory.
+            part: what this rank holds; of another key, if it is taken once more.
 
         Returns:
-            This rank's copy.
+            This rank's copy, with checksums.
         """
-        mine = PartCopy(self._key(self._rank, key), b"", memoryview(part.numpy()), is_own=True).sealed()
+        mine = replace(part, key=self._key(self._rank, key), is_own=True).sealed()
         self._held.keep(mine)
         if len(self._active) > 1:
             table = self._partners_of(key[0])
@@ -139,7 +140,7 @@ class PeerCopies:
         """These ranks go on in this generation."""
         self._active = active
 
-    def restore(self, key: Key, sources: Mapping[int, Source]) -> Any:
+    def restore(self, key: Key, sources: Mapping[int, Source]) -> PartCopy:
         """The part of a copy that this rank goes back to; those who lack theirs get it; all ranks call it.
 
         Args:
@@ -163,7 +164,7 @@ class PeerCopies:
         mine = self._held.get(self._key(sources[self._rank][0], key))
         if mine is None:
             raise DamagedCopyError(f"Rank {self._rank}'s part of step {key[1]} has come damaged.")
-        return torch.frombuffer(mine.data, dtype=torch.uint8)
+        return mine
 
     def _key(self, owner: int, key: Key) -> PartKey:
         return PartKey(SnapshotId(*key), self._size, owner)
@@ -189,22 +190,26 @@ class PeerCopies:
             Those that are what their owners took.
         """
         device = collective_device()
-        heads = {
-            to: torch.tensor([len(copy.data), *copy.checksums], device=device) for to, copy in sent.items()
+        numbers = {
+            to: torch.tensor([len(copy.head), len(copy.data), *copy.checksums], device=device)
+            for to, copy in sent.items()
         }
-        lengths = {to: torch.tensor([len(head)], device=device) for to, head in heads.items()}
+        lengths = {to: torch.tensor([len(each)], device=device) for to, each in numbers.items()}
         counts = {source: torch.zeros(1, dtype=torch.int64, device=device) for source in coming}
         _send_and_receive(lengths, counts)
         theirs = {s: torch.zeros(int(count), dtype=torch.int64, device=device) for s, count in counts.items()}
-        _send_and_receive(heads, theirs)
-        data = {s: torch.empty(int(head[0]), dtype=torch.uint8, device=device) for s, head in theirs.items()}
-        mine = {to: torch.frombuffer(copy.data, dtype=torch.uint8).to(device) for to, copy in sent.items()}
-        _send_and_receive(mine, data)
+        _send_and_receive(numbers, theirs)
+        heads, data = (
+            {s: torch.empty(int(each[at]), dtype=torch.uint8, device=device) for s, each in theirs.items()}
+            for at in (0, 1)
+        )
+        _send_and_receive({to: _tensor_of(copy.head).to(device) for to, copy in sent.items()}, heads)
+        _send_and_receive({to: _tensor_of(copy.data).to(device) for to, copy in sent.items()}, data)
         found = []
         for source, part in data.items():
-            sums = tuple(map(int, theirs[source][1:]))
-            whole = memoryview(part.to(_CPU).numpy())
-            copy = PartCopy(self._key(coming[source], key), b"", whole, sums)
+            head, whole = (memoryview(each.to(_CPU).numpy()) for each in (heads[source], part))
+            sums = tuple(map(int, theirs[source][2:]))
+            copy = PartCopy(self._key(coming[source], key), bytes(head), whole, sums)
             try:
                 copy.check()
             except DamagedCopyError as error:
@@ -228,9 +233,17 @@ def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...],
     return partners(members, copies)
 
 
+def _tensor_of(data: Any) -> Any:
+    """The bytes as a tensor, which shares their memory if that can be written to."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
+
+
 def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
-    works = [dist.isend(tensor, to) for to, tensor in sent.items()]
-    works += [dist.irecv(tensor, source) for source, tensor in found.items()]
+    """Sends tensors while others come; of those without elements both sides know."""
+    works = [dist.isend(tensor, to) for to, tensor in sent.items() if tensor.numel()]
+    works += [dist.irecv(tensor, source) for source, tensor in found.items() if tensor.numel()]
     for work in works:
         work.wait()
 

@@ -22,11 +22,10 @@ from muster.training.carrier import Carrier, NumpyLibrary
 from muster.training.checkpoint import CheckpointSession
 from muster.training.mounted_path import mounted_path
 from muster.training.part_copy import HeldCopies, PartCopy
-from muster.training.part_files import describe, read_parts, whole_checkpoints, write_part
+from muster.training.part_files import part_order, read_parts, whole_checkpoints, write_part
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.training.snapshots.restoration import Restoration
 from muster.training.writer_process import WriteOrder, WriterProcess
-from muster.wire.files import beside
 
 _LOG = logging.getLogger("muster.worker")
 
@@ -131,14 +130,7 @@ class SnapshotFolder:
 
     def _write(self, copy: PartCopy, session: CheckpointSession) -> None:
         room = self._snapshots.lend(copy.key)
-        unfinished = beside(self._root / f"part_{copy.key.rank}")
-        what = {
-            "copy": describe(copy),
-            "root": str(self._root),
-            "attempt": f"{session.launch:016x}.0",
-            "unfinished": str(unfinished),
-            "mbytes_per_s": self._mbytes_per_s,
-        }
+        what = part_order(copy, self._root, f"{session.launch:016x}.0", self._mbytes_per_s)
         snapshots, step = self._snapshots, copy.key.snapshot.step
 
         def done(found: Any) -> None:
@@ -150,7 +142,7 @@ class SnapshotFolder:
                 f"{write_part.__module__}:{write_part.__name__}",
                 what,
                 len(copy.data),
-                unfinished,
+                Path(what["unfinished"]),
                 _nothing if room is not None else self._brought_over(copy.data),
                 done,
                 room,

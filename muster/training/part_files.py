@@ -23,6 +23,7 @@ from muster.training.checkpoint import CheckpointError
 from muster.training.paced_file import WritePace, write_all
 from muster.training.part_copy import PartCopy
 from muster.training.snapshots.parts import PartKey, SnapshotId
+from muster.wire.files import beside
 
 KEPT = 2
 """Whole checkpoints that stay: the last one, and one in case that is damaged."""
@@ -32,13 +33,26 @@ _FILE = re.compile(r"part_(\d+)_of_(\d+)")
 _MAX_LINE_BYTES = 1 << 24
 
 
-def describe(copy: PartCopy) -> dict[str, Any]:
-    """What a copy's file says of it, as JSON values."""
+def part_order(copy: PartCopy, root: Path, attempt: str, mbytes_per_s: float = 0.0) -> dict[str, Any]:
+    """What :func:`write_part` is to do, as JSON values.
+
+    Args:
+        copy: what is written.
+        root: the directory of all checkpoints.
+        attempt: which launch writes, and how often it has gone back to a checkpoint.
+        mbytes_per_s: the most that is written, in 10**6 bytes a second; 0: no bound.
+    """
     snapshot, world_size, rank = copy.key
     return {
-        "key": [*snapshot, world_size, rank],
-        "head": copy.head.decode(),
-        "checksums": list(copy.checksums),
+        "copy": {
+            "key": [*snapshot, world_size, rank],
+            "head": copy.head.decode(),
+            "checksums": list(copy.checksums),
+        },
+        "root": str(root),
+        "attempt": attempt,
+        "unfinished": str(beside(root / f"part_{rank}")),
+        "mbytes_per_s": mbytes_per_s,
     }
 
 
@@ -47,8 +61,7 @@ def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         data: the copy's bytes.
-        what: ``copy`` as :func:`describe` gives it, ``root``, ``attempt``, ``unfinished`` and
-            ``mbytes_per_s``.
+        what: see :func:`part_order`.
 
     Returns:
         The bytes of the whole checkpoint, 0 where parts are still being written, and the seconds it took.

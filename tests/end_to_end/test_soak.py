@@ -18,8 +18,11 @@ SEED = os.environ.get("MUSTER_SOAK_SEED", "1")
 @pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="signal")
-def test_no_step_of_any_process_is_wrong(tmp_path: Path, record_property: Any) -> None:
-    options = ["--hours", str(HARM_S / 3600), "--seed", SEED, "--json", "soak.json", "--keep", "logs"]
+@pytest.mark.parametrize("more", [[], ["--snapshots"]], ids=["whole", "snapshots"])
+def test_no_step_of_any_process_is_wrong(more: list[str], tmp_path: Path, record_property: Any) -> None:
+    if more:
+        pytest.importorskip("torch")
+    options = ["--hours", str(HARM_S / 3600), "--seed", SEED, "--json", "soak.json", "--keep", "logs", *more]
     done = subprocess.run(
         [sys.executable, "-m", "muster", "bench", "soak", *options],
         cwd=tmp_path,

@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from muster.torch.peer_copies import PeerCopies, collective_device, newest_whole, partners_on, parts_that_lack
+from muster.training.part_copy import PartCopy
+from muster.training.snapshots.parts import PartKey, SnapshotId
 from tests.torch.worlds import end_rank, end_world
 
 
@@ -84,12 +86,18 @@ def test_partners_are_on_another_host_where_there_is_one() -> None:
     assert partners_on([0]) == ((),)
 
 
+def part_of(rank: int, data: Any) -> PartCopy:
+    key = PartKey(SnapshotId(0, 0), 4, rank)
+    return PartCopy(key, f"head {rank}".encode(), memoryview(data.numpy()))
+
+
 def _two_hosts(rank: int, path: str) -> None:
     os.environ["GROUP_RANK"] = str(rank // 2)
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
-    parts: list[Any] = [torch.full((5 << 20,), each, dtype=torch.uint8) for each in range(4)]
+    sizes = [5 << 20, 0, 5 << 20, 1]  # a rank may have no element of anything
+    parts: list[Any] = [torch.full((size,), each, dtype=torch.uint8) for each, size in enumerate(sizes)]
     copies = PeerCopies(rank, 4)
-    copies.take((1, 4), parts[rank])
+    copies.take((1, 4), part_of(rank, parts[rank]))
     assert copies.holds == sorted([[rank, 1, 4], [(rank + 2) % 4, 1, 4]])
     if rank < 2:  # all of host 0 is lost, and others come in its place
         copies = PeerCopies(rank, 4)
@@ -97,14 +105,14 @@ def _two_hosts(rank: int, path: str) -> None:
     torch.distributed.all_gather_object(said, copies.holds)
     assert sources(said) == ((1, 4), [2, 3, 2, 3])
     got = copies.restore((1, 4), {0: (0, 2), 1: (1, 3), 2: (2, 2), 3: (3, 3)})
-    assert torch.equal(got, torch.full_like(got, rank))
-    copies.take((2, 4), got)
-    assert len(copies.holds) == 2
-    if rank == 1:
-        got[-1] ^= 1
-        assert copies.holds == [[3, 2, 4]]
+    assert (got.head, bytes(got.data)) == (f"head {rank}".encode(), parts[rank].numpy().tobytes())
+    mine = copies.take((2, 4), got)
+    assert mine.key.snapshot == SnapshotId(2, 4) and len(copies.holds) == 2
+    if rank == 2:
+        mine.data[-1] ^= 1
+        assert copies.holds == [[0, 2, 4]]
     torch.distributed.all_gather_object(said, copies.holds)
-    assert sources(said) == ((2, 4), [0, 3, 2, 3])  # the damaged copy is not used, the partner's is
+    assert sources(said) == ((2, 4), [0, 1, 0, 3])  # the damaged copy is not used, the partner's is
     end_rank()
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import make_keys
-from muster.bench.recovery.job import MeasuredJob, WorkerProcess, median_and_worst
-from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
-from muster.bench.snapshots.forked import Nursery
+from muster.bench.recovery.job import WorkerProcess, median_and_worst
+from muster.bench.recovery.loop import PACE_VARIABLE
+from muster.bench.snapshots.forked import ForkedJob
 from muster.bench.snapshots.namespaces import NamespaceHosts
 
+JOB = "muster.bench.snapshots.job"
 RANKS, PER_HOST, HOSTS = 4, 2, 3
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 120.0
@@ -25,7 +26,7 @@ CUT_NODE_TIMEOUT_S = 5.0
 Say = Callable[[str], None]
 
 
-class DividedJob(MeasuredJob):
+class DividedJob(ForkedJob):
     """Four ranks on two hosts, and two spares on a third: names on one machine, or network namespaces.
 
     Args:
@@ -64,6 +65,7 @@ class DividedJob(MeasuredJob):
             self.pace.write_text(str(pace_s))
         super().__init__(
             directory,
+            JOB,
             workers=RANKS,
             worker_min=RANKS,
             command=[f"--kind={kind}", f"--every={every}", f"--steps={steps}"],
@@ -77,22 +79,10 @@ class DividedJob(MeasuredJob):
             say=say,
         )
         self._begun = 0
-        self._nursery = Nursery(env=self.env, log=directory / "nursery.log")
 
-    def start_worker(self, name: str, **env: str) -> WorkerProcess:
-        """Starts a worker with this node id; see :class:`Job`."""
-        number = len(self.workers)
-        record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
-        whole = {**self.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, RECORD_VARIABLE: str(record), **env}
-        namespace = "" if self._hosts is None else self._hosts.name(int(name[1 : name.index("-")]))
-        process: Any = self._nursery.start(self._command, whole, log, self.directory, namespace=namespace)
-        self.workers.append(WorkerProcess(name, process, record, log))
-        return self.workers[-1]
-
-    def __exit__(self, *error: object) -> None:
-        """Kills what still runs."""
-        super().__exit__(*error)
-        self._nursery.close()
+    def namespace_of(self, name: str) -> str:
+        """That of the worker's host, if there are such."""
+        return "" if self._hosts is None else self._hosts.name(int(name[1 : name.index("-")]))
 
     def start_host(self, host: int, *, spare: bool) -> None:
         """Starts two workers on a host."""

@@ -1,4 +1,4 @@
-"""Starts the workers of ``muster bench snapshots`` as forks of a process that has loaded torch."""
+"""Starts a job's workers as forks of a process that has loaded torch, which takes long."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from muster.bench.recovery.job import MeasuredJob, WorkerProcess
+from muster.bench.recovery.loop import RECORD_VARIABLE
 
 
 class Nursery:
     """Starts workers; a context manager that kills what is left at its end.
 
     Args:
+        module: whose ``main()`` each of them runs.
         env: of the nursery.
         log: what it says itself.
     """
 
-    def __init__(self, *, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, module: str, *, env: Mapping[str, str], log: Path) -> None:
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "muster.bench.snapshots.nursery"],
+                [sys.executable, "-m", "muster.bench.snapshots.nursery", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -60,6 +65,7 @@ class Nursery:
             RuntimeError: the nursery has ended.
         """
         assert self._process.stdin is not None
+        log.touch()  # a busy machine's worker may open it later than others look for it
         order = {
             "arguments": list(arguments),
             "env": dict(env),
@@ -129,3 +135,42 @@ class Forked:
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+class ForkedJob(MeasuredJob):
+    """A job whose workers are forks of one process; ``command`` is their arguments. See :class:`MeasuredJob`.
+
+    Args:
+        directory: for keys, journal, logs and records.
+        module: whose ``main()`` a worker runs; "": each is a process that runs ``command``.
+        options: the rest, as of :class:`MeasuredJob`.
+    """
+
+    def __init__(self, directory: Path, module: str, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self._nursery: Nursery | None = None
+        if module:
+            self._nursery = Nursery(module, env=self.env, log=directory / "nursery.log")
+
+    def namespace_of(self, name: str) -> str:
+        """The network namespace that a worker is started in; "": that of the nursery."""
+        return ""
+
+    def start_worker(self, name: str, **env: str) -> WorkerProcess:
+        """Starts a worker with this node id; see :class:`MeasuredJob`."""
+        if self._nursery is None:
+            return super().start_worker(name, **env)
+        number = len(self.workers)
+        record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
+        whole = {**self.env, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, RECORD_VARIABLE: str(record), **env}
+        process: Any = self._nursery.start(
+            self._command, whole, log, self.directory, namespace=self.namespace_of(name)
+        )
+        self.workers.append(WorkerProcess(name, process, record, log))
+        return self.workers[-1]
+
+    def __exit__(self, *error: object) -> None:
+        """Kills what still runs."""
+        super().__exit__(*error)
+        if self._nursery is not None:
+            self._nursery.close()

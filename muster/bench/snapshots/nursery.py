@@ -1,7 +1,11 @@
-"""A process that has loaded torch and forks the workers of ``muster bench snapshots``; loading takes long."""
+"""A process that has loaded torch and forks a job's workers; loading takes long.
+
+Its argument is the module whose ``main()`` each of them runs.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -10,7 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from muster.bench.snapshots import job
+import torch
+
 from muster.bench.snapshots.namespaces import enter_namespace
 
 POLL_S = 0.02
@@ -26,11 +31,13 @@ def _child(order: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    sys.argv = [job.__name__, *order["arguments"]]
+    sys.argv[1:] = order["arguments"]
 
 
 def main() -> int:
     """Forks a worker for each line of standard input, and says which have ended."""
+    module = importlib.import_module(sys.argv[1])
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer loads much of torch
     children: set[int] = set()
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -51,7 +58,7 @@ def main() -> int:
             pid = os.fork()
             if not pid:
                 _child(json.loads(line))
-                return job.main()
+                return int(module.main() or 0)
             children.add(pid)
             print("begun", pid, flush=True)
     for pid in children:

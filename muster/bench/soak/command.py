@@ -10,6 +10,10 @@ of a ``muster web`` beside them, at which somebody looks. In a run of over a qua
 flooded until they have taken the memory that floods cost them, and watched from then on.
 
   muster bench soak --hours 2 --seed 1 --json soak.json --keep logs
+
+With ``--snapshots`` each rank has a part of the weights, and copies of it in others' memory and on disk:
+
+  muster bench soak --snapshots --hours 0.17 --seed 1 --json soak.json
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -31,14 +36,18 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import stopwatch
-from muster.bench.recovery.job import MeasuredJob, WorkerProcess
+from muster.bench.recovery.job import WorkerProcess
 from muster.bench.small_disk import SmallDisk
+from muster.bench.snapshots.forked import ForkedJob
 from muster.bench.soak.clock import CLOCK_VARIABLE, shift
+from muster.bench.soak.divided import CHECKPOINTS_VARIABLE
 from muster.bench.soak.job import (
     BAD_NETWORK,
     HARM_VARIABLE,
     STOP_VARIABLE,
-    digest_of,
+    block_digests,
+    blocks_of,
+    digest_of_blocks,
     first_weights,
     mix,
     part,
@@ -85,6 +94,12 @@ PATIENCE_S = 30.0
 BURST = 0.4
 """Share of harms that are followed by the next whatever the job does."""
 
+RESTORED = {
+    "from memory": r"The state is that of (step \d+ of generation \d+), from the ranks' memory",
+    "from a checkpoint": r"The state is that of the checkpoint (\S+)",
+}
+"""What workers log when they have gone back, and to what."""
+
 KEPT_STEPS = 20_000
 """How far behind the newest step one may still be checked."""
 
@@ -97,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--hours", type=float, default=2.0, metavar="H", help="of harm; 0.05 are three minutes (2)")
     option("--seed", type=int, default=0, help="of what is done to which process, and when (0)")
     option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step (50)")
+    option("--snapshots", action="store_true", help="each rank has a part, with snapshots; takes torch")
     option("--keep", type=Path, metavar="DIR", help="keep logs there; where something is wrong, always kept")
 
 
@@ -111,7 +127,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="muster-soak-"))
     keep = options.keep
     try:
-        with Soak(directory / "job", options.pace_ms / 1000, say) as job:
+        with Soak(directory / "job", options.pace_ms / 1000, say, snapshots=options.snapshots) as job:
             result = soak(job, 3600 * options.hours, random.Random(options.seed))
         result["seed"], result["hours"] = options.seed, options.hours
         if result["did_not_hold"]:
@@ -133,25 +149,33 @@ def report(result: dict[str, Any]) -> None:
 
 
 class Results:
-    """The one right result of each step, and what processes said."""
+    """The one right result of each step, and what processes said.
 
-    def __init__(self) -> None:
+    Args:
+        divided: each rank has its part of the weights, not all of them.
+    """
+
+    def __init__(self, *, divided: bool = False) -> None:
+        self._divided = divided
         self._weights = first_weights()
-        self._digests: deque[str] = deque(maxlen=KEPT_STEPS)
+        self._digests: deque[list[bytes]] = deque(maxlen=KEPT_STEPS)
         self._newest = 0
         self.checked = 0
         self.wrong: list[dict[str, Any]] = []
         self.generations: set[int] = set()
         self.setbacks: list[dict[str, int]] = []
 
-    def right(self, step: int) -> str:
-        """What the weights are after a number of steps."""
+    def right(self, step: int, rank: int = 0, world_size: int = 1) -> str:
+        """What the weights are after a number of steps: a rank's part of them, or, of one rank, all."""
         while self._newest < step:
             mix(self._weights, part(self._newest, rows_of(self._newest)))
             self._newest += 1
-            self._digests.append(digest_of(self._weights))
+            self._digests.append(block_digests(self._weights))
         behind = self._newest - step
-        return self._digests[-1 - behind] if behind < len(self._digests) else "too long ago to be checked"
+        if behind >= len(self._digests):
+            return "too long ago to be checked"
+        blocks = blocks_of(rank, world_size)
+        return digest_of_blocks(self._digests[-1 - behind][blocks.start : blocks.stop])
 
     def take(self, worker: WorkerProcess) -> None:
         """Checks what a worker has noted since, and forgets it."""
@@ -163,7 +187,8 @@ class Results:
             event["taken"] = True
             self.checked += 1
             self._note_setback(event["generation"], event["step"])
-            if event["digest"] != self.right(event["step"]):
+            place = (event["rank"], event["world"]) if self._divided else ()
+            if event["digest"] != self.right(event["step"], *place):
                 self.wrong.append({"worker": worker.name, **event})
 
     def _note_setback(self, generation: int, step: int) -> None:
@@ -250,13 +275,14 @@ class FloodsFirst:
         return not self._left and not job.flooded
 
 
-class Soak(MeasuredJob):
+class Soak(ForkedJob):
     """The job, with a relay before the scheduler.
 
     Args:
         directory: for keys, logs and records; is made.
         pace_s: least time of a step.
         say: shows progress.
+        snapshots: each rank has its part of the weights, and snapshots of it.
 
     Attributes:
         disk: the journal's.
@@ -267,8 +293,9 @@ class Soak(MeasuredJob):
 
     scheduler_module = "muster.bench.soak.scheduler"
 
-    def __init__(self, directory: Path, pace_s: float, say: Say) -> None:
+    def __init__(self, directory: Path, pace_s: float, say: Say, *, snapshots: bool = False) -> None:
         directory.mkdir(parents=True)
+        self.snapshots, self._checkpoints = snapshots, directory / "checkpoints"
         pace, self.stop_file = directory / "pace", directory / "stop"
         pace.write_text(str(pace_s))
         self.disk = SmallDisk(directory / "disk", DISK_BYTES)
@@ -280,9 +307,10 @@ class Soak(MeasuredJob):
             self.can_fill = False
         super().__init__(
             directory,
+            "muster.bench.soak.divided" if snapshots else "",
             workers=WORKERS,
             worker_min=WORKERS_MIN,
-            command=["-m", "muster.bench.soak.job"],
+            command=[] if snapshots else ["-m", "muster.bench.soak.job"],
             env={
                 "MUSTER_BENCH_PACE": str(pace),
                 STOP_VARIABLE: str(self.stop_file),
@@ -291,12 +319,13 @@ class Soak(MeasuredJob):
                 "MS_TOPO_TIMEOUT": "120",
                 "MS_RECOVERY_PATH": str(self.disk.path / "journal"),
                 CLOCK_VARIABLE: str(directory / "clock-scheduler"),
+                CHECKPOINTS_VARIABLE: str(self._checkpoints),
                 "CUDA_VISIBLE_DEVICES": "",  # more workers than most hosts have GPUs
             },
             say=say,
         )
         self.relay = Relay(self.port)
-        self.results = Results()
+        self.results = Results(divided=snapshots)
         self.resting: dict[WorkerProcess, float] = {}
         self.liars: dict[WorkerProcess, float] = {}
         self.touched: set[WorkerProcess] = set()
@@ -313,8 +342,18 @@ class Soak(MeasuredJob):
         for number in range(WORKERS):
             self.start(f"node-{number}")
         self.wait("all train", lambda: self.training(WORKERS, 2), START_TIMEOUT_S)
+        if self.snapshots:
+            self.wait("there is a checkpoint", lambda: any(self._checkpoints.glob("snap*")), START_TIMEOUT_S)
         self.page = Page(self.env, self.directory / "page.log")
         self.refill()
+
+    def restored(self) -> dict[str, int]:
+        """To how many snapshots the job has gone back, in memory, and to how many checkpoints."""
+        said = [worker.log.read_text(errors="replace") for worker in self.workers]
+        return {
+            where: len({found for text in said for found in re.findall(pattern, text)})
+            for where, pattern in RESTORED.items()
+        }
 
     def start(self, name: str, **env: str) -> WorkerProcess:
         """Starts a worker that reaches the scheduler through the relay."""
@@ -569,6 +608,10 @@ def _judge(job: Soak, done: Counter[str], watched: dict[str, WatchedProcess]) ->
         "the scheduler's memory and descriptors are flat": is_flat(flat["scheduler"], floods=done["flood"]),
         "steps were made": results.newest > 0,
     }
+    restored: dict[str, int] = {}
+    if job.snapshots:
+        restored = job.restored()
+        rules["states came from the ranks' memory"] = restored["from memory"] > 0
     return {
         "harm": dict(sorted(done.items())),
         "processes": len(job.workers),
@@ -576,6 +619,7 @@ def _judge(job: Soak, done: Counter[str], watched: dict[str, WatchedProcess]) ->
         "steps": results.newest,
         "checked_steps": results.checked,
         "setbacks": results.setbacks[:20],
+        **({"went_back_to": restored} if restored else {}),
         "wrong_steps": len(results.wrong),
         "first_wrong": results.wrong[:5],
         "unexplained_ends": job.reported[:20],

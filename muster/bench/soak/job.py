@@ -14,7 +14,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from muster.bench.soak.relay import Relay, Trouble
 ROWS = 720
 BATCH = 72
 SIZE = 32_768
+BLOCKS = 60
+"""The weights' digests are of blocks, of which each of one to six ranks may have its part."""
+
 STOP_VARIABLE = "MUSTER_SOAK_STOP"
 HARM_VARIABLE = "MUSTER_SOAK_HARM"
 """The file in which a worker finds its harm: its name, and how many seconds it lasts."""
@@ -62,9 +65,34 @@ def rows_of(step: int) -> range:
     return range(begin, begin + BATCH)
 
 
+def blocks_of(rank: int, world_size: int) -> range:
+    """The blocks that a rank has where the weights are divided."""
+    return range(rank * BLOCKS // world_size, (rank + 1) * BLOCKS // world_size)
+
+
+def elements_of(blocks: range) -> slice:
+    """Where these blocks are in the weights."""
+    return slice(blocks.start * SIZE // BLOCKS, blocks.stop * SIZE // BLOCKS)
+
+
+def block_digests(weights: Numbers, blocks: range = range(BLOCKS)) -> list[bytes]:
+    """Names each of these blocks, to the last bit; ``weights`` holds no others."""
+    first = elements_of(blocks).start
+    found = []
+    for block in blocks:
+        place = elements_of(range(block, block + 1))
+        found.append(hashlib.sha256(weights[place.start - first : place.stop - first].tobytes()).digest()[:8])
+    return found
+
+
+def digest_of_blocks(digests: Sequence[bytes]) -> str:
+    """Names blocks, each of which has been named."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
 def digest_of(weights: Numbers) -> str:
     """Names the weights, to the last bit."""
-    return hashlib.sha256(weights.tobytes()).hexdigest()[:16]
+    return digest_of_blocks(block_digests(weights))
 
 
 def train() -> None:
@@ -128,7 +156,7 @@ class Harm:
         return unreached
 
 
-def main() -> None:
+def main(train: Callable[[], None] = train) -> None:
     """Puts a relay before the communicator's port, and trains."""
     follow(os.environ[CLOCK_VARIABLE])
     from muster.communicators.tcp.backend import TcpBackend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,10 +10,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from muster.bench.recovery.job import WorkerProcess
 from muster.bench.soak.command import FloodsFirst, Results, WatchedProcess, is_flat
-from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
+from muster.bench.soak.job import (
+    BATCH,
+    BLOCKS,
+    SIZE,
+    block_digests,
+    blocks_of,
+    digest_of,
+    digest_of_blocks,
+    elements_of,
+    first_weights,
+    mix,
+    part,
+    rows_of,
+)
 from muster.training.sampler import ShardedSampler
 
 
@@ -58,6 +73,40 @@ def test_a_wrong_step_is_found_and_each_is_checked_once(tmp_path: Path) -> None:
     assert results.checked == 4
     assert [wrong["step"] for wrong in results.wrong] == [3]
     assert len(one.events) == 1
+
+
+def test_where_the_weights_are_divided_each_rank_s_part_is_checked(tmp_path: Path) -> None:
+    one, record = worker(tmp_path)
+    weights, results = first_weights(), Results(divided=True)
+    mix(weights, part(0, rows_of(0)))
+    lines = []
+    for rank in range(5):
+        blocks = blocks_of(rank, 5)
+        found = digest_of_blocks(block_digests(weights[elements_of(blocks)], blocks))
+        lines.append(json.loads(step(1, found)) | {"rank": rank, "world": 5})
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results.take(one)
+    assert (results.checked, results.wrong) == (5, [])
+    with record.open("a") as file:  # another rank's part is not this one's
+        file.write(json.dumps(lines[1] | {"rank": 2}) + "\n")
+    results.take(one)
+    assert [wrong["rank"] for wrong in results.wrong] == [2]
+    with record.open("a") as file:  # and one wrong number in it is found
+        weights[-1] += np.uint64(1)
+        blocks = blocks_of(4, 5)
+        found = digest_of_blocks(block_digests(weights[elements_of(blocks)], blocks))
+        file.write(json.dumps(lines[4] | {"digest": found}) + "\n")
+    results.take(one)
+    assert [wrong["rank"] for wrong in results.wrong] == [2, 4]
+
+
+@pytest.mark.parametrize("world_size", range(1, 7))
+def test_blocks_of_all_ranks_are_the_whole(world_size: int) -> None:
+    blocks = [each for rank in range(world_size) for each in blocks_of(rank, world_size)]
+    assert blocks == list(range(BLOCKS))
+    ends = [elements_of(blocks_of(rank, world_size)) for rank in range(world_size)]
+    assert ends[0].start == 0 and ends[-1].stop == SIZE
+    assert all(one.stop == other.start for one, other in itertools.pairwise(ends))
 
 
 def test_a_generation_without_those_that_held_the_state_is_noted(tmp_path: Path) -> None:
