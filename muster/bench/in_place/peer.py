@@ -188,21 +188,20 @@ def _end(group: list[WorkerProcess]) -> None:
 def measure_peer(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
     """Kills single ranks of a program with torchft.
 
-    Raises:
-        RuntimeError: it did not go on; with the end of a rank's log.
+    Where it does not go on, the results end with that kill, and have the end of a rank's log: ``failed``.
     """
     chance, kills = random.Random(f"{options.seed} {kind} torchft"), []
+    found: dict[str, Any] = {"seed": options.seed, "kills": kills}
     job = TorchftJob(directory, kind=kind, pace_ms=options.pace_ms, python=options.peer_python, say=say)
     with job:
-        job.begin()
-        for number in range(options.kills):
-            kills.append(job.kill(chance))
-            say(f"torchft, {kind}: kill {number + 1} of {options.kills}: {kills[-1]}")
-        differing = job.differing()
-    return {
-        "seed": options.seed,
-        "kills": kills,
-        "load_after": round(os.getloadavg()[0], 2),
-        "steps_at_which_replicas_differ": differing,
-        "summary": median_and_worst(kills, PEER_FIGURES),
-    }
+        try:
+            job.begin()
+            for number in range(options.kills):
+                kills.append(job.kill(chance))
+                say(f"torchft, {kind}: kill {number + 1} of {options.kills}: {kills[-1]}")
+        except RuntimeError as error:
+            found["failed"] = str(error)
+            say(f"torchft, {kind}: {error}")
+        found["steps_at_which_replicas_differ"] = job.differing()
+    found["load_after"] = round(os.getloadavg()[0], 2)
+    return {**found, "summary": median_and_worst(kills, PEER_FIGURES)}

@@ -45,6 +45,8 @@ with record.open("a", buffering=1) as file:
         before = now
         if dropping:
             dropping -= 1
+            if said["pace-ms"] == "1":
+                raise SystemExit("it could not go on")
             note("dropped", step=step)
         else:
             note("step", step=step, replicas=now, digest=str(step))
@@ -63,3 +65,13 @@ def test_steps_dropped_and_the_times_until_the_others_and_all_go_on_are_found(tm
         assert kill["steps_dropped"] == 2
         assert kill["next_step_s"] > 0
         assert 0 < kill["newcomer_builds_s"] < kill["all_back_s"]
+
+
+def test_a_rank_that_ends_by_itself_when_another_is_lost_is_a_result_too(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(STAND_IN.format(python=sys.executable))
+    program.chmod(0o755)
+    options = argparse.Namespace(kills=2, seed=1, pace_ms=1, peer_python=str(program))
+    found = measure_peer("ddp", options, tmp_path / "job", print)
+    assert found["kills"] == []
+    assert "ended\nit could not go on" in found["failed"]
