@@ -80,7 +80,9 @@ RAISED_SETTLE_S = 1.0
 CAUGHT_SETTLE_S = 10.0
 """A process that dies breaks its connections before its end is seen: who fails by an exception waits so long
 for a worse end of another, and longer where its process goes on and had nothing to tear down. On a machine
-with far more to do than it has cores, an agent saw its script's end more than two seconds late."""
+with far more to do than it has cores, an agent saw its script's end more than two seconds late. An agent that
+has gone with its script, as with a host, is missed after MS_NODE_TIMEOUT: who goes on waits for that, too.
+"""
 
 END_GRACE_S = 5.0
 """What a script has between SIGTERM and SIGKILL when its generation is over."""
@@ -277,7 +279,8 @@ class Agent:
             if line in (b"rebuilds", b"ends"):
                 self._rebuilds = line == b"rebuilds"
             elif line == b"failed":
-                if self._is_first_failure(session, store, CAUGHT_SETTLE_S):
+                settle_s = CAUGHT_SETTLE_S + session.settings.node_timeout_s
+                if self._is_first_failure(session, store, settle_s):
                     self._say(first=True)
             elif line.startswith(b"restart "):
                 self._rebuilds = False

@@ -63,7 +63,8 @@ class LivingProgram:
         self._rank: int | None = None
         self._size = self._members = _variable("WORLD_SIZE")
         self._numbers: list[int] = []
-        self._takes_fewer = self._has_state = False
+        self._takes_fewer = self._reshards = self._has_state = False
+        self._is_anew = False
         self._store: Any = None
         world.install()
         while True:
@@ -94,14 +95,29 @@ class LivingProgram:
         """Whether the generation has ended, so that what was computed since may be anything."""
         return self._line.is_over
 
-    def begin(self, *, takes_fewer: bool = False) -> None:
+    @property
+    def is_anew(self) -> bool:
+        """Whether the ranks have become fewer or more, and all make their groups and modules anew."""
+        return self._is_anew
+
+    def begin(self, *, takes_fewer: bool = False, reshards: bool = False) -> None:
         """From now on the program can go on in a next generation; before, it is started again in that.
 
         Args:
-            takes_fewer: also in one of fewer ranks.
+            takes_fewer: also in one of fewer ranks, with the same groups.
+            reshards: also in one of fewer or more, with groups and modules that it makes anew.
         """
-        self._takes_fewer = takes_fewer
+        self._takes_fewer, self._reshards = takes_fewer, reshards
         self._line.stay()
+
+    def leave_groups(self) -> None:
+        """Destroys all groups, so that the program can make them anew, as at its beginning."""
+        self._groups.destroy()
+        self._groups.rehearses = False
+
+    def settle(self) -> None:
+        """All is made anew: from now on the ranks are as many as they were."""
+        self._is_anew = False
 
     def note_state(self) -> None:
         """From now on there is a state to which this process can go back."""
@@ -121,7 +137,8 @@ class LivingProgram:
             self.restart("The members have changed before the training had a state to go back to.")
         self._line.enter_next(self._end_if_finished)
         self._members = _variable("WORLD_SIZE")
-        if self._members != self._size and not (self._takes_fewer and self._members < self._size):
+        is_served = self._reshards or (self._takes_fewer and self._members < self._size)
+        if self._members != self._size and not is_served:
             self.restart(f"The ranks were {self._size} and would be {self._members}.")
         self._store = None
         others = self._others_live()
@@ -158,13 +175,18 @@ class LivingProgram:
     def _others_live(self) -> bool:
         """Whether another process lives on; this one gets its number among the ranks."""
         place = _variable("RANK")  # the agent has just set it
-        mine = [self._has_state, self._rank, self._size]
+        is_anew = self._is_anew or (self._reshards and self._members != self._size)
+        mine = [self._has_state, self._rank, self._size, is_anew]
         said = self._meet("lives", place, mine, range(self._members))
-        self._size = max([size for lives, _, size in said.values() if lives], default=self._size)
-        numbers = numbers_of([number for _, number, _ in said.values()], self._size)
+        self._is_anew = any(anew for *_, anew in said.values())
+        if self._is_anew:
+            self._size, numbers = self._members, list(range(self._members))
+        else:
+            self._size = max([size for lives, _, size, _ in said.values() if lives], default=self._size)
+            numbers = numbers_of([number for _, number, _, _ in said.values()], self._size)
         self._rank, self._numbers = numbers[place], sorted(numbers)
         os.environ.update({"RANK": str(self._rank), "WORLD_SIZE": str(self._size)})
-        return any(lives for other, (lives, _, _) in said.items() if other != place)
+        return any(lives for other, (lives, *_) in said.items() if other != place)
 
     def _meet(self, what: str, place: int, mine: Any, places: Iterable[int]) -> dict[int, Any]:
         """Tells all processes of this generation something, and hears what each says, by its place."""

@@ -104,6 +104,11 @@ class LastingProcessGroup(NamedProcessGroup):
             _keep_for_ever(inner)
             start_thread(lambda: _abort(inner), name="muster-abort")
 
+    def rest(self) -> None:
+        """Lets it answer by itself again, as before the first :meth:`connect`."""
+        with self._lock:
+            self._broken = None
+
     @property
     def is_connected(self) -> bool:
         """Whether it is connected to the other ranks of this generation."""

@@ -127,6 +127,13 @@ class LastingWorld:
             if each.group.is_connected:
                 each.group.break_off(reason)
 
+    def destroy(self) -> None:
+        """Destroys all groups, as a program does at its end, without any other rank."""
+        self.break_off("The process groups are made anew.")
+        for each in self._living():
+            each.group.rest()
+        dist.destroy_process_group()
+
     def connect(self, store: Any, generation: int, active: Collection[int] | None = None) -> None:
         """Makes all groups' inner ones for a generation, one after the other; all their ranks call it.
 

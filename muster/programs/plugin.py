@@ -146,8 +146,11 @@ def _handler(
     world_size = int(said.get("world_size") or _variable("WORLD_SIZE"))
     host, _, port = _variable(VARIABLE).rpartition(":")
     store = TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-    # Each time that the ranks of a world make a group they get keys of their own, also in other processes.
-    count = store.add(f"groups/{world_size}/{rank}", 1)
+    # Each time that the ranks of a world make a group they get keys of their own, also in other processes;
+    # one that is made by one rank alone, as it rehearses, counts nowhere.
+    living = sys.modules.get("muster.programs.keep_alive")
+    program = living and living.living_program()
+    count = 0 if program and program.rehearses else store.add(f"groups/{world_size}/{rank}", 1)
     yield PrefixStore(f"group/{world_size}/{count}", store), rank, world_size
     raise RuntimeError("A process group is made once; the next generation has a new one.")
 

@@ -8,6 +8,7 @@ from muster.torch.capture import TrainingStep as TrainingStep
 from muster.torch.capture import capture_step as capture_step
 from muster.torch.data_parallel import DataParallel as DataParallel
 from muster.torch.in_place import InPlaceStep as InPlaceStep
+from muster.torch.in_place import Resharded as Resharded
 from muster.torch.in_place import steps as steps
 from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from muster.torch.snapshot_state import SnapshotTrainingState as SnapshotTrainingState

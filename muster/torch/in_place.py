@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,23 @@ class Copying:
     checkpoint_every: int = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What a program has made anew for as many ranks as there are; see ``reshard`` of :func:`steps`.
+
+    Attributes:
+        state: as for :func:`steps`, filled from a checkpoint, or as at the program's beginning.
+        loader: gives the batches that are left, this rank's.
+        step: the number of the step that comes next; 0: there is no checkpoint.
+        epochs: how often the loader is iterated.
+    """
+
+    state: Mapping[str, Any]
+    loader: Any
+    step: int = 0
+    epochs: int = 1
+
+
 def steps(
     state: Mapping[str, Any],
     loader: Any,
@@ -53,6 +70,8 @@ def steps(
     copies: int = 1,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 1000,
+    first: int = 0,
+    reshard: Callable[[], Resharded] | None = None,
 ) -> Iterator[tuple[InPlaceStep, Any]]:
     """The steps of a training that goes on in the same processes when ranks are lost.
 
@@ -84,6 +103,11 @@ def steps(
         checkpoint: a directory that all hosts share. There, too, each rank writes its part, and a thread does
             it. A run that begins, or one whose parts are in nobody's memory, goes on from the latest.
         checkpoint_every: steps between two of those, at least.
+        first: the number of the first step, where the program has taken its state from a checkpoint.
+        reshard: called where the ranks have become fewer or more and are not whole replicas of the model: on
+            all ranks, with the new ``RANK`` and ``WORLD_SIZE``, when all process groups are destroyed. It
+            makes groups, modules and optimizer as the program did, and fills them from a checkpoint of its
+            own (torch.distributed.checkpoint). Without it the program is started again.
 
     Yields:
         The step, to be entered by ``with``, and its batch.
@@ -97,9 +121,9 @@ def steps(
             raise SettingsError(f"steps: {name} is {value}; it must be 1 or more.")
     program = living_program()
     if program is None:
-        return _plain_steps(loader, epochs)
+        return _plain_steps(loader, epochs, first)
     copying = Copying(every, copies, checkpoint, checkpoint_every)
-    return InPlaceTraining(program, state, loader, epochs, copying).run()
+    return InPlaceTraining(program, Resharded(state, loader, first, epochs), copying, reshard).run()
 
 
 class InPlaceStep:
@@ -142,9 +166,9 @@ class InPlaceStep:
         return True
 
 
-def _plain_steps(loader: Any, epochs: int) -> Iterator[tuple[InPlaceStep, Any]]:
+def _plain_steps(loader: Any, epochs: int, number: int) -> Iterator[tuple[InPlaceStep, Any]]:
     batches = StepBatches(loader, epochs, RandomState(torch.device("cpu")))
-    number = 0
+    batches.forget_before(number)
     while True:
         try:
             batch = batches.at(number)
@@ -160,33 +184,51 @@ class InPlaceTraining:
 
     Args:
         program: this process.
-        state: see :func:`steps`, as are the others.
+        begun: what :func:`steps` was given of that.
+        copying: when copies are made.
+        reshard: see :func:`steps`.
     """
 
     def __init__(
-        self, program: LivingProgram, state: Mapping[str, Any], loader: Any, epochs: int, copying: Copying
+        self,
+        program: LivingProgram,
+        begun: Resharded,
+        copying: Copying,
+        reshard: Callable[[], Resharded] | None = None,
     ) -> None:
-        self._program, self._every = program, copying.every
-        self._objects = dict(state)
-        self._parts = ObjectParts(opened(state))
+        self._program, self._every, self._copying = program, copying.every, copying
+        self._make_anew = reshard
+        self._hold(begun)
+
+    def _hold(self, begun: Resharded) -> None:
+        """Takes what is trained from now on, among the ranks that the world has."""
+        self._objects = dict(begun.state)
+        self._parts = ObjectParts(opened(begun.state))
         self._random = RandomState(self._parts.device)
-        self._loader, self._batches = loader, StepBatches(loader, epochs, self._random)
+        self._loader = begun.loader
+        self._batches = StepBatches(begun.loader, begun.epochs, self._random)
+        self._batches.forget_before(begun.step)
+        self._number = begun.step
+        self._rehearsed = begun.step + REHEARSED_STEPS
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._replica = replica_of(self._objects)
-        program.begin(takes_fewer=self._replica is not None)
-        self._copies = PeerCopies(self._rank, self._size, copying.copies)
+        has_replicas = self._replica is not None
+        reshards = self._make_anew is not None and not has_replicas
+        self._program.begin(takes_fewer=has_replicas, reshards=reshards)
+        self._copies = PeerCopies(self._rank, self._size, self._copying.copies)
         self._checkpoints: InPlaceCheckpoints | None = None
-        if copying.checkpoint is not None:
+        if self._copying.checkpoint is not None:
             self._checkpoints = InPlaceCheckpoints(
-                copying.checkpoint, every=copying.checkpoint_every, device=collective_device()
+                self._copying.checkpoint, every=self._copying.checkpoint_every, device=collective_device()
             )
+            self._checkpoints.go_on_from(begun.step)
         self._taken: tuple[int, int] | None = None
-        self._number = 0
 
     def run(self) -> Iterator[tuple[InPlaceStep, Any]]:
         """The steps."""
         if self._program.rehearses:
-            yield from self._rehearse()
+            if not self._program.is_anew:
+                yield from self._rehearse()
             self._recover(is_newcomer=True)
         else:
             yield from self._begin_with_checkpoint()
@@ -255,8 +297,8 @@ class InPlaceTraining:
 
     def _take_due(self) -> None:
         """Copies the state when a copy is due, after the first steps."""
-        number = self._number
-        is_due = number == REHEARSED_STEPS or (number > REHEARSED_STEPS and number % self._every == 0)
+        number, rehearsed = self._number, self._rehearsed
+        is_due = number == rehearsed or (number > rehearsed and number % self._every == 0)
         if is_due and self._taken != (self._program.generation, number):  # as on going back to it
             self._take(self._encode())
 
@@ -302,6 +344,9 @@ class InPlaceTraining:
                 if enters:
                     self._program.enter_next()
                 enters = True
+                if self._program.is_anew:
+                    self._reshard()
+                    return
                 if why := self._settle_modules():
                     self._program.restart(why)
                 meeting = self._program.connect(self._said(), self._active_of)
@@ -315,6 +360,18 @@ class InPlaceTraining:
                     raise
                 log.info("the generation was over before all had gone back: %s", error)
                 self._program.break_off()
+
+    def _reshard(self) -> None:
+        """Has the program make all anew among the ranks that there are."""
+        if self._make_anew is None:
+            raise SettingsError("steps: reshard is not given on all ranks.")
+        self._program.leave_groups()
+        made = self._make_anew()
+        self._hold(made)
+        if made.step:  # what an optimizer makes in its first step is there
+            self._take(self._encode())
+        self._program.settle()
+        log.info("%d ranks go on with step %d, divided anew", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
         """What the others are to know of this rank."""

@@ -79,15 +79,19 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki.make(tmp_path_factory.mktemp("pki"))
 
 
-@pytest.mark.parametrize(("kind", "mean"), [("ddp", "1.00"), ("hsdp", "0.50")])
+@pytest.mark.parametrize(("kind", "mean", "node_timeout_s"), [("ddp", "1.00", 12), ("hsdp", "0.50", 5)])
 def test_a_replica_less_goes_on_until_the_lost_rank_is_back(
-    pki: Pki, tmp_path: Path, kind: str, mean: str
+    pki: Pki, tmp_path: Path, kind: str, mean: str, node_timeout_s: int
 ) -> None:
-    """Means are those of who is there; rank 2 of HSDP waits for rank 3, with which it has a replica."""
+    """Means are those of who is there; rank 2 of HSDP waits for rank 3, with which it has a replica.
+
+    Connections break at once, and the scheduler does not see the loss before MS_NODE_TIMEOUT.
+    """
     pytest.importorskip("torch")
     (tmp_path / "job.py").write_text(PROGRAM)
     options = ("-n", str(RANKS), "--min-workers", "2", "--max-restarts", "1")
-    done = run(tmp_path, pki, sys.executable, "job.py", kind, options=options, timeout_s=280)
+    env = {"MS_NODE_TIMEOUT": str(node_timeout_s)}
+    done = run(tmp_path, pki, sys.executable, "job.py", kind, options=options, timeout_s=280, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"mean (\d) in (\d+): (.*)", done.stdout)
     went_on = {rank for rank, generation, _ in found if generation == "2"}

@@ -61,7 +61,13 @@ else:
     assert total(dist.group.WORLD) == total(group) == [1.0, 1.0]
     assert [name for name, _ in world.groups] == names
     dist.monitored_barrier()
-    dist.destroy_process_group()
+world.break_off("another number of ranks")
+world.destroy()
+world.rehearses = False
+assert not dist.is_initialized()
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+assert [name for name, _ in world.groups] == names[:1] and total(dist.group.WORLD) == [1.0, 1.0]
+dist.destroy_process_group()
 print("well")
 """
 

@@ -21,6 +21,11 @@ def test_without_keep_alive_it_is_a_loop_like_any_other() -> None:
     assert found == [(0, 10, False), (1, 20, False), (2, 10, False), (3, 20, False)]
 
 
+def test_steps_are_counted_from_the_one_that_a_checkpoint_has_left_off_at() -> None:
+    found = [(int(step), batch) for step, batch in muster.torch.steps({}, [10, 20], first=7)]
+    assert found == [(7, 10), (8, 20)]
+
+
 def test_what_a_step_raises_by_itself_is_raised() -> None:
     with pytest.raises(ValueError, match="mine"):
         for step, _ in muster.torch.steps({}, [1]):

@@ -3,6 +3,7 @@
 muster bench in-place --json results.json                # CPU: six kinds of programs, 20 kills each
 muster bench in-place --kinds ddp fsdp2 --kills 5        # some of them
 muster bench in-place --gpu --kinds fsdp2 hsdp           # over NCCL, all ranks on the first GPU
+muster bench in-place --kinds ddp hsdp --one-at-a-time --peer torchft --peer-python /path/to/its/python
 muster bench in-place --group-cost                       # what such a group costs a step of GPT-2
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from muster.bench.in_place.cpu import KINDS, measure
+from muster.bench.in_place.peer import PEER_KINDS, measure_peer
 from muster.bench.launches import stopwatch
 
 
@@ -30,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--tiny", action="store_true", help="--group-cost with a small net, also on a CPU")
     option("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which programs (all)")
     option("--kills", type=int, default=20, metavar="N", help="kills of each (20)")
+    option("--one-at-a-time", action="store_true", help="each kill is of one rank, as with a peer")
+    option("--peer", choices=("torchft",), help="the same with torchft, for ddp and hsdp")
+    option("--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torchft")
     option("--every", type=int, default=10, metavar="N", help="steps between two copies (10)")
     option("--copies", type=int, default=2, metavar="N", help="copies of each rank's part (2)")
     option("--pace-ms", type=float, default=100, help="a pause in each step, at changing moments (100)")
@@ -50,7 +56,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     say = stopwatch()
     with tempfile.TemporaryDirectory(prefix="muster-in-place-") as scratch:
         try:
-            return measure(options, Path(scratch), say)
+            results = measure(options, Path(scratch), say)
+            if options.peer:
+                for kind in [each for each in options.kinds if each in PEER_KINDS]:
+                    place = Path(scratch) / f"{options.peer}-{kind}"
+                    results[f"{options.peer}-{kind}"] = measure_peer(kind, options, place, say)
+            return results
         finally:
             if options.keep is not None:
                 options.keep.mkdir(parents=True, exist_ok=True)

@@ -209,7 +209,8 @@ def _one(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> d
     with LivingJob(directory / "killed", **same, pace_ms=options.pace_ms, steps=0) as job:
         job.begin()
         for number in range(options.kills):
-            kills.append(job.kill(chance, MANNERS[number % len(MANNERS)]))
+            manner = "one" if options.one_at_a_time else MANNERS[number % len(MANNERS)]
+            kills.append(job.kill(chance, manner))
             say(f"{kind}: kill {number + 1} of {options.kills}: {kills[-1]}")
             job.wait("all have copies again", job.is_safe, STEP_TIMEOUT_S)
             if number + 1 < options.kills:

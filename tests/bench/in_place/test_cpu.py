@@ -25,7 +25,8 @@ def test_the_kinds_are_those_of_the_program() -> None:
 def test_all_others_stay_and_every_step_is_that_of_the_run_in_which_nobody_is_killed(
     kind: str, tmp_path: Path
 ) -> None:
-    options = argparse.Namespace(kinds=[kind], kills=KILLS, every=5, copies=2, pace_ms=50, seed=3, gpu=False)
+    copying = {"every": 5, "copies": 2, "pace_ms": 50, "gpu": False}
+    options = argparse.Namespace(kinds=[kind], kills=KILLS, seed=3, one_at_a_time=False, **copying)
     result = measure(options, tmp_path, print)[kind]
     assert len(result["kills"]) == KILLS
     assert result["states_different"] == 0
