@@ -62,6 +62,7 @@ WITH_TORCH = (
     *(f"tests/programs/test_{each}.py" for each in ("fresh_reads", "plugin", "torchrun", "wire")),
     *(f"tests/programs/test_{each}.py" for each in ("lasting_group", "lasting_world", "rehearsal", "stacks")),
     "tests/programs/test_fewer_ranks.py",
+    "tests/programs/test_step_times.py",
     "tests/torch",
     "tests/worker/gpu_health/test_torch_gpu.py",
 )

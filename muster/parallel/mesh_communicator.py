@@ -15,6 +15,7 @@ from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.work import FINISHED, Work
 from muster.errors import GroupError
 from muster.parallel.planning.layouts import Mesh, RedistributionStep, coordinates, group_ranks
+from muster.torch.device_waits import DeviceWaits
 from muster.torch.transfer import array_of, bytes_of
 
 
@@ -41,6 +42,8 @@ class MeshCommunicator:
         self.place = coordinates(communicator.rank, mesh)
         self._groups: dict[tuple[int, ...], Communicator] = {}
         self._stream: Any = None
+        self._waits = DeviceWaits(None)
+        communicator.measure_waits(self._waits.take)
         self._in_use = False
         for dims in sorted(set(needed)):
             if self._alone(dims):
@@ -98,7 +101,9 @@ class MeshCommunicator:
     def join(self) -> None:
         """Makes the current stream wait for what was done beside it."""
         if self._in_use:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            eager = not torch.cuda.is_current_stream_capturing()
+            with self._waits.measuring(capturing=False) if eager else contextlib.nullcontext():
+                torch.cuda.current_stream().wait_stream(self._stream)
             self._in_use = False
 
     # ------------------------------------------------------------ collectives
@@ -110,7 +115,8 @@ class MeshCommunicator:
             return out
         group = self._groups[dims]
         wire = self._wire(out)
-        group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
+        with self._waits.within_step(wire):
+            group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
         return out if wire is out or out.is_complex() else wire.to(out.dtype)
 
     def all_gather(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
@@ -125,7 +131,8 @@ class MeshCommunicator:
             return send.clone().unsqueeze(0)
         group = self._groups[dims]
         recv = torch.empty((group.world_size, *send.shape), dtype=send.dtype, device=send.device)
-        group.all_gather(self._raw(group, send), self._raw(group, recv))
+        with self._waits.within_step(send):
+            group.all_gather(self._raw(group, send), self._raw(group, recv))
         return recv
 
     def reduce_scatter(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
@@ -136,7 +143,8 @@ class MeshCommunicator:
         apart = _plain(x).unflatten(dim, (group.world_size, -1)).movedim(dim, 0).contiguous()
         wire = self._wire(apart)
         out = torch.empty(wire.shape[1:], dtype=wire.dtype, device=wire.device)
-        group.reduce_scatter(array_of(group, wire.view(-1)), array_of(group, out.view(-1)), ReduceOp.SUM)
+        with self._waits.within_step(wire):
+            group.reduce_scatter(array_of(group, wire.view(-1)), array_of(group, out.view(-1)), ReduceOp.SUM)
         return torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype)
 
     def all_to_all(self, x: Any, dims: tuple[int, ...], gathered: int, divided: int) -> Any:
@@ -146,7 +154,8 @@ class MeshCommunicator:
         group = self._groups[dims]
         send = _plain(x).unflatten(divided, (group.world_size, -1)).movedim(divided, 0).contiguous()
         recv = torch.empty_like(send)
-        group.all_to_all(self._raw(group, send), self._raw(group, recv))
+        with self._waits.within_step(send):
+            group.all_to_all(self._raw(group, send), self._raw(group, recv))
         return recv.movedim(0, gathered).flatten(gathered, gathered + 1)
 
     def part(self, x: Any, dims: Sequence[int], dim: int) -> Any:

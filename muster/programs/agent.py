@@ -290,7 +290,11 @@ class Agent:
                 with contextlib.suppress(
                     ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, WorkerError
                 ):
-                    session.report(**json.loads(line)["report"])
+                    said = json.loads(line)
+                    if "times" in said:
+                        session.add_step_times(*said["times"])
+                    else:
+                        session.report(**said["report"])
 
     def _is_over(self, session: Session, store: StoreClient) -> bool:
         try:

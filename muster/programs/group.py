@@ -39,6 +39,7 @@ from muster.programs.assignment import KEY, Handover
 from muster.programs.callbacks import PROGRAM, Callbacks, caller
 from muster.programs.named_group import NamedProcessGroup
 from muster.programs.operations import operation, operation_name
+from muster.programs.step_times import WAITS
 from muster.programs.tensors import (
     FlatTensor,
     apart,
@@ -241,7 +242,8 @@ class MusterProcessGroup(NamedProcessGroup):
                 work.finish()
 
         if calls.queue.idle and not getattr(opts, "asyncOp", True):
-            run()
+            with WAITS.waiting():
+                run()
             work.wait()
         else:
             calls.queue.put(run)

@@ -63,6 +63,9 @@ def autoload() -> None:
     registration.register(os.environ.get(registration.VARIABLE, ""))
     _let_writes_settle(VARIABLE)
     atexit.register(let_gloo_settle)
+    from muster.programs import step_times
+
+    step_times.install()
     if os.environ.get(IN_PLACE_VARIABLE) == "1":
         from muster.programs.keep_alive import keep_alive
 

@@ -11,6 +11,7 @@ from torch.distributed import Work
 
 from muster.errors import CollectiveTimeoutError
 from muster.programs.callbacks import CallbackFuture, Callbacks
+from muster.programs.step_times import WAITS
 
 if TYPE_CHECKING:
     from muster.communicators.tcp.messages import Message
@@ -55,6 +56,13 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             CollectiveTimeoutError: they are not within ``timeout``; it goes on nevertheless.
             CommunicatorError: what it failed with.
         """
+        with WAITS.waiting():
+            self._wait(timeout)
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # another wait adds to it
+        return True
+
+    def _wait(self, timeout: timedelta) -> None:
         left_s = timeout.total_seconds()
         while not self._over.is_set():
             if timeout > timedelta(0) and left_s <= 0:
@@ -62,9 +70,6 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             pause_s = min(_SIGNALS_S, left_s) if timeout > timedelta(0) else _SIGNALS_S
             self._over.wait(pause_s)
             left_s -= pause_s
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # another wait adds to it
-        return True
 
     def synchronize(self) -> None:
         """See torch; the same as to wait, on a CPU."""

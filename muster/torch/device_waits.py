@@ -1,8 +1,10 @@
-"""For how long a GPU waited for other ranks' gradients: by two events around the join of two streams."""
+"""For how long a GPU waited for other ranks' gradients: by two events around each wait of a stream."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +16,12 @@ _KEPT: list[Any] = []
 None is ever destroyed: a graph that is launched with one that is gone ends the process.
 """
 
+MOST_WAITS = 4096
+"""So many waits are kept until they are over; the oldest are given up first."""
+
 
 class DeviceWaits:
-    """Measures how long a training stream stood still at the end of backward passes; the host never waits.
+    """Measures how long a training stream stood still while it waited for others; the host never waits.
 
     A rank whose GPU computes longer finds the others' gradients there already, and waits less than they do.
     What the last bucket needs to travel counts as well, on all ranks alike.
@@ -30,34 +35,63 @@ class DeviceWaits:
         self._begin: Any = None
         self._end: Any = None
         self._graphs_record = self._captured = False
-        self._recorded = False
+        self._replayed = False
+        self._eager: deque[tuple[Any, Any]] = deque(maxlen=MOST_WAITS)
+        self._spare: list[tuple[Any, Any]] = []
+        self._measures = False
 
     @contextlib.contextmanager
     def measuring(self, *, capturing: bool) -> Iterator[None]:
-        """Context in which the current stream is made to wait for others.
+        """Context in which the current stream is made to wait for others; one within another counts once.
 
         Args:
-            capturing: a CUDA graph is captured, which measures that at each of its replays.
+            capturing: a CUDA graph is captured, which measures that at each of its replays; of several
+                such contexts it measures the last one.
         """
-        if not self._made(capturing):
+        if self._measures or not self._made(capturing):
             yield
             return
         stream = torch.cuda.current_stream(self._device)
-        self._begin.record(stream)
-        yield
-        self._end.record(stream)
-        self._recorded = not capturing
-        if capturing and not self._captured:
+        events = (self._begin, self._end) if capturing else self._spare.pop() if self._spare else self._new()
+        self._measures = True
+        try:
+            events[0].record(stream)
+            yield
+            events[1].record(stream)
+        finally:
+            self._measures = False
+        if not capturing:
+            self._eager.append(events)
+        elif not self._captured:
             self._captured = True
-            _KEPT.extend((self._begin, self._end))
+            _KEPT.extend(events)
+
+    def within_step(self, tensor: Any) -> contextlib.AbstractContextManager[None]:
+        """Context in which the current stream, not the host, waits until others have come for this tensor.
+
+        Of a step that a graph captures nothing is measured here, and nothing of the host's memory.
+        """
+        if not tensor.is_cuda or torch.cuda.is_current_stream_capturing():
+            return contextlib.nullcontext()
+        return self.measuring(capturing=False)
 
     def replayed(self) -> None:
         """Notes that a graph which measures has been launched."""
-        self._recorded = self._recorded or self._captured
+        self._replayed = self._replayed or self._captured
 
     def take(self) -> float | None:
-        """The last measured wait, in seconds; None: none has ended since the last call."""
-        if not self._recorded:
+        """How long the waits were that have ended since the last call, in seconds; None: none has."""
+        found = [self._take_replayed()]
+        with contextlib.suppress(RuntimeError):  # of a step that broke
+            while self._eager and self._eager[0][1].query():
+                events = self._eager.popleft()
+                found.append(float(events[0].elapsed_time(events[1])) / 1000)
+                self._spare.append(events)
+        measured = [seconds for seconds in found if seconds is not None]
+        return sum(measured) if measured else None
+
+    def _take_replayed(self) -> float | None:
+        if not self._replayed:
             return None
         try:
             if not self._end.query():
@@ -67,16 +101,19 @@ class DeviceWaits:
             return None
         if waited_s < 0.0:
             return None  # the next step has begun to measure
-        self._recorded = False
+        self._replayed = False
         return waited_s
 
     def _made(self, capturing: bool) -> bool:
-        """Makes the events, once; False: this torch has none that a graph can record."""
+        """Makes the events that graphs record, once; False: this torch has none that a graph can record."""
         if self._begin is None:
             try:
-                events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+                self._begin, self._end = self._new(external=True)
                 self._graphs_record = True
             except TypeError:  # torch before 2.8
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._begin, self._end = events
+                self._begin, self._end = self._new()
         return self._graphs_record or not capturing
+
+    def _new(self, **options: bool) -> tuple[Any, Any]:
+        make = functools.partial(torch.cuda.Event, enable_timing=True, **options)
+        return make(), make()

@@ -17,6 +17,7 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError
+from muster.torch.device_waits import DeviceWaits
 from muster.torch.flat import ALIGNMENT, padded, views_of
 from muster.torch.optimizer_state import make_optimizer_state, number_of
 from muster.torch.snapshot_tensors import SnapshotTensor, whole_tensor
@@ -243,6 +244,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         check_whole(module, "ShardedOptimizer")
         _check_unwrapped(module)
         self._communicator = communicator = communicator or communicator_of(session)
+        self._waits = DeviceWaits(named[0][1].device)
+        communicator.measure_waits(self._waits.take)
         names = {id(each): name for name, each in named}
         described = [(f"{names[id(p)]} of group {n}", p) for n, g in enumerate(given) for p in g["params"]]
         self._described = named if groups is None else described
@@ -284,10 +287,11 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._reduced = False
         self.inner.step()
         communicator = self._communicator
-        for group in self._groups:
-            communicator.all_gather(
-                array_of(communicator, group.part.detach()), array_of(communicator, group.flat)
-            )
+        with self._waits.within_step(self._groups[0].flat):
+            for group in self._groups:
+                communicator.all_gather(
+                    array_of(communicator, group.part.detach()), array_of(communicator, group.flat)
+                )
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
@@ -304,7 +308,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
         square = torch.stack(norms).square().sum().reshape(1)
         array = array_of(self._communicator, square)
-        self._communicator.all_reduce(array, array, ReduceOp.SUM)
+        with self._waits.within_step(square):
+            self._communicator.all_reduce(array, array, ReduceOp.SUM)
         norm = square.sqrt()[0]
         for each in gradients:
             each.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -316,7 +321,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for group in self._groups:
             group.collect()
             whole, part = array_of(communicator, group.gradients), array_of(communicator, group.part.grad)
-            communicator.reduce_scatter(whole, part, self._op)
+            with self._waits.within_step(group.flat):
+                communicator.reduce_scatter(whole, part, self._op)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets the module's gradients to zero; backward adds to them in place.
@@ -417,6 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         make_optimizer_state(self.inner)
         before = self._communicator
         self._communicator = communicator
+        communicator.measure_waits(self._waits.take)
         if (before.rank, before.world_size) != (communicator.rank, communicator.world_size):
             for group in self._groups:
                 state = self.inner.state[group.part]

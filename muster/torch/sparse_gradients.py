@@ -51,7 +51,7 @@ class SparseGradients:
             raise SettingsError(
                 "sparse gradients cannot be captured: how many rows there are is read in each step"
             )
-        with torch.no_grad(), comm_stream.on_side_stream(awaited=True):
+        with torch.no_grad(), comm_stream.on_side_stream(awaited=self.parameters[0]):
             mine = [_rows_of(parameter.grad) for parameter in self.parameters]
             numbers = [number for each in mine for number in (_NONE if each is None else each[0].numel(),)]
             dense = [int(p.grad is not None and p.grad.layout is torch.strided) for p in self.parameters]

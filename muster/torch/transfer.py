@@ -229,11 +229,11 @@ class CommStream:
             communicator.measure_waits(self.waits.take)
 
     @contextlib.contextmanager
-    def on_side_stream(self, *, awaited: bool = False) -> Iterator[None]:
+    def on_side_stream(self, *, awaited: Any | None = None) -> Iterator[None]:
         """Context in which work runs beside the current stream, after its work so far.
 
         Args:
-            awaited: what follows on the current stream waits for the work.
+            awaited: a tensor of which what follows on the current stream waits for the result.
         """
         if self._stream is None:
             yield
@@ -241,8 +241,9 @@ class CommStream:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
-        if awaited:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        if awaited is not None:
+            with self.waits.within_step(awaited):
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
         """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
@@ -262,14 +263,14 @@ class CommStream:
         """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
         communicator = self.communicator
         rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
-        with self.on_side_stream(awaited=True):
+        with self.on_side_stream(awaited=mine):
             communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
         return rows
 
     def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
         """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
         array = array_of(self.communicator, mine)
-        with self.on_side_stream(awaited=True):
+        with self.on_side_stream(awaited=mine):
             self.communicator.all_reduce(array, array, op)
         return mine
 

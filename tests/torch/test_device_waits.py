@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -67,9 +68,43 @@ def test_a_wait_is_told_once_and_not_before_it_is_over() -> None:
     assert waits.take() is None
 
 
+def test_several_waits_of_a_step_add_up_and_one_within_another_counts_once() -> None:
+    waits = DeviceWaits(CPU)
+    wait(waits, 250.0)
+    wait(waits, 125.0)
+    with waits.measuring(capturing=False):
+        wait(waits, 500.0)
+    assert waits.take() == 0.875
+    assert waits.take() is None
+
+
+def test_what_is_not_over_at_the_end_of_a_step_counts_in_the_next_one() -> None:
+    waits = DeviceWaits(CPU)
+    wait(waits, 250.0)
+    FakeEvent.over = False
+    assert waits.take() is None
+    wait(waits, 125.0)
+    FakeEvent.over = True
+    assert waits.take() == 0.375
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "captures", "found"), [(True, False, 0.25), (True, True, None), (False, False, None)]
+)
+def test_within_a_step_streams_are_measured_and_neither_the_host_nor_a_capture(
+    is_cuda: bool, captures: bool, found: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    waits = DeviceWaits(CPU)
+    with waits.within_step(SimpleNamespace(is_cuda=is_cuda)):
+        FakeEvent.at_ms += 250.0
+    assert waits.take() == found
+
+
 def test_in_a_graph_each_replay_measures_and_the_capture_does_not() -> None:
     waits = DeviceWaits(CPU)
     wait(waits, 500.0)
+    assert waits.take() == 0.5
     wait(waits, 125.0, capturing=True)
     assert waits.take() is None
     waits.replayed()
@@ -90,9 +125,10 @@ def test_events_that_a_graph_records_outlive_the_next_capture_and_their_model() 
 
 def test_between_the_events_of_two_steps_nothing_is_measured() -> None:
     waits = DeviceWaits(CPU)
-    wait(waits, 250.0)
+    wait(waits, 250.0, capturing=True)
+    waits.replayed()
     FakeEvent.at_ms += 50.0
-    with waits.measuring(capturing=False):
+    with waits.measuring(capturing=True):  # as a replay does
         FakeEvent.at_ms += 1.0
         assert waits.take() is None  # begun again, and the end is still the last step's
     assert waits.take() == 0.001

@@ -113,6 +113,7 @@ class Session:
         self._left = False
         self._progress = Progress(time.monotonic)
         self._step_clock = StepClock(self._recorder, time.monotonic, self._sending_s)
+        self.add_step_times = self._step_clock.add
         self._noted: dict[str, tuple[float, ...]] = {}  # the last snapshot and checkpoint, for the launcher
         self._snapshot_noted = (0, -1)
         self._error: BaseException | None = None

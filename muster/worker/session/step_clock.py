@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from muster.wire.codec import LONGEST_TIMES_S
 from muster.wire.messages import StepTimes, step_times_apart_s
 
 EARLY = 0.9
@@ -64,6 +66,7 @@ class StepClock:
         self._steps = 0
         self._sums = [0.0] * 6
         self._sent: dict[int, float] = {}
+        self._is_told = False
 
     def begin(self, members: int = 1, rank: int = 0) -> None:
         """Records that a group is established: the first step begins now.
@@ -78,6 +81,7 @@ class StepClock:
             self._due = now + self._apart_s * rank / members
             self._sent = dict(self._links())
             self._steps, self._sums = 0, [0.0] * 6
+            self._is_told = False
         self._waits.take_device_wait()  # Of a step of the previous group.
         self._begin_step(now)
 
@@ -106,11 +110,34 @@ class StepClock:
                 waited_s = min(device_s, max(0.0, now - since - data_s - self._excused_s))
             computed_s = max(0.0, now - since - waited_s - data_s - self._excused_s)
             with self._lock:
-                self._steps += 1
-                for place, seconds in enumerate((computed_s, waited_s, data_s)):
-                    self._sums[2 * place] += seconds
-                    self._sums[2 * place + 1] = max(self._sums[2 * place + 1], seconds)
+                if not self._is_told:
+                    self._add(1, (computed_s, computed_s, waited_s, waited_s, data_s, data_s))
         self._begin_step(now)
+
+    def add(self, steps: int, seconds: Sequence[float]) -> None:
+        """Adds steps that this worker's program has timed itself; steps that are noted here count no more.
+
+        Args:
+            steps: how many they are.
+            seconds: as in :class:`~muster.wire.messages.StepTimes`, without links.
+
+        Raises:
+            TypeError, ValueError: these are no such numbers.
+        """
+        count, sums = operator.index(steps), [float(each) for each in seconds]
+        with self._lock:
+            most = LONGEST_TIMES_S - self._steps, LONGEST_TIMES_S - sum(self._sums)
+            if not 1 <= count <= most[0] or len(sums) != 6 or min(sums) < 0.0 or not sum(sums) <= most[1]:
+                raise ValueError(f"{steps} steps of {sums} seconds are no times of steps.")
+            if not self._is_told:  # what was noted here before knew of no waits
+                self._is_told, self._steps, self._sums = True, 0, [0.0] * 6
+            self._add(count, sums)
+
+    def _add(self, steps: int, seconds: Sequence[float]) -> None:
+        self._steps += steps
+        for place in (0, 2, 4):
+            self._sums[place] += seconds[place]
+            self._sums[place + 1] = max(self._sums[place + 1], seconds[place + 1])
 
     def take(self) -> StepTimes | None:
         """The steps that are not reported yet; None if it is not time to report them, or none has ended."""

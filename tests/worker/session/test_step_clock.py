@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from muster.communicators.fault_aware import FlightRecorder
 from muster.wire.messages import StepTimes
 from muster.worker.session.step_clock import StepClock
@@ -128,3 +132,41 @@ def test_standing_still_for_checkpoints_is_summed_up_and_no_part_of_a_step() -> 
     times = machine.clock.take()
     assert times is not None and times.seconds[0] == 1.0
     assert machine.clock.checkpoints_s == 3.0
+
+
+def test_steps_that_a_program_has_timed_itself_take_the_place_of_those_noted_here() -> None:
+    machine = Machine()
+    machine.clock.begin()
+    machine.step(9.0, 0.0)
+    machine.clock.add(2, (1.0, 0.75, 0.5, 0.5, 0.25, 0.25))
+    machine.step(9.0, 0.0)
+    machine.clock.add(1, (1.0, 1.0, 0.0, 0.0, 0.0, 0.0))
+    assert machine.clock.take() == StepTimes(3, (2.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.0), 2)
+    machine.clock.begin()
+    machine.now += 5.0
+    machine.step(9.0, 0.0)
+    times = machine.clock.take()
+    assert times is not None and times.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        (0, (1.0,) * 6),
+        (1, (1.0,) * 5),
+        (1, (-1.0,) * 6),
+        (1, (float("nan"),) * 6),
+        (1, (1e9,) * 6),
+        (1 << 40, (1.0,) * 6),
+        ("1", (1.0,) * 6),
+        (1, ("x",) * 6),
+    ],
+)
+def test_what_a_program_says_must_be_times_that_can_be_sent(steps: Any, seconds: Any) -> None:
+    machine = Machine()
+    machine.clock.begin()
+    with pytest.raises((TypeError, ValueError)):
+        machine.clock.add(steps, seconds)
+    machine.step(1.0, 0.0)
+    times = machine.clock.take()
+    assert times is not None and times.steps == 1

@@ -1,0 +1,297 @@
+"""Measures in a torch program where the time of its steps goes, and reports it to the program's agent.
+
+A program that knows nothing of Muster says nothing, so what every program does is looked at: a step ends with
+the optimizer's; who waits for others does so in ``Work.wait``, or in C++ at the end of a backward pass, where
+DDP waits for its gradients; who waits for data waits for a ``DataLoader``. On a GPU the host does not wait:
+there events on the stream that was made to wait tell for how long it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from muster.wire.messages import StepTimes
+from muster.worker.adopted import line_to_agent
+from muster.worker.program_environment import GENERATION_VARIABLE
+from muster.worker.session.step_clock import StepClock
+
+OTHER_OPTIMIZER_S = 60.0
+"""An optimizer that has not made a step for so long does not say any more when a step ends."""
+
+MOST_EVENTS = 4096
+"""So many waits of a GPU are kept until they are over; the oldest are given up first."""
+
+
+class ProgramWaits:
+    """For how long this program's training has waited for other ranks.
+
+    Args:
+        clock: monotonic seconds.
+
+    Attributes:
+        waited_s: how long the training thread has, in total, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.waited_s = 0.0
+        self._thread = threading.main_thread().ident
+        self._mine = threading.local()
+        self._failures = 0
+        self._uses_device = False
+        self._taken_s = 0.0
+        self._events: deque[tuple[Any, Any]] = deque(maxlen=MOST_EVENTS)
+        self._spare: list[tuple[Any, Any]] = []
+
+    def begin(self, *, of_training: bool = False) -> Any:
+        """Notes that this thread begins to wait; returns what :meth:`end` wants to know.
+
+        Only the training's waits count, and a wait within another one does not count again.
+
+        Args:
+            of_training: the training waits, whichever thread this is.
+        """
+        depth = self._depth()
+        self._mine.depth = (self._failures, depth + 1)
+        if depth or not (of_training or self.is_training()):
+            return None
+        return self._clock(), self._record_begin()
+
+    def end(self, begun: Any) -> None:
+        """Notes that this thread has waited."""
+        self._mine.depth = (self._failures, max(0, self._depth() - 1))
+        if begun is None:
+            return
+        since, events = begun
+        if events is None:
+            self.waited_s += self._clock() - since
+            return
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed: whoever uses it gets to know
+            events[1].record()
+            self._events.append(events)
+
+    def give_up(self) -> None:
+        """Notes that waits which have begun, in any thread, do not end."""
+        self._failures += 1
+
+    def _depth(self) -> int:
+        failures, depth = getattr(self._mine, "depth", (self._failures, 0))
+        return int(depth) if failures == self._failures else 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context in which this thread waits for others."""
+        begun = self.begin()
+        try:
+            yield
+        finally:
+            self.end(begun)
+
+    def is_training(self) -> bool:
+        """Whether this thread makes the steps."""
+        return threading.get_ident() == self._thread
+
+    def note_training_thread(self) -> None:
+        """Notes that this thread makes the steps; until the first one it is the main thread."""
+        self._thread = threading.get_ident()
+
+    def take_device_wait(self) -> float | None:
+        """For how long streams of the GPU have waited since the last call, and the host; None: it has none.
+
+        What is not over yet counts the next time.
+        """
+        if not self._uses_device:
+            return None
+        waited_s, self._taken_s = self.waited_s - self._taken_s, self.waited_s
+        with contextlib.suppress(RuntimeError):
+            while self._events and self._events[0][1].query():
+                events = self._events.popleft()
+                waited_s += float(events[0].elapsed_time(events[1])) / 1000
+                self._spare.append(events)
+        return waited_s
+
+    def _record_begin(self) -> tuple[Any, Any] | None:
+        """The events of a wait of the current stream, the first recorded; None: the host waits."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        self._uses_device = True
+        make = functools.partial(torch.cuda.Event, enable_timing=True)
+        events = self._spare.pop() if self._spare else (make(), make())
+        events[0].record()
+        return events
+
+
+class ProgramSteps:
+    """The steps of this program, and whom it tells about them.
+
+    Args:
+        waits: the training's waits.
+        send: takes the times of some steps, about once a second.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, waits: ProgramWaits, send: Callable[[StepTimes], None], clock: Callable[[], float]
+    ) -> None:
+        self._waits, self._send, self._clock = waits, send, clock
+        self._steps = StepClock(waits, clock)
+        self._generation = ""
+        self._counts: Callable[[], object] = lambda: None
+        self._stepped_s = 0.0
+
+    def note_data(self, seconds: float) -> None:
+        """Notes that this thread has waited for data."""
+        if self._waits.is_training():
+            self._steps.note_data(seconds)
+
+    def optimizer_stepped(self, optimizer: object) -> None:
+        """Notes that an optimizer has made a step: one of the program's ends, if it is the first one."""
+        now = self._clock()
+        counting = self._counts()
+        if counting is not optimizer and counting is not None and now < self._stepped_s + OTHER_OPTIMIZER_S:
+            return
+        if counting is not optimizer:
+            self._counts = weakref.ref(optimizer)
+        self._stepped_s = now
+        self._waits.note_training_thread()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        generation = os.environ.get(GENERATION_VARIABLE, "")
+        if generation != self._generation:  # its first step was preceded by much else
+            self._generation = generation
+            self._steps.begin(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+            return
+        self._steps.end_step()
+        times = self._steps.take()
+        if times is not None:
+            self._send(times)
+
+
+WAITS = ProgramWaits()
+"""Those of this process. Muster's own process groups count here, too."""
+
+
+def install() -> None:
+    """Measures this program's steps from now on, if an agent wants to know."""
+    line = line_to_agent(os.environ)
+    if line is None:
+        return
+    pid = os.getpid()
+
+    def send(times: StepTimes) -> None:
+        if os.getpid() == pid:  # a forked child makes steps of its own
+            said = {"times": [times.steps, times.seconds[:6]]}
+            with contextlib.suppress(OSError):  # the agent has no time, or has gone
+                line.send(json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
+
+    steps = ProgramSteps(WAITS, send, time.monotonic)
+    watch_loader = functools.cache(lambda: _watch_loader(steps))
+
+    def stepped(optimizer: Any, _args: object, _kwargs: object) -> None:
+        watch_loader()
+        steps.optimizer_stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
+    _watch_calls(WAITS)
+    _watch_backward(WAITS)
+
+
+def _watch_calls(waits: ProgramWaits) -> None:
+    """Counts what Python waits in torch's process groups."""
+    dist.Work.wait = _timed(waits, dist.Work.wait)
+    if hasattr(dist, "_broadcast_coalesced"):  # DDP's buffers, before each forward pass
+        dist._broadcast_coalesced = _timed(waits, dist._broadcast_coalesced)
+
+
+def _timed(waits: ProgramWaits, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        begun = waits.begin()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            waits.end(begun)
+
+    return timed
+
+
+def _watch_backward(waits: ProgramWaits) -> None:
+    """Counts what DDP waits in C++, at the end of a backward pass.
+
+    There the engine runs what was queued for it, one after the other. Ours is queued as the pass begins, so
+    it runs before DDP's, and queues another, which runs after it.
+    """
+    backward = torch.autograd.backward
+    engine = torch.autograd.Variable._execution_engine
+
+    @functools.wraps(backward)
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+        if torch.compiler.is_compiling() or _is_compiled_backward() or not dist.is_initialized():
+            return backward(tensors, *args, **kwargs)
+        if root is None or not getattr(root, "requires_grad", False):
+            return backward(tensors, *args, **kwargs)
+        open_waits: list[Any] = []
+
+        def over() -> None:
+            waits.end(open_waits.pop())
+
+        def computed() -> None:
+            open_waits.append(waits.begin(of_training=True))
+            engine.queue_callback(over)
+
+        def begins(_gradient: Any) -> None:
+            engine.queue_callback(computed)
+
+        hook = root.register_hook(begins)
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            hook.remove()
+            if open_waits:  # it broke off while it waited
+                waits.give_up()
+
+    torch.autograd.backward = watched
+
+
+def _is_compiled_backward() -> bool:
+    """Whether torch compiles backward passes, hooks included."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "compiled_autograd_enabled", False))
+
+
+def _watch_loader(steps: ProgramSteps) -> None:
+    """Counts what the training thread waits for its loader."""
+    loading = sys.modules.get("torch.utils.data.dataloader")
+    iterator = getattr(loading, "_BaseDataLoaderIter", None)
+    if iterator is None:
+        return
+    fetch = iterator.__next__
+
+    @functools.wraps(fetch)
+    def fetched(self: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return fetch(self)
+        finally:
+            steps.note_data(time.monotonic() - begun)
+
+    iterator.__next__ = fetched
