@@ -124,7 +124,8 @@ class Agent:
         Raises:
             WorkerError: there is no place for this worker (any more).
         """
-        Environment(os.environ, SettingsError).flag("MS_IN_PLACE")  # the plug-in for torch cannot refuse it
+        for each in ("MS_IN_PLACE", "MS_STEP_TIMES"):
+            Environment(os.environ, SettingsError).flag(each)  # the plug-in for torch cannot refuse it
         gloo = os.environ.get(GLOO_VARIABLE, "")
         ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

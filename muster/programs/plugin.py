@@ -23,6 +23,7 @@ TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
 """The same for workers of torchrun, which gives them stores by itself."""
 
 IN_PLACE_VARIABLE = "MS_IN_PLACE"
+STEP_TIMES_VARIABLE = "MS_STEP_TIMES"
 """The user's: "1" where each program is to live on as if its first line called ``keep_alive()``."""
 
 STACKS_VARIABLE = "MUSTER_STACKS"
@@ -63,9 +64,10 @@ def autoload() -> None:
     registration.register(os.environ.get(registration.VARIABLE, ""))
     _let_writes_settle(VARIABLE)
     atexit.register(let_gloo_settle)
-    from muster.programs import step_times
+    if os.environ.get(STEP_TIMES_VARIABLE) != "0":
+        from muster.programs import step_times
 
-    step_times.install()
+        step_times.install()
     if os.environ.get(IN_PLACE_VARIABLE) == "1":
         from muster.programs.keep_alive import keep_alive
 

@@ -481,6 +481,13 @@ TABLE = {
         False,
         options=("run --in-place",),
     ),
+    "MS_STEP_TIMES": Variable(
+        "flag",
+        WORKER,
+        "0: the steps of [torch programs](torch.md) are not measured, and torch's functions are left as they"
+        " are; then no [slow rank](on_call.md) of theirs is named.",
+        True,
+    ),
     "CUDA_VISIBLE_DEVICES": Variable(
         "devices",
         "worker, launcher",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
 pytest.importorskip("torch")
+
+from muster.worker.program_environment import AGENT_PID_VARIABLE, AGENT_VARIABLE
 
 LETS_GO = """
 import hashlib, os, threading
@@ -43,3 +46,24 @@ def test_a_helper_of_a_program_that_lives_on_has_no_agent_and_goes_on_without() 
     env = os.environ | {"MUSTER_STORE": "127.0.0.1:1", "MS_IN_PLACE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "goes on\n", done.stderr
+
+
+@pytest.mark.parametrize(("said", "is_torchs_own"), [({}, False), ({"MS_STEP_TIMES": "0"}, True)])
+def test_torch_s_functions_stay_as_they_are_where_steps_are_not_to_be_measured(
+    said: dict[str, str], is_torchs_own: bool
+) -> None:
+    program = "import torch; print(torch.autograd.backward.__code__.co_filename)"
+    mine, its = socket.socketpair()
+    with mine, its:
+        env = os.environ | {"MUSTER_STORE": "127.0.0.1:1", AGENT_VARIABLE: str(its.fileno())} | said
+        env |= {AGENT_PID_VARIABLE: str(os.getpid())}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=env,
+            pass_fds=[its.fileno()],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert ("step_times" not in done.stdout) == is_torchs_own, done.stdout + done.stderr
