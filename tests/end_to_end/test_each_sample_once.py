@@ -14,7 +14,7 @@ from muster.bench.recovery.job import WorkerProcess
 from muster.bench.snapshots.forked import ForkedJob
 from tests.end_to_end.counting_job import EPOCHS, SAMPLES, SAVE_EVERY
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 LIMIT_S = 150.0
 LAUNCHES = (3, 2, 4)
 """How many ranks each launch has; the last one is let go on to the end."""
@@ -82,7 +82,7 @@ class CountedJob(ForkedJob):
     def await_end(self) -> None:
         """Lets the job come to its end."""
         self.pace.unlink()
-        self.wait("the end", lambda: not self.living(), 2 * LIMIT_S, may_end=True)
+        self.wait("the end", lambda: not self.living(), 4 * LIMIT_S, may_end=True)
 
     def kill_all(self, chance: random.Random) -> None:
         """Kills workers and scheduler, as a power failure does."""
