@@ -12,8 +12,11 @@ import pytest
 
 from tests.scheduler.processes import ROOT
 
-PARTS = ["test", "test-newest", "test-torch", "test-torch-oldest", "test-system", "test-frameworks", "docs"]
-INSTALLED_FIRST = ["test-torch-oldest", "test-frameworks"]
+PARTS = [
+    *("test", "test-newest", "test-lowest", "test-torch", "test-torch-oldest"),
+    *("test-system", "test-frameworks", "docs"),
+]
+INSTALLED_FIRST = ["test-lowest", "test-torch-oldest", "test-frameworks"]
 INSTALL = "NOX_ARGS=--install-only"
 
 

@@ -312,7 +312,7 @@ def test_a_torch_program_that_was_not_known_to_be_one_is_told_which_option_it_ne
     code, _, err = here.run("-n", "2", command=(PYTHON, script))
     last, *before = reversed(err.splitlines())
     assert f"code {code}" in last or (not code and "ended well" in last)
-    assert ("muster run --program torch gives it RANK" in before[0]) is bool(code)
+    assert ("start it with muster run --program torch" in before[0]) is bool(code)
 
 
 @pytest.mark.parametrize(
