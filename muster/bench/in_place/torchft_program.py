@@ -26,8 +26,12 @@ from torchft.coordination import LighthouseServer
 
 WIDTH, ROWS, BATCH = 32, 40, 8
 
-HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 1000, 20
-"""Who is not heard for so long is lost (torchft's own figure is 5000); so long a quorum waits for others."""
+HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 60_000, 20
+"""Who is not heard for so long is lost (torchft's own figure: 5000); a quorum waits so long for who is heard.
+
+With a shorter wait ranks that begin one after the other meet in several quorums, and torchft's DDP ends with
+an AttributeError when it cannot connect to one that is over.
+"""
 
 COLLECTIVE_TIMEOUT_S, TIMEOUT_S = 30.0, 30.0
 
