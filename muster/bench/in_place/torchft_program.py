@@ -27,11 +27,7 @@ from torchft.coordination import LighthouseServer
 WIDTH, ROWS, BATCH = 32, 40, 8
 
 HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 60_000, 20
-"""Who is not heard for so long is lost (torchft's own figure: 5000); a quorum waits so long for who is heard.
-
-With a shorter wait ranks that begin one after the other meet in several quorums, and torchft's DDP ends with
-an AttributeError when it cannot connect to one that is over.
-"""
+"""Who is not heard for so long is lost (torchft's own figure: 5000); a quorum waits so long for who is heard."""
 
 COLLECTIVE_TIMEOUT_S, TIMEOUT_S = 30.0, 30.0
 
@@ -85,6 +81,7 @@ class TorchftRank:
         self._pace_s = options.pace_ms / 1000
         self._record = Path(options.record).open("a", buffering=1)  # noqa: SIM115 until the process ends
         store = dist.TCPStore("localhost", options.port, size, is_master=rank == 0, wait_for_workers=False)
+        self._store = store  # the server goes with it
         if size > 1:
             group = dist.PrefixStore("group", store)
             dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
