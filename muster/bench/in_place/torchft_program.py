@@ -27,7 +27,7 @@ from torchft.coordination import LighthouseServer
 WIDTH, ROWS, BATCH = 32, 40, 8
 
 HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 60_000, 20
-"""Who is not heard for so long is lost (torchft's own figure: 5000); a quorum waits so long for who is heard."""
+"""Who is not heard for so long is lost (torchft: 5000); a quorum waits so long for all who are heard."""
 
 COLLECTIVE_TIMEOUT_S, TIMEOUT_S = 30.0, 30.0
 
