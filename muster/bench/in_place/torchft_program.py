@@ -103,6 +103,8 @@ class TorchftRank:
             self._net: Any = DistributedDataParallel(self._manager, layers())
         else:
             self._net = sharded(self._manager, size)
+        # Amid a step, when others may ask for them, FSDP2's modules have their whole parameters.
+        self._parameters = list(self._net.parameters())
         self._adam = torch.optim.AdamW(self._net.parameters(), 1e-2)
         for parameter in self._net.parameters():  # so that there is a state of it to be overwritten
             parameter.grad = torch.zeros_like(parameter)
@@ -119,7 +121,7 @@ class TorchftRank:
     def _tensors(self) -> list[Any]:
         """What this rank holds of the state."""
         states = [value for state in self._adam.state.values() for value in state.values()]
-        found = [*self._net.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
+        found = [*self._parameters, *(each for each in states if isinstance(each, torch.Tensor))]
         return [(each.to_local() if hasattr(each, "to_local") else each).detach() for each in found]
 
     def _load(self, state: dict[str, Any]) -> None:
