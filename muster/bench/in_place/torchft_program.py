@@ -26,8 +26,8 @@ from torchft.coordination import LighthouseServer
 
 WIDTH, ROWS, BATCH = 32, 40, 8
 
-HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 1000, 20
-"""Who is not heard for so long is lost (torchft's own figure is 5000); so long a quorum waits for others."""
+HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 60_000, 20
+"""Who is not heard for so long is lost (torchft: 5000); a quorum waits so long for all who are heard."""
 
 COLLECTIVE_TIMEOUT_S, TIMEOUT_S = 30.0, 30.0
 
@@ -81,6 +81,7 @@ class TorchftRank:
         self._pace_s = options.pace_ms / 1000
         self._record = Path(options.record).open("a", buffering=1)  # noqa: SIM115 until the process ends
         store = dist.TCPStore("localhost", options.port, size, is_master=rank == 0, wait_for_workers=False)
+        self._store = store  # the server goes with it
         if size > 1:
             group = dist.PrefixStore("group", store)
             dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
@@ -102,6 +103,8 @@ class TorchftRank:
             self._net: Any = DistributedDataParallel(self._manager, layers())
         else:
             self._net = sharded(self._manager, size)
+        # Amid a step, when others may ask for them, FSDP2's modules have their whole parameters.
+        self._parameters = list(self._net.parameters())
         self._adam = torch.optim.AdamW(self._net.parameters(), 1e-2)
         for parameter in self._net.parameters():  # so that there is a state of it to be overwritten
             parameter.grad = torch.zeros_like(parameter)
@@ -118,7 +121,7 @@ class TorchftRank:
     def _tensors(self) -> list[Any]:
         """What this rank holds of the state."""
         states = [value for state in self._adam.state.values() for value in state.values()]
-        found = [*self._net.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
+        found = [*self._parameters, *(each for each in states if isinstance(each, torch.Tensor))]
         return [(each.to_local() if hasattr(each, "to_local") else each).detach() for each in found]
 
     def _load(self, state: dict[str, Any]) -> None:
