@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import jinja2
 from markupsafe import Markup
 
-from muster.scheduler.cli.gpus import WELL, gpu_warning, refused_in_words
+from muster.scheduler.cli.gpus import ILL, WELL, gpu_warning, refused_in_words
 from muster.web import words
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, tail
@@ -198,11 +198,11 @@ class JobPage:
 
 
 def gpus_unwell(workers: Iterable[ObservedWorker]) -> list[str]:
-    """A sentence for each worker whose GPU is not well."""
+    """A sentence for each worker whose GPU is not well, those that are ill first."""
+    found = [(w.seat, w.gpu) for w in workers if w.gpu is not None and w.gpu.state != WELL]
     return [
-        gpu_warning(w.seat.rank, w.seat.node_id, w.seat.host_name, w.seat.device, w.gpu)
-        for w in workers
-        if w.gpu is not None and w.gpu.state != WELL
+        gpu_warning(seat.rank, seat.node_id, seat.host_name, seat.device, gpu)
+        for seat, gpu in sorted(found, key=lambda each: each[1].state != ILL)
     ]
 
 

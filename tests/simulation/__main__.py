@@ -1,6 +1,6 @@
 """``python -m tests.simulation --seeds 20000 [--from 0] | --replay SEED | --mutants``.
 
-With ``--schedulers``, ``--snapshots`` or ``--gpus`` it plays those.
+With ``--schedulers``, ``--snapshots``, ``--gpus`` or ``--drains`` it plays those.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 
 from tests.simulation.cluster import play_cluster
 from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
+from tests.simulation.drain_mutants import DRAIN_MUTANTS
+from tests.simulation.drains import play_drains
 from tests.simulation.gpu_mutants import GPU_MUTANTS
 from tests.simulation.gpus import play_gpus
 from tests.simulation.mutants import MUTANTS, Mutant, hunt
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--snapshots", action="store_true", help="with snapshots in the workers' memory")
     parser.add_argument("--schedulers", action="store_true", help="with three schedulers on a simulated etcd")
     parser.add_argument("--gpus", action="store_true", help="with GPUs that break and are refused")
+    parser.add_argument("--drains", action="store_true", help="with drains that operators plan and call off")
     parser.add_argument("--only", help="with --mutants or --replay: this mutant alone")
     options = parser.parse_args()
     logging.getLogger("scheduler").setLevel(logging.CRITICAL)
@@ -40,6 +43,8 @@ def main() -> int:
         mutants, run = SNAPSHOT_MUTANTS, play_snapshots
     if options.gpus:
         mutants, run = GPU_MUTANTS, play_gpus
+    if options.drains:
+        mutants, run = DRAIN_MUTANTS, play_drains
     if options.mutants:
         return _mutants(options.seeds, options.only, mutants, run)
     if options.replay is not None:

@@ -189,6 +189,19 @@ def test_a_gpu_stands_beside_its_rank_and_what_speaks_against_it_above() -> None
     assert "GPU GPU-1 of host &lt;gpu-17&gt;, number 3 (node 3) is refused: 7 words." in whole
 
 
+def test_gpus_that_are_ill_stand_above_those_that_are_suspect() -> None:
+    found = known(("0", "1", "2"))
+    columns = pb.Progress()
+    columns.CopyFrom(found.jobs["0"].progress)
+    for seat, state in enumerate(("suspect", "well", "ill")):
+        columns.gpus.add(seat=seat, gpu=rendezvous_pb.GpuReport(state=state, reasons=["this"]))
+    found.take_of("0", pb.WatchReply(progress=columns), 12.0)
+    page = JobPage(found, "0")
+    page.refresh(12.0)
+    whole = page.html(flash="")
+    assert whole.index("its GPU is ill") < whole.index("its GPU is suspect")
+
+
 def test_the_page_says_where_the_evidence_of_a_hang_lies() -> None:
     found = known(("0", "1"))
     page = JobPage(found, "0")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muster.wire.v1 import rendezvous_pb2 as pb
 
-WELL = "well"
+WELL, ILL = "well", "ill"
 FIGURES = (
     "busy_percent",
     "used_mb",

@@ -20,7 +20,7 @@ MOST_PLANS = 64
 
 def asked(job: Job, event: events.DrainAsked, now: float) -> None:
     """Drains hosts and workers now, or plans their drain."""
-    job.unix_offset_s = event.unix_s - now
+    _note_time_of_day(job, event.unix_s - now)
     if job.phase is Phase.ENDED:
         job.outbox.mention(f"Job {job.job_id} has ended.")
         return
@@ -60,7 +60,15 @@ def called_off(job: Job, event: events.DrainCalledOff, now: float) -> None:
 
 def time_of_day(job: Job, event: events.TimeOfDay, now: float) -> None:
     """Records the time of day, which decides when planned drains are due."""
-    job.unix_offset_s = event.unix_s - now
+    _note_time_of_day(job, event.unix_s - now)
+
+
+def _note_time_of_day(job: Job, offset_s: float) -> None:
+    """Keeps the greatest difference of the two clocks: an event that waited for the journal is older than it
+    seems.
+    """
+    before = job.unix_offset_s
+    job.unix_offset_s = offset_s if before is None else max(before, offset_s)
 
 
 def due(job: Job) -> float | None:

@@ -157,3 +157,12 @@ def test_a_job_that_has_ended_takes_no_drain() -> None:
     job, _ = running()
     job.step(events.EndRequested("enough"), 0.0)
     assert job.step(asked("host-a", at_s=9.0), 1.0) == events.Decision(reason="Job red has ended.")
+
+
+def test_a_word_of_an_operator_that_waited_for_the_journal_makes_no_drain_late() -> None:
+    job, _ = two_hosts()
+    job.step(asked("right", at_s=3.0), 1.0)
+    late = events.DrainAsked(("0",), (), "new disks", MIDNIGHT_S + 0.5, MIDNIGHT_S + 5000.0)
+    job.step(late, 3.0)  # half a second after the first, and it waited for 1.5 s
+    assert leaving(job.step(events.Tick(), 3.9)) == []
+    assert leaving(job.step(events.Tick(), 4.0)) == ["2", "3"]
