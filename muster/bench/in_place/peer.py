@@ -190,7 +190,7 @@ def measure_peer(kind: str, options: argparse.Namespace, directory: Path, say: S
 
     Where it does not go on, the results end with that kill, and have the end of a rank's log: ``failed``.
     """
-    chance, kills = random.Random(f"{options.seed} {kind} torchft"), []
+    chance, kills = random.Random(f"{options.seed} {kind} torchft"), list[Event]()
     found: dict[str, Any] = {"seed": options.seed, "kills": kills}
     job = TorchftJob(directory, kind=kind, pace_ms=options.pace_ms, python=options.peer_python, say=say)
     with job:
