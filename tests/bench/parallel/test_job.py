@@ -81,7 +81,8 @@ def test_models_train_under_a_plan_as_without_one(
             step, _, _ = make_step(variant, task, communicator, CPU, None, str(tmp_path / "m"))
             return [float(step()) for _ in range(3)]
 
-        return run_ranks(1, run)[0]
+        found: list[float] = run_ranks(1, run)[0]
+        return found
 
     planned = trained("auto")
     assert planned[2] < planned[0]

@@ -19,7 +19,7 @@ from muster.parallel.planning.planner import find_plan
 BIG = 2**22
 
 
-class _Divided(nn.Module):  # type: ignore[misc]
+class _Divided(nn.Module):
     def __init__(self, forward: Callable[[Any], Any]) -> None:
         super().__init__()
         self.scale, self._forward = nn.Parameter(torch.ones(())), forward
