@@ -93,13 +93,13 @@ def timeline(
             moved[each.phase] += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         forward.append(work.forward + moved["forward"])
         backward.append(work.backward + moved["backward"])
-    played = _Play(graph, states, parameter_shards(graph, states, mesh), mesh, machine)
+    played = _Passes(graph, states, parameter_shards(graph, states, mesh), mesh, machine)
     forward_s = played.forward(forward)
     backward_s = played.backward(backward)
     return played.over(forward_s, backward_s, optimizer_states)
 
 
-class _Play:
+class _Passes:
     """The two passes of a step, and what travels beside them, one after the other."""
 
     def __init__(
