@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from dataclasses import replace
@@ -179,12 +180,14 @@ def test_a_few_layers_at_once_are_whole(monkeypatch: pytest.MonkeyPatch) -> None
         ways = {"mode": "data_parallel", "shard_updates": ALWAYS, **settings}
         model = muster.parallelize(net, mine, communicator=communicator, **ways)
         watch = _Largest(256 * 256)
-        with watch:
+        with (
+            watch if communicator.rank == 0 else contextlib.nullcontext()
+        ):  # torch has races of two such modes
             model(*mine).backward()
         return watch.most
 
-    assert min(run_ranks(2, train)) >= 8
-    assert max(run_ranks(2, functools.partial(train, shard_parameters=ALWAYS))) <= 7
+    assert run_ranks(2, train)[0] >= 8
+    assert run_ranks(2, functools.partial(train, shard_parameters=ALWAYS))[0] <= 7
 
 
 def test_memory_that_is_too_small_for_whole_parameters_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
