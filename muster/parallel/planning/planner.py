@@ -217,9 +217,9 @@ def _best_of(
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
-            problem, solution = _solved(graph, mesh, machine, options, fixed, limit)
+            searched, problem, solution = _solved(graph, mesh, machine, options, fixed, limit)
             if search == "propagation" and solution is not None:
-                solution = _propagated(problem, options, fixed, limit, solution)
+                solution = _propagated(problem, searched, fixed, limit, solution)
         except KeyError as error:
             refused = refused or (
                 f"{error.args[0]} cannot be split as its strategy says on {math.prod(mesh)} ranks: the slices"
@@ -246,24 +246,25 @@ def _best_of(
 
 def _solved(
     graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin], limit: float
-) -> tuple[Problem, Solution | None]:
-    """The best choice on a mesh; parameters are gathered for their use where memory binds, if that is faster.
+) -> tuple[Options, Problem, Solution | None]:
+    """The best choice on a mesh, and what it is of.
 
-    What is whole for moments only is in no sum that prices could see, so it is a search of its own.
+    Parameters are gathered for their use where memory binds, if that is faster. What is whole for moments
+    only is in no sum that prices could see, so it is a search of its own.
     """
     without = options if options.shard_parameters == ALWAYS else replace(options, shard_parameters=False)
     problem = build(graph, mesh, machine, without, pins)
     solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
     free = solution is not None and solution.seconds <= solution.bound_s
     if free or not options.shard_parameters or without == options:
-        return problem, solution
+        return without, problem, solution
     wider = build(graph, mesh, machine, options, pins)
     found = solve(wider, limit, peak_of(wider, options.optimizer_states))
     if found is None:
-        return problem, solution
+        return without, problem, solution
     if solution is not None and solution.seconds <= found.seconds:
-        return problem, replace(solution, bound_s=min(solution.bound_s, found.bound_s))
-    return wider, found
+        return without, problem, replace(solution, bound_s=min(solution.bound_s, found.bound_s))
+    return options, wider, found
 
 
 Found = tuple[Solution, list[State]]
