@@ -99,6 +99,7 @@ def parallelize(
     batch_norm: str | None = None,
     optimizer_states: int = 2,
     shard_updates: bool | str | None = None,
+    shard_parameters: bool | str | None = None,
     rest: str = "search",
     autocast: Any = None,
     seed: int | None = None,
@@ -148,6 +149,9 @@ def parallelize(
         shard_updates: whether updates are divided among ranks (ZeRO-1): True: where the search finds that it
             pays; "always", also in mode "data_parallel"; False: never. None: "always" if
             ``enable_parallel_optimizer`` is set, otherwise True.
+        shard_parameters: whether each rank holds a share of a parameter only, which is gathered when it is
+            computed with, in both passes (ZeRO-3, as FSDP): None or True: where memory needs it, unless
+            shard_updates is False; "always", also in mode "data_parallel"; False: never.
         rest: what operators without a strategy do in mode "semi_auto": "search" (what is cheapest), or
             "data_parallel": they compute their part of the batch, as in MindSpore.
         autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
@@ -177,6 +181,7 @@ def parallelize(
         gradients_mean=gradients_mean,
         parameter_broadcast=parameter_broadcast,
         shard_updates=shard_updates,
+        shard_parameters=shard_parameters,
         rest=rest,
         autocast=autocast,
     )
@@ -253,6 +258,7 @@ class _Given:
             optimizer_states=self.optimizer_states,
             local_norm=self.chosen.local_norm,
             shard_updates=self.chosen.shard_updates,
+            shard_parameters=self.chosen.shard_parameters,
             rest=self.chosen.rest,
         )
         found.mode = self.chosen.mode
@@ -284,8 +290,15 @@ class _Given:
                 " file, or leave out strategies"
             )
         hosts = self._hosts(group)
-        share = self.chosen.shard_updates
-        base = Options((), (), self.optimizer_states, self.chosen.local_norm, share, hosts=hosts)
+        base = Options(
+            (),
+            (),
+            self.optimizer_states,
+            self.chosen.local_norm,
+            self.chosen.shard_updates,
+            self.chosen.shard_parameters,
+            hosts=hosts,
+        )
         options = options_for(graph, mesh, self.chosen.dataset_strategy, base)
         if options is None:
             raise SettingsError(

@@ -12,6 +12,7 @@ from muster.communicators.work import Work
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.mesh_communicator import MeshCommunicator
 from muster.parallel.planning.buckets import ParameterShard, PlannedBucket
+from muster.parallel.regathered import Regathered
 from muster.torch.flat import is_dense
 
 
@@ -83,12 +84,18 @@ class HeldParameter:
 
     @property
     def whole(self) -> Any:
-        """The local part; where the update is divided, as :meth:`Gradients.gather` brought it last."""
+        """The local part; where the update alone is divided, as :meth:`Gradients.gather` brought it last."""
         return self.gathered if self.shard.sharded else self.parameter.detach()
 
     def load(self, local: Any) -> None:
         """Takes other values of the local part."""
         self.parameter.copy_(share_of(self.shard, local, self._mesh_communicator))
+
+    def no_gradient(self) -> Any:
+        """Zeros in the place of a gradient of the local part."""
+        if self.shard.sharded:
+            return self.parameter.new_zeros(self.shard.shape)
+        return torch.zeros_like(self.parameter)
 
     def hold(self, grad: Any) -> None:
         """Adds a gradient that is not summed over ranks yet."""
@@ -140,8 +147,11 @@ def share_of(shard: ParameterShard, local: Any, mesh_communicator: MeshCommunica
 class _MeshBucket:
     def __init__(self, planned: PlannedBucket, members: Sequence[HeldParameter]) -> None:
         self.dims, self.sharded, self.members = planned.dims, planned.sharded, list(members)
+        self.regathered = planned.regathered
         self.waiting = len(self.members)
         self.work: Work | None = None
+        self.mark: Any = None
+        self.is_sent = False
         self.flat: Any = None
         self.out: Any = None
         self.views: list[Any] = []
@@ -154,14 +164,14 @@ class _MeshBucket:
 
         Behind them stands for each whether this rank has one, so that all know where nobody has.
         """
-        first = self.members[0].whole
+        first = self.members[0].parameter
         dtype = mesh_communicator.wire_dtype(first.dtype)
         held = [each.take() for each in self.members]
         self.arrived = [grad is not None for grad in held]
         # Kept until delivery: another stream may still read them.
         self.packed = [grad for grad in held if grad is not None]
         gradients = [
-            torch.zeros_like(each.whole) if grad is None else grad
+            each.no_gradient() if grad is None else grad
             for each, grad in zip(self.members, held, strict=True)
         ]
         counts = torch.ones(
@@ -179,15 +189,14 @@ class _MeshBucket:
             torch._foreach_copy_([*self.views, self.counts], [*gradients, counts])
             return
         ranks = self.members[0].shard.ranks
-        rows = []
-        for each, grad in zip(self.members, gradients, strict=True):
-            padded = torch.zeros(ranks * each.shard.own_numel, dtype=dtype, device=first.device)
-            padded[: each.shard.numel] = grad.reshape(-1)
-            rows.append(padded.view(ranks, -1))
-        rows.append(counts.expand(ranks, -1))
-        self.flat = torch.cat(rows, 1).view(-1)
-        self.out = torch.empty(self.flat.numel() // ranks, dtype=dtype, device=first.device)
         sizes = [each.shard.own_numel for each in self.members]
+        rows = torch.empty((ranks, sum(sizes) + len(sizes)), dtype=dtype, device=first.device)
+        *columns, of_counts = rows.split([*sizes, len(sizes)], 1)
+        for each, grad, column in zip(self.members, gradients, columns, strict=True):
+            _deal(grad.reshape(-1), column, each.shard.own_numel)
+        of_counts.copy_(counts.expand(ranks, -1))
+        self.flat = rows.view(-1)
+        self.out = torch.empty(self.flat.numel() // ranks, dtype=dtype, device=first.device)
         *flats, self.counts = self.out.split([*sizes, len(sizes)])
         self.views = [part.view(each.parameter.shape) for each, part in zip(self.members, flats, strict=True)]
 
@@ -199,9 +208,19 @@ class _MeshBucket:
         for each, part, counts in zip(self.members, self.views, found, strict=True):
             if counts:
                 each.deliver(part.to(each.parameter.dtype))
-        self.flat = self.out = self.work = self.counts = None
+        self.flat = self.out = self.work = self.counts = self.mark = None
         self.packed, self.views = [], []
         self.waiting = len(self.members)
+
+
+def _deal(flat: Any, rows: Any, length: int) -> None:
+    """Writes a flat tensor into rows of this length, one after the other; what is left of them gets zeros."""
+    full, rest = divmod(flat.numel(), max(1, length))
+    rows[:full].copy_(flat[: full * length].view(full, length))
+    if rest:
+        rows[full, :rest].copy_(flat[full * length :])
+        rows[full, rest:].zero_()
+    rows[full + (rest > 0) :].zero_()
 
 
 def _laid_out_like(parameter: Any, flat: Any) -> Any:
@@ -228,6 +247,9 @@ class Gradients:
         self.held, self._mesh_communicator = held, mesh_communicator
         self._buckets = [_MeshBucket(each, [held[name] for name in each.nodes]) for each in planned]
         self._bucket_of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
+        self.regathered = Regathered(
+            [bucket.members for bucket in self._buckets if bucket.regathered], mesh_communicator
+        )
         self.synchronize = True
         self._in_backward = False
         self._task = -1
@@ -237,16 +259,21 @@ class Gradients:
         self._open: set[int] = set()  # forward passes that no backward pass has reached
         self._reached: set[int] = set()
 
-    def begin(self) -> None:
-        """A forward pass begins; :meth:`leaf` gives its leaves."""
+    def begin(self, order: Sequence[str] = ()) -> None:
+        """A forward pass begins; :meth:`leaf` gives its leaves, :meth:`gathered` what is gathered in it.
+
+        Args:
+            order: in which it reads the parameters that are gathered in it.
+        """
+        self.regathered.begin(order)
         self._pass += 1
         if torch.is_grad_enabled():
             self._open.add(self._pass)
 
     def gather(self) -> None:
-        """Brings the parameters whose update was divided up to date on all ranks."""
+        """Brings the parameters whose update alone was divided up to date on all ranks."""
         for bucket in self._buckets:
-            if not bucket.sharded:
+            if not bucket.sharded or bucket.regathered:
                 continue
             flat = torch.cat([each.parameter.detach().view(-1) for each in bucket.members])
             rows = self._mesh_communicator.gather_stacked(flat, bucket.dims)
@@ -262,15 +289,24 @@ class Gradients:
         whole = held.whole.detach()
         if not torch.is_grad_enabled():
             return whole
-        whole = whole.requires_grad_()
-        whole.register_post_accumulate_grad_hook(self._hook(held))
-        return whole
-
-    def _hook(self, held: HeldParameter) -> Callable[[Any], None]:
-        of_pass = self._pass
+        arrived = self._arrival(held)
 
         def ready(leaf: Any) -> None:
             grad, leaf.grad = leaf.grad, None
+            arrived(grad)
+
+        whole = whole.requires_grad_()
+        whole.register_post_accumulate_grad_hook(ready)
+        return whole
+
+    def gathered(self, name: str) -> Any:
+        """A parameter's local part, which is gathered now, for one forward pass."""
+        return self.regathered.take(name, self._arrival(self.held[name]))
+
+    def _arrival(self, held: HeldParameter) -> Callable[[Any], None]:
+        of_pass = self._pass
+
+        def arrived(grad: Any) -> None:
             task = torch._C._current_graph_task_id()
             if self._in_backward and task != self._task:
                 raise WorkerError(
@@ -282,7 +318,7 @@ class Gradients:
                 Variable._execution_engine.queue_callback(self._finish)
             self._reached.add(of_pass)
             bucket = self._bucket_of.get(held.name)
-            if bucket is not None and bucket.work is not None:
+            if bucket is not None and bucket.is_sent:
                 raise WorkerError(
                     f"a second gradient of {held.name} came after the first one was sent",
                     remedy="Add up the losses of several forward passes before any of them goes backward.",
@@ -290,6 +326,8 @@ class Gradients:
             if bucket is None:
                 held.deliver(grad)
                 return
+            if bucket.regathered:
+                self.regathered.give_back(held.name)
             held.hold(grad)
             if held.name not in self._ready:
                 self._ready.add(held.name)
@@ -297,7 +335,7 @@ class Gradients:
             if self.synchronize and len(self._open) <= 1:
                 self._launch_ready()
 
-        return ready
+        return arrived
 
     def _launch_ready(self) -> None:
         while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
@@ -306,6 +344,7 @@ class Gradients:
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
+        bucket.is_sent = True
         with torch.no_grad(), self._mesh_communicator.on_side_stream():  # the backward pass goes on
             bucket.pack(self._mesh_communicator)
             if bucket.sharded:
@@ -314,35 +353,45 @@ class Gradients:
                 )
             else:
                 bucket.work = self._mesh_communicator.start_all_reduce(bucket.flat, bucket.dims)
+            bucket.mark = self._mesh_communicator.mark()
+        if bucket.regathered:  # so that gradients of two buckets at most are whole
+            self._deliver([each for each in self._buckets[: self._launched - 1] if each.regathered])
+
+    def _deliver(self, buckets: Sequence[_MeshBucket]) -> None:
+        with torch.no_grad():
+            for bucket in buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    self._mesh_communicator.wait_for(bucket.mark)
+                    bucket.deliver()
 
     def _finish(self) -> None:
         self._in_backward = False
         self._ready.clear()
         self._open -= self._reached
         self._reached.clear()
+        self.regathered.forget()
         if self.synchronize:
             while self._launched < len(self._buckets):
                 self._launch()
             self._mesh_communicator.join()
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    if bucket.work is not None:
-                        bucket.work.wait()
-                    bucket.deliver()
+            self._deliver(self._buckets)
             self._launched = 0
         else:
             for each in self.held.values():
                 each.keep()
         for bucket in self._buckets:
-            bucket.waiting = len(bucket.members)
+            bucket.waiting, bucket.is_sent = len(bucket.members), False
 
     def forget(self) -> None:
         """Drops what a backward pass that broke off has left."""
+        self.regathered.forget()
         for each in self.held.values():
             each.take()
             each.parameter.grad = None
         for bucket in self._buckets:
             bucket.waiting, bucket.work, bucket.flat, bucket.out = len(bucket.members), None, None, None
+            bucket.is_sent = False
             bucket.packed.clear()
         self._launched, self._in_backward = 0, False
         self._ready.clear()

@@ -106,6 +106,15 @@ class MeshCommunicator:
                 torch.cuda.current_stream().wait_stream(self._stream)
             self._in_use = False
 
+    def mark(self) -> Any:
+        """What :meth:`wait_for` waits for: the current stream's work so far; None: there is no GPU."""
+        return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def wait_for(self, mark: Any) -> None:
+        """Makes the current stream wait for what was marked on another."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
     # ------------------------------------------------------------ collectives
 
     def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
@@ -180,6 +189,15 @@ class MeshCommunicator:
         return group.reduce_scatter(
             array_of(group, flat), array_of(group, out), ReduceOp.SUM, async_op=not flat.is_cuda
         )
+
+    def start_all_gather(self, flat: Any, rows: Any, dims: tuple[int, ...]) -> Work:
+        """Puts the ranks' ``flat`` into the rows of ``rows``; they count after ``wait()``."""
+        if self._alone(dims):
+            rows.copy_(flat.unsqueeze(0))
+            return FINISHED
+        group = self._groups[dims]
+        send, recv = self._raw(group, flat), self._raw(group, rows)
+        return group.all_gather(send, recv, async_op=not flat.is_cuda)
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which sums travel: NumPy knows no bfloat16."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ class _Instruction:
     function: Local
     outputs: tuple[int, ...]
     done: tuple[int, ...] = ()
+    gathered: tuple[tuple[str, int], ...] = ()  # parameters, with their values, that it is the first to read
+    of_parameters: bool = False  # its result may be a view of one
 
 
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
@@ -270,6 +273,11 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def _compile(self) -> list[_Instruction]:
         graph, mesh = self._graph, self.plan.mesh
         last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
+        to_gather = {
+            node.outputs[0]: node.name
+            for node, _ in self._nodes()
+            if node.name in self.held_parameters and self.held_parameters[node.name].shard.regathered
+        }
         program = []
         for index, (node, state) in enumerate(zip(graph.nodes, self._states, strict=True)):
             if node.kind not in ("call", FAN_OUT, "output"):
@@ -294,8 +302,19 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     local_norm=self.plan.options.local_norm,
                 )
             done = tuple({v for v in node.inputs if last_use[v] == index})
+            gathered = tuple((to_gather.pop(v), v) for v in node.inputs if v in to_gather)
             program.append(
-                _Instruction(node.name, node.module, node.inputs, tuple(moves), function, node.outputs, done)
+                _Instruction(
+                    node.name,
+                    node.module,
+                    node.inputs,
+                    tuple(moves),
+                    function,
+                    node.outputs,
+                    done,
+                    gathered,
+                    node.of_parameters or node.kind == FAN_OUT,
+                )
             )
         return program
 
@@ -311,23 +330,29 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run.training = self.training
         self._run.casts.clear()
         self._gradients.gather()
-        self._gradients.begin()
+        self._gradients.begin([name for each in self._program for name, _ in each.gathered])
         recorded = capture.is_recording(next(self.parameters()).device)
         if not recorded and not self._goes_on:
             self._run.begin()
         values = self._start(batch)
         clock = self._clock(training)
-        with self._cast():
+        regathered = self._gradients.regathered
+        with self._cast(), regathered.saving() if regathered else contextlib.nullcontext():
             for each in self._program:
                 if not self.training and each.name in self._traced.counters:
                     continue
+                for name, value in each.gathered:
+                    values[value] = self._gradients.gathered(name)
                 tensors = [
                     values[source] if move is None else self._move(values[source], *move)
                     for source, move in zip(each.sources, each.moves, strict=True)
                 ]
                 result = each.function(tensors)
+                del tensors  # or a gathered parameter would stay until the next operator's are there
                 for value in each.done:
                     del values[value]
+                if regathered and each.of_parameters:
+                    regathered.see(result)
                 if not each.outputs:
                     break
                 if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):
@@ -370,6 +395,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 tensors_here, last = self._places[node.name]
                 held = self.held_parameters.get(node.name)
                 self._check_parameter(node, tensors_here[last], held)
+                if held is not None and held.shard.regathered:
+                    continue  # until it is read
                 own = self._gradients.leaf(node.name) if held is not None else tensors_here[last].detach()
                 values[node.outputs[0]] = own
         return values
@@ -587,10 +614,14 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._gradients.gather()
         mesh = self.plan.mesh
         by_node: dict[str, Any] = {}
-        for node, state in self._holders():
+        holders = {node.name: (node, state) for node, state in self._holders()}
+        divided = self._gradients.regathered
+        local = ((name, self._local(name)) for name in holders if name not in divided)
+        for name, own_part in itertools.chain(local, divided.wholes()):
+            node, state = holders[name]
             shape = self._graph.values[node.outputs[0]].shape
             steps = plan_move(state.outs[0], replicated(mesh), mesh, shape) or ()
-            by_node[node.name] = self.mesh_communicator.run(self._local(node.name).detach(), steps).clone()
+            by_node[name] = self.mesh_communicator.run(own_part.detach(), steps).clone()
         own = self.state_dict()
         return {name: by_node[node] if node else own[name].clone() for name, node in self._node_of.items()}
 

@@ -231,8 +231,9 @@ class LocalFunction:
         bias = args[0] if self.node.op == "addmm" else (*args, None)[2]
         if not self.has_weight or not products.applies(x, weight, bias):
             return self.function(*args)
-        low = self.run.casts.of(weight, torch.bfloat16)
-        return products.Product.apply(x, weight, bias, low, self.node.op != "linear")
+        again = getattr(weight, "regathered", False)
+        low = weight.detach().to(torch.bfloat16) if again else self.run.casts.of(weight, torch.bfloat16)
+        return products.Product.apply(x, weight, bias, low, self.node.op != "linear", again)
 
     def embedding(self, tensors: Sequence[Any]) -> Any:
         """Rows are split: ids of other ranks give zeros."""

@@ -39,6 +39,7 @@ class ParallelSettings:
     load: str = ""
     save: str = ""
     shard_updates: bool | str = True
+    shard_parameters: bool | str = True
     rest: str = "search"
     autocast: Any = None
     local_norm: bool = False
@@ -56,7 +57,7 @@ class ParallelSettings:
             self.dataset_strategy == "data_parallel"
             and not self.synchronised
             and self.autocast is None
-            and self.shard_updates != ALWAYS
+            and ALWAYS not in (self.shard_updates, self.shard_parameters)
         )
 
 
@@ -92,8 +93,9 @@ def settings_of(
     if plan is not None:
         exists = Path(plan).exists()
         found |= {"load": str(plan) if exists else "", "save": "" if exists else str(plan)}
-    if found.get("shard_updates") not in (None, True, False, ALWAYS):
-        raise SettingsError(f'shard_updates is True, False or "{ALWAYS}", not {found["shard_updates"]!r}')
+    for name in ("shard_updates", "shard_parameters"):
+        if found.get(name) not in (None, True, False, ALWAYS):
+            raise SettingsError(f'{name} is True, False or "{ALWAYS}", not {found[name]!r}')
     if batch_norm not in (None, "local", "synchronised"):
         raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
     autocast = found.get("autocast")

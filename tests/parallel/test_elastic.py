@@ -234,14 +234,16 @@ SPLIT = {"up": {"n": 2}, "down": {"k": 2}}
 
 
 @pytest.mark.parametrize("worlds", [(4, 3, 4), (8, 6, 8)])
-@pytest.mark.parametrize("shard_updates", [False, True])
+@pytest.mark.parametrize(
+    "ways", [{"shard_updates": False}, {"shard_updates": True}, {"shard_parameters": "always"}]
+)
 def test_losses_are_those_of_one_process_through_changes(
-    worlds: tuple[int, int, int], shard_updates: bool, tmp_path: Path
+    worlds: tuple[int, int, int], ways: dict[str, Any], tmp_path: Path
 ) -> None:
     """A rank dies in mid-step, the others go on; where parts died with it, from the checkpoint."""
     first, second, third = worlds
     want = one_process(9, copy.deepcopy(NET))
-    settings: dict[str, Any] = {"shard_updates": shard_updates, "checkpoint": tmp_path / "last"}
+    settings: dict[str, Any] = {**ways, "checkpoint": tmp_path / "last"}
     workers = generation([None] * first, 3, source=-1, saved=3, broken=(0, 2), **settings)
     plan = workers[0].model.plan
     survives = "goes on from there" in workers[0].state.survival(range(second, first))

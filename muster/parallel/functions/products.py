@@ -19,10 +19,21 @@ class Product(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, low: Any, turned: bool) -> Any:
-        """The layer's result; ``turned``: the weight is [inputs, outputs]."""
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, low: Any, turned: bool, again: bool) -> Any:
+        """The layer's result.
+
+        Args:
+            ctx: of autograd.
+            x: the input.
+            weight: in its own precision.
+            bias: None: there is none.
+            low: the weight's cast.
+            turned: the weight is [inputs, outputs].
+            again: the weight is not kept, so its cast is not either: the backward pass casts again.
+        """
         x = x.to(low.dtype)
-        ctx.save_for_backward(x, low)
+        reads = ctx.needs_input_grad[0]
+        ctx.save_for_backward(x, (weight if reads else None) if again else low)
         ctx.turned, ctx.dtype = turned, weight.dtype
         return functional.linear(x, low.t() if turned else low, None if bias is None else bias.to(low.dtype))
 
@@ -34,13 +45,14 @@ class Product(torch.autograd.Function):  # type: ignore[misc]
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         x_grad = weight_grad = bias_grad = None
         if ctx.needs_input_grad[0]:
+            low = low.to(x.dtype)
             x_grad = (rows @ (low.t() if ctx.turned else low)).view(x.shape)
         if ctx.needs_input_grad[1]:
             pair = (inputs.t(), rows) if ctx.turned else (rows.t(), inputs)
             weight_grad = _product(*pair, ctx.dtype)
         if ctx.needs_input_grad[2]:
             bias_grad = rows.sum(0, dtype=ctx.dtype)
-        return x_grad, weight_grad, bias_grad, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None
 
 
 def _product(a: Any, b: Any, dtype: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.costs import BUCKET_BYTES, PlannedCollective, inner_collectives
-from muster.parallel.planning.graph import Graph, Node
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node
+from muster.parallel.planning.kept import is_view, kept_inputs, turns
 from muster.parallel.planning.layouts import (
     COLLECTIVES,
     PARTIAL,
@@ -33,6 +34,7 @@ class ParameterShard:
         dims: the mesh dimensions along which its gradient is summed.
         ranks: how many ranks these are.
         sharded: its update is divided among them (ZeRO-1).
+        regathered: it is gathered when it is computed with only, in both passes (ZeRO-3); ``sharded`` too.
     """
 
     node: str
@@ -42,6 +44,7 @@ class ParameterShard:
     dims: tuple[int, ...]
     ranks: int
     sharded: bool
+    regathered: bool = False
 
     @property
     def numel(self) -> int:
@@ -77,6 +80,7 @@ class PlannedBucket:
         nodes: the parameters.
         nbytes: of the parameters.
         sent_nbytes: of the larger buffer: the gradients, and for each, whether a rank has one.
+        regathered: the parameters are gathered when they are computed with only (ZeRO-3).
     """
 
     dims: tuple[int, ...]
@@ -84,6 +88,7 @@ class PlannedBucket:
     nodes: tuple[str, ...]
     nbytes: int
     sent_nbytes: int
+    regathered: bool = False
 
 
 def parameter_shards(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, ParameterShard]:
@@ -104,6 +109,7 @@ def parameter_shards(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[
             dims,
             math.prod(mesh[d] for d in dims),
             state.sharded,
+            state.regathered,
         )
     return found
 
@@ -115,7 +121,7 @@ def gradient_buckets(held: Sequence[ParameterShard], bucket_bytes: int = BUCKET_
         ParameterSpec(
             each.node,
             each.own_numel * each.ranks if each.sharded else each.numel,
-            f"{each.dtype} {each.dims} {each.sharded}",
+            f"{each.dtype} {each.dims} {each.sharded} {each.regathered}",
             each.itemsize,
         )
         for each in reversed(held)
@@ -127,7 +133,7 @@ def gradient_buckets(held: Sequence[ParameterShard], bucket_bytes: int = BUCKET_
         names = tuple(slot.name for slot in bucket.slots)
         counts = len(names) * (first.ranks if first.sharded else 1)
         nbytes, sent = bucket.size * first.itemsize, (bucket.size + counts) * first.itemsize
-        buckets.append(PlannedBucket(first.dims, first.sharded, names, nbytes, sent))
+        buckets.append(PlannedBucket(first.dims, first.sharded, names, nbytes, sent, first.regathered))
     return buckets
 
 
@@ -147,6 +153,39 @@ def edge_layouts(
     )
 
 
+def read_again(graph: Graph, states: Sequence[State], names: Iterable[str]) -> dict[str, int]:
+    """By parameter, the first operator in the order of the backward pass that reads its values there.
+
+    What was moved to another layout is a copy, which is kept.
+
+    Args:
+        graph: with fan-out nodes.
+        states: one of each node's.
+        names: the nodes of the parameters of interest.
+    """
+    of: dict[int, str] = {}  # by value, the parameter whose memory it has
+    wanted, turned, found = set(names), set[int](), dict[str, int]()
+
+    def parameter(index: int, position: int) -> str | None:
+        before, after, _, _ = edge_layouts(graph, states, index, position)
+        return of.get(graph.nodes[index].inputs[position]) if before == after else None
+
+    for index, node in enumerate(graph.nodes if wanted else ()):
+        if node.name in wanted:
+            of[node.outputs[0]] = node.name
+        elif node.kind in ("call", FAN_OUT) and node.inputs and is_view(graph, node, turned):
+            source = parameter(index, 0)
+            if source is not None:
+                of.update(dict.fromkeys(node.outputs, source))
+            turned |= set(node.outputs) if turns(node, turned) else set()
+        else:
+            for position in kept_inputs(graph, node):
+                source = parameter(index, position)
+                if source is not None:
+                    found[source] = index
+    return found
+
+
 def collectives(
     graph: Graph,
     states: Sequence[State],
@@ -159,13 +198,15 @@ def collectives(
     found: list[PlannedCollective] = []
     for index in range(len(graph.nodes)):
         found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
-    held = list(parameter_shards(graph, states, mesh).values())
-    for number, bucket in enumerate(gradient_buckets(held, bucket_bytes)):
+    held = parameter_shards(graph, states, mesh)
+    again = read_again(graph, states, [name for name, each in held.items() if each.regathered])
+    for number, bucket in enumerate(gradient_buckets(list(held.values()), bucket_bytes)):
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
         name = f"bucket {number}"
         found.append(PlannedCollective("gradients", name, kind, bucket.dims, bucket.sent_nbytes))
-        if bucket.sharded:
-            found.append(PlannedCollective("parameters", name, "all_gather", bucket.dims, bucket.nbytes))
+        gathers = bucket.sharded + any(each in again for each in bucket.nodes)
+        gather = PlannedCollective("parameters", name, "all_gather", bucket.dims, bucket.nbytes)
+        found += [gather] * gathers
     return found
 
 

@@ -24,6 +24,9 @@ from muster.parallel.planning.precision import RUNS_EXACT, feeds_a_loss
 from muster.parallel.planning.rules import LINEAR_VIEWS
 
 BUCKET_BYTES = 25 * 2**20
+_GATHERS_EXPOSED = 0.6
+"""The share of gathering a parameter, in each pass, that computing does not hide: a bucket sets out early.
+Both together cost more than an update that is divided, and less than moves that are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +136,13 @@ class Hardware:
             if step.kind in COLLECTIVES
         )
 
-    def gradients_s(self, ranks: int, nbytes: float, *, sharded: bool, hosts: int = 1) -> float:
-        """Seconds of what a parameter adds to its bucket, as far as the backward pass does not hide it.
+    def gradients_s(
+        self, ranks: int, nbytes: float, *, sharded: bool, regathered: bool = False, hosts: int = 1
+    ) -> float:
+        """Seconds of what a parameter adds to its bucket, as far as the rest of the step does not hide it.
 
-        With ``sharded`` (ZeRO-1) gradients are reduced and scattered, and the updated parameters gathered.
+        With ``sharded`` (ZeRO-1) gradients are reduced and scattered, and the updated parameters gathered;
+        with ``regathered`` (ZeRO-3) they are gathered in both passes, beside what these compute.
         """
         if ranks == 1:
             return 0.0
@@ -148,6 +154,8 @@ class Hardware:
 
         if not sharded:
             return self.exposed * once("all_reduce")
+        if regathered:
+            return self.exposed * once("reduce_scatter") + 2 * _GATHERS_EXPOSED * once("all_gather")
         return self.exposed * once("reduce_scatter") + once("all_gather")
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.graph import FAN_OUT, Graph, Node, names
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
 from muster.parallel.planning.layouts import Mesh, Placements, parts
 from muster.parallel.planning.precision import RUNS_EXACT, RUNS_LOW, feeds_a_loss
 from muster.parallel.planning.rules import LINEAR_VIEWS
@@ -29,6 +29,11 @@ SAVES_NOTHING = LINEAR_VIEWS | names(
     "floor ceil round sign arange zeros ones full"
 )
 _COPIES = names("contiguous clone")
+_CASTS_WEIGHT = names("linear matmul mm addmm")
+_BY_FACTORS = names("linear matmul mm bmm addmm einsum mul")
+_UNREAD = {"embedding": 0, "batch_norm": 2, "group_norm": 3, "conv1d": 2, "conv2d": 2, "conv3d": 2}
+"""By operator, the argument whose values its backward pass does not read."""
+_RECURRENT = names("lstm gru rnn_tanh rnn_relu")  # nor those of biases
 TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
 
 
@@ -64,6 +69,48 @@ def cast_width(graph: Graph, node: Node, position: int) -> int:
         and len(value.shape) > 1
     )
     return width if cast else 0
+
+
+def kept_inputs(graph: Graph, node: Node) -> list[int]:
+    """The positions of the inputs whose values an operator's backward pass reads."""
+    if node.kind != "call" or not any(graph.values[v].needs_grad for v in node.outputs):
+        return []
+    if node.op in SAVES_INPUTS | SAVES_OUTPUTS | SAVES_NOTHING and node.op not in SAVES_INPUTS:
+        return []
+    every = list(range(len(node.inputs)))
+    if node.op in _UNREAD:
+        unread = next((a.position for a in node.args[_UNREAD[node.op] :][:1] if isinstance(a, Ref)), None)
+        return [position for position in every if position != unread]
+    if node.op in _RECURRENT:
+        return [position for position, v in enumerate(node.inputs) if len(graph.values[v].shape) > 1]
+    if node.op in _BY_FACTORS:  # each is read for the gradient of the other; what is added is not
+        first = 1 if node.op == "addmm" else 0
+        pair = every[first : first + 2]
+        return [p for p in pair if any(graph.edge_needs_grad(node, other) for other in pair if other != p)]
+    return every
+
+
+def casts_weight(graph: Graph, node: Node, position: int) -> bool:
+    """Whether an operator casts a weight by itself, and so need not keep the cast of one that is not kept."""
+    value = graph.values[node.inputs[position]]
+    return (
+        node.op in _CASTS_WEIGHT
+        and position == (2 if node.op == "addmm" else 1)
+        and len(value.shape) == 2
+        and graph.source(node.inputs[position]).kind == "parameter"
+        and cast_width(graph, node, position) == 2
+    )
+
+
+def casts_again(graph: Graph) -> dict[str, float]:
+    """By parameter, the bytes of its cast that its readers count as kept, for each byte of the parameter."""
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        for position, value in enumerate(node.inputs if node.kind == "call" else ()):
+            if casts_weight(graph, node, position):
+                width = cast_width(graph, node, position)
+                found[graph.source(value).name] = width / graph.values[value].itemsize
+    return found
 
 
 @dataclass(frozen=True, slots=True)

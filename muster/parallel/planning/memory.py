@@ -6,13 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
+from muster.parallel.planning.buckets import (
+    PlannedBucket,
+    edge_layouts,
+    gradient_buckets,
+    parameter_shards,
+    read_again,
+)
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node, TensorValue
 from muster.parallel.planning.kept import (
     SAVES_INPUTS,
     SAVES_NOTHING,
     SAVES_OUTPUTS,
     cast_width,
+    casts_weight,
     is_view,
     turns,
 )
@@ -79,11 +86,23 @@ class _Play:
         self.saved: dict[int, list[tuple[str, int]]] = {}  # by node, what it keeps for its backward pass
         self.owners: dict[tuple[str, int], int] = {}  # by storage, how many nodes keep it
         self.now = self.peak = 0
+        self.shards = parameter_shards(graph, states, mesh)
+        self.buckets = gradient_buckets(list(self.shards.values()))
+        self.value_of = {node.name: node.outputs[0] for node in graph.nodes if node.name in self.shards}
+        self._gathers = [bucket for bucket in self.buckets if bucket.regathered]
+        self._gathered_by = {  # by value of a parameter that is gathered for its use, its bucket's number
+            self.value_of[name]: number for number, each in enumerate(self._gathers) for name in each.nodes
+        }
+        self._packed: list[tuple[int, tuple[str, ...]]] = []  # whose sums go on
 
     def play(self, optimizer_states: int) -> Memory:
         held = self._held(optimizer_states)
         self.now = self.peak = held
+        order = self._order_of_gathers()
         for index, node in enumerate(self.graph.nodes):
+            for value in node.inputs:
+                if value in self._gathered_by and value not in self.storage:
+                    self._gather(self._gathered_by[value], order)
             self._forward(index, node)
             for value in {v for v in node.inputs if self.last_use[v] == index}:
                 self._leave(value)
@@ -92,10 +111,9 @@ class _Play:
         return Memory(held, kept, self.peak)
 
     def _held(self, optimizer_states: int) -> int:
-        total = 0
-        held = parameter_shards(self.graph, self.states, self.mesh)
+        total, held = 0, self.shards
         for node, state in zip(self.graph.nodes, self.states, strict=True):
-            if node.kind in ("parameter", "buffer"):
+            if node.kind in ("parameter", "buffer") and not state.regathered:
                 total += self._local(self.graph.values[node.outputs[0]], state.outs[0])
             if node.name in held:
                 own, kept = held[node.name].own_bytes(optimizer_states)
@@ -127,6 +145,39 @@ class _Play:
         self.readers[name] -= 1
         if not self.readers[name] and not self.owners.get(name):
             self._drop(name)
+
+    # ------------------------------------------------------------ parameters that are gathered
+
+    def _order_of_gathers(self) -> list[int]:
+        read = (self._gathered_by.get(value) for node in self.graph.nodes for value in node.inputs)
+        return list(dict.fromkeys(number for number in read if number is not None))
+
+    def _gather(self, number: int, order: Sequence[int]) -> None:
+        """A bucket's parameters come, each into its own memory, and the next bucket sets out."""
+        for name in self._arrive(number, ""):
+            self._name(self.value_of[name], (name, 0))
+        self._set_out(number, order)
+
+    def _arrive(self, number: int, mark: str) -> tuple[str, ...]:
+        bucket = self._gathers[number]
+        if len(bucket.nodes) == 1:  # it stays where it came
+            self._drop(("rows", number))
+        elif ("rows", number) not in self.live:
+            self._take(("rows", number), bucket.nbytes)
+        for name in bucket.nodes:
+            self._take((name + mark, 0), self.shards[name].numel * self.shards[name].itemsize)
+        self._drop(("rows", number))
+        return bucket.nodes
+
+    def _set_out(self, number: int, order: Sequence[int]) -> None:
+        for following in order[order.index(number) + 1 :][:1]:
+            self._take(("rows", following), self._gathers[following].nbytes)
+
+    def _is_gathered(self, index: int, position: int) -> bool:
+        """Whether an input is a parameter as it was gathered, or a view of that."""
+        before, after, _, _ = edge_layouts(self.graph, self.states, index, position)
+        name = self.storage.get(self.graph.nodes[index].inputs[position], ("", 0))[0]
+        return before == after and self.value_of.get(name) in self._gathered_by
 
     # ------------------------------------------------------------ the forward pass
 
@@ -178,9 +229,12 @@ class _Play:
                 single = node.op in ("mul", "div") and len(node.inputs) == 1
                 name = moved.get(position, self.storage.get(value))
                 cast = self._cast(index, position)
-                if cast is not None:
+                gathered = self._is_gathered(index, position)
+                if cast is not None and gathered and casts_weight(graph, node, position):
+                    self._drop(cast)
+                elif cast is not None:
                     keeps.append(cast)
-                elif name is not None and not single:
+                elif name is not None and not single and not gathered:
                     keeps.append(name)
         if node.op in SAVES_OUTPUTS or not known:
             keeps += [self.storage[value] for value in node.outputs]
@@ -229,9 +283,8 @@ class _Play:
 
     def _backward(self) -> None:
         graph = self.graph
-        held = parameter_shards(graph, self.states, self.mesh)
-        buckets = [(set(bucket.nodes), bucket.nodes) for bucket in gradient_buckets(list(held.values()))]
-        sizes = {name: each.numel * each.itemsize for name, each in held.items()}
+        buckets = [(set(bucket.nodes), bucket) for bucket in self.buckets]
+        again, order = self._gathers_again()
         root: dict[int, int] = {}  # fan-out nodes hand on what they get
         left: dict[int, int] = {}  # by value, how many of its users have given no gradient yet
         for node in graph.nodes:
@@ -245,14 +298,22 @@ class _Play:
             node = graph.nodes[index]
             if node.kind not in ("call", "output"):
                 continue
+            for number in again.get(index, ()):
+                self._arrive(number, " again")
+                self._set_out(number, order)
             for position, value in enumerate(node.inputs):
+                if self._casts_again(index, position):
+                    cast = self._cast(index, position)
+                    if cast is not None:
+                        self._drop(cast)
                 if graph.edge_needs_grad(node, position):
                     source = root.get(value, value)
                     self._gradient(index, position, source)
                     left[source] -= 1
                     maker = graph.nodes[graph.values[source].node]
                     if maker.kind == "parameter" and not left[source]:
-                        self._arrived(maker.name, buckets, sizes)
+                        self._drop((f"{maker.name} again", 0))
+                        self._arrived(maker.name, buckets)
             for value in node.outputs:
                 self._drop(("grad", value))
             for name in self.saved.get(index, ()):
@@ -291,12 +352,45 @@ class _Play:
         self._drop(("low", value))
         self._drop(("moved", value))
 
-    def _arrived(
-        self, name: str, buckets: list[tuple[set[str], tuple[str, ...]]], sizes: dict[str, int]
-    ) -> None:
-        """A parameter has its gradient; full buckets are packed, in order, beside what they are made of."""
+    def _gathers_again(self) -> tuple[dict[int, list[int]], list[int]]:
+        """By operator, the buckets that its backward pass is the first to read, and their order."""
+        read = read_again(
+            self.graph, self.states, [name for bucket in self._gathers for name in bucket.nodes]
+        )
+        first = {
+            number: max((read[name] for name in bucket.nodes if name in read), default=-1)
+            for number, bucket in enumerate(self._gathers)
+        }
+        order = sorted((n for n, index in first.items() if index >= 0), key=lambda n: -first[n])
+        again: dict[int, list[int]] = {}
+        for number in order:
+            again.setdefault(first[number], []).append(number)
+        return again, order
+
+    def _casts_again(self, index: int, position: int) -> bool:
+        node = self.graph.nodes[index]
+        return (
+            node.kind == "call"
+            and casts_weight(self.graph, node, position)
+            and (self._is_gathered(index, position))
+        )
+
+    def _arrived(self, name: str, buckets: list[tuple[set[str], PlannedBucket]]) -> None:
+        """A parameter has its gradient; full buckets are packed, in order, beside what they are made of.
+
+        Of parameters that are gathered, the bucket before is summed then, and leaves this rank's shares.
+        """
         for missing, _ in buckets:
             missing.discard(name)
         while buckets and not buckets[0][0]:
-            _, members = buckets.pop(0)
-            self._take(("bucket", len(buckets)), sum(sizes[each] for each in members))
+            _, bucket = buckets.pop(0)
+            each = [self.shards[member] for member in bucket.nodes]
+            self._take(("bucket", len(buckets)), sum(one.numel * one.itemsize for one in each))
+            if not bucket.regathered:
+                continue
+            for number, members in self._packed:
+                self._drop(("bucket", number))
+                for member in members:
+                    self._drop(("grad", self.value_of[member]))
+                    self._take(("share", self.value_of[member]), self.shards[member].own_bytes(0)[0])
+            self._packed = [(len(buckets), bucket.nodes)]

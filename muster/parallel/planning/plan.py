@@ -251,9 +251,15 @@ class Plan:
         )
         if not played.gradients_s:
             return f"{text}; no gradients travel"
-        return (
-            f"{text}; sums of gradients take {played.gradients_s * 1e3:.3f} ms,"
+        text += (
+            f"; sums of gradients take {played.gradients_s * 1e3:.3f} ms,"
             f" of which the backward pass hides {played.hidden:.0%}"
+        )
+        if not played.gathers_s:
+            return text
+        return (
+            f"{text}; gathering parameters takes {played.gathers_s * 1e3:.3f} ms,"
+            f" of which both passes hide {played.gathers_hidden:.0%}"
         )
 
     def _loss_text(self) -> str:
@@ -301,7 +307,13 @@ class Plan:
         if any(node.op == "batch_norm" for node in self.graph.nodes):
             which = "of each rank's part of the batch" if self.options.local_norm else "of the whole batch"
             facts.append(f"BatchNorm uses statistics {which}")
-        sharded = sum(state.sharded for state in self.states)
+        regathered = sum(state.regathered for state in self.states)
+        sharded = sum(state.sharded for state in self.states) - regathered
+        if regathered:
+            facts.append(
+                f"{regathered} parameters are divided among ranks, and gathered when they are computed with,"
+                " in both passes (ZeRO-3)"
+            )
         if sharded:
             facts.append(f"the updates of {sharded} parameters are divided among ranks (ZeRO-1)")
         whole = [] if self.mode in ("data_parallel", "hybrid") else self.without_rule

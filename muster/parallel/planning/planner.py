@@ -99,6 +99,7 @@ def find_plan(
     optimizer_states: int = 2,
     local_norm: bool = False,
     shard_updates: bool | str = True,
+    shard_parameters: bool | str = True,
     rest: str = "search",
     hosts: Sequence[str] = (),
 ) -> Plan:
@@ -117,6 +118,7 @@ def find_plan(
         optimizer_states: tensors that the optimizer keeps for each parameter.
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
         shard_updates: whether updates may be divided (ZeRO-1); "always": they are.
+        shard_parameters: whether parameters may be gathered for their use only (ZeRO-3); "always": they are.
         rest: "data_parallel": operators without a strategy compute their part of the batch; "search".
         hosts: the host of each rank, if every part of the state must be on two of them.
 
@@ -128,7 +130,7 @@ def find_plan(
     check_divides(mode, strategies or {})
     _check_rest(rest, mode)
     limit = memory * machine.memory_bytes
-    base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
+    base = Options((), (), optimizer_states, local_norm, shard_updates, shard_parameters, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
     baseline = _data_parallel(graph, world, machine, base, dataset)
 
@@ -152,7 +154,12 @@ def find_plan(
     if baseline is not None and not pins and search == "exact" and mesh in (None, (world,)):
         (plain, plain_states), options = baseline
         if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
-            exact = replace(options, whole_parameters=False, shard_updates=shard_updates)
+            exact = replace(
+                options,
+                whole_parameters=False,
+                shard_updates=shard_updates,
+                shard_parameters=shard_parameters,
+            )
             bounded = Solution(plain.choice, plain.seconds, plain.nbytes, solution.bound_s)
             return plan_of((world,), exact, (bounded, plain_states))
     return plan_of(found_mesh, given[found_mesh], (solution, states))
@@ -210,10 +217,9 @@ def _best_of(
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
-            problem = build(graph, mesh, machine, options, fixed)
-            solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
+            searched, problem, solution = _solved(graph, mesh, machine, options, fixed, limit)
             if search == "propagation" and solution is not None:
-                solution = _propagated(problem, options, fixed, limit, solution)
+                solution = _propagated(problem, searched, fixed, limit, solution)
         except KeyError as error:
             refused = refused or (
                 f"{error.args[0]} cannot be split as its strategy says on {math.prod(mesh)} ranks: the slices"
@@ -238,6 +244,29 @@ def _best_of(
     return found_mesh, (replace(solution, bound_s=min(bound, solution.seconds)), states), skipped
 
 
+def _solved(
+    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin], limit: float
+) -> tuple[Options, Problem, Solution | None]:
+    """The best choice on a mesh, and what it is of.
+
+    Parameters are gathered for their use where memory binds, if that is faster. What is whole for moments
+    only is in no sum that prices could see, so it is a search of its own.
+    """
+    without = options if options.shard_parameters == ALWAYS else replace(options, shard_parameters=False)
+    problem = build(graph, mesh, machine, without, pins)
+    solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
+    free = solution is not None and solution.seconds <= solution.bound_s
+    if free or not options.shard_parameters or without == options:
+        return without, problem, solution
+    wider = build(graph, mesh, machine, options, pins)
+    found = solve(wider, limit, peak_of(wider, options.optimizer_states))
+    if found is None:
+        return without, problem, solution
+    if solution is not None and solution.seconds <= found.seconds:
+        return without, problem, replace(solution, bound_s=min(solution.bound_s, found.bound_s))
+    return options, wider, found
+
+
 Found = tuple[Solution, list[State]]
 
 
@@ -260,8 +289,12 @@ def _data_parallel(
     options = options_for(graph, (world,), dataset, base)
     if options is None:
         return None
-    always = options.shard_updates == ALWAYS
-    options = replace(options, whole_parameters=True, shard_updates=ALWAYS if always else False)
+    options = replace(
+        options,
+        whole_parameters=True,
+        shard_updates=ALWAYS if options.shard_updates == ALWAYS else False,
+        shard_parameters=ALWAYS if options.shard_parameters == ALWAYS else False,
+    )
     problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
     solution = solve(problem, peak=peak_of(problem, options.optimizer_states))
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from muster.parallel.planning.axes import WHOLE, Mode
 from muster.parallel.planning.costs import Hardware, OperatorTimes, inner_collectives
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
-from muster.parallel.planning.kept import KeptPart, kept_bytes, kept_parts
+from muster.parallel.planning.kept import KeptPart, casts_again, kept_bytes, kept_parts
 from muster.parallel.planning.layouts import (
     PARTIAL,
     REPLICATE,
@@ -49,6 +49,7 @@ class State:
         nbytes: of memory on each rank when the forward pass ends.
         grad_nbytes: of a parameter, what its gradient takes when the backward pass ends.
         sharded: a parameter's update is divided among the ranks that hold the same part (ZeRO-1).
+        regathered: these hold their shares only, and gather the part when it is computed with (ZeRO-3).
     """
 
     key: str
@@ -61,6 +62,7 @@ class State:
     nbytes: float
     sharded: bool = False
     grad_nbytes: float = 0.0
+    regathered: bool = False
 
 
 ALWAYS = "always"
@@ -76,6 +78,8 @@ class Options:
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum.
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
         shard_updates: whether updates may be divided (ZeRO-1); ``ALWAYS``: they are, where they can be.
+        shard_parameters: whether parameters may be gathered when they are computed with only (ZeRO-3), if
+            updates may be divided too; ``ALWAYS``: they are, where they can be.
         whole_parameters: every rank holds all parameters: data parallelism.
         communication_only: only communication counts, as in sharding propagation.
         hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
@@ -86,6 +90,7 @@ class Options:
     optimizer_states: int = 2
     local_norm: bool = False
     shard_updates: bool | str = True
+    shard_parameters: bool | str = True
     whole_parameters: bool = False
     communication_only: bool = False
     hosts: tuple[str, ...] = ()
@@ -162,14 +167,16 @@ def build(
     """
     problem, times = Problem(graph, mesh, machine), OperatorTimes(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
-    used, kept = _dims_used(graph), kept_parts(graph)
+    used, kept, casts = _dims_used(graph), kept_parts(graph), casts_again(graph)
     alike: dict[str, list[State]] = {}  # layers come again and again
     for index, node in enumerate(graph.nodes):
         if node.kind == "input":
             layout = next(inputs)
             states = [State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, 0.0)]
         elif node.kind in ("parameter", "buffer"):
-            states = _holdings(problem, node, options, used.get(node.outputs[0], set()))
+            states = _holdings(
+                problem, node, options, used.get(node.outputs[0], set()), casts.get(node.name, 0.0)
+            )
         elif node.kind == "output":
             wanted = tuple(next(outputs) for _ in node.inputs)
             states = [State("output", (), wanted, wanted, (), (), 0.0, 0.0)]
@@ -261,8 +268,8 @@ def ways_of(
     return found
 
 
-def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) -> list[State]:
-    """How a parameter or buffer may be held."""
+def _holdings(problem: Problem, node: Node, options: Options, dims: set[int], cast: float) -> list[State]:
+    """How a parameter or buffer may be held; ``cast``: its share of :func:`casts_again`."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     value = graph.values[node.outputs[0]]
     entries: list[Placement] = [REPLICATE]
@@ -284,9 +291,13 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                 ranks = 1
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
             # A number stays one: flat, its state would look like another kind than a number of steps.
-            divisible = ranks > 1 and options.shard_updates and bool(value.shape)
+            divisible = ranks > 1 and bool(value.shape)
+            ways = [(False, False)]
+            ways += [(True, False)] if divisible and options.shard_updates else []
+            also = options.shard_parameters == ALWAYS or (options.shard_parameters and options.shard_updates)
+            ways += [(True, True)] if divisible and also else []
             possible = []
-            for sharded in (False, True) if divisible else (False,):
+            for sharded, regathered in ways:
                 apart = [
                     isinstance(entry, int) or (sharded and of_grad == PARTIAL)
                     for entry, of_grad in zip(layout, grad, strict=True)
@@ -295,14 +306,30 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                     continue
                 update = 0.0 if options.communication_only else traffic / (ranks if sharded else 1)
                 own = local / ranks if sharded else local
-                memory = local + options.optimizer_states * own + (own if sharded else 0)
+                memory = (0.0 if regathered else local) + options.optimizer_states * own
+                memory += own if sharded else 0.0
                 grads = local * (2 if ranks > 1 else 1)  # and its part of a bucket
-                seconds = update + machine.gradients_s(ranks, local, sharded=sharded, hosts=hosts)
-                key = f"{layout_text(layout)}|{layout_text(grad)}" + ("|sharded" if sharded else "")
-                possible.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded, grads))
-            always = options.shard_updates == ALWAYS
-            found += [state for state in possible if always and state.sharded] or possible
+                if regathered:
+                    memory -= local * cast
+                    grads = own
+                seconds = update + machine.gradients_s(
+                    ranks, local, sharded=sharded, regathered=regathered, hosts=hosts
+                )
+                key = f"{layout_text(layout)}|{layout_text(grad)}"
+                key += "|regathered" if regathered else "|sharded" if sharded else ""
+                layouts = (layout,), (grad,)
+                possible.append(State(key, (), (), (), *layouts, seconds, memory, sharded, grads, regathered))
+            found += _asked_for(possible, options)
     return found
+
+
+def _asked_for(possible: Sequence[State], options: Options) -> Sequence[State]:
+    """The ways to hold a parameter among which the user leaves the choice."""
+    if options.shard_parameters == ALWAYS and any(state.regathered for state in possible):
+        return [state for state in possible if state.regathered]
+    if options.shard_updates == ALWAYS and any(state.sharded for state in possible):
+        return [state for state in possible if state.sharded]
+    return possible
 
 
 def _on_two_hosts(apart: Sequence[bool], mesh: Mesh, hosts: Sequence[str]) -> bool:

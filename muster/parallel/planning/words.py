@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
+from muster.parallel.planning.buckets import PlannedBucket, edge_layouts, gradient_buckets, parameter_shards
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh, layout_text
 from muster.parallel.planning.problem import State
@@ -23,10 +23,15 @@ def bucket_text(graph: Graph, states: Sequence[State], mesh: Mesh) -> list[str]:
     """The gradient buckets, one line each."""
     held = list(parameter_shards(graph, states, mesh).values())
     return [
-        f"{'reduce_scatter + all_gather' if each.sharded else 'all_reduce'} over {each.dims}:"
-        f" {size_text(each.nbytes)} of {len(each.nodes)} parameters"
+        f"{_collectives_of(each)} over {each.dims}: {size_text(each.nbytes)} of {len(each.nodes)} parameters"
         for each in gradient_buckets(held)
     ]
+
+
+def _collectives_of(bucket: PlannedBucket) -> str:
+    if not bucket.sharded:
+        return "all_reduce"
+    return "reduce_scatter + all_gather" + (" in both passes" if bucket.regathered else "")
 
 
 def size_text(nbytes: float) -> str:

@@ -148,6 +148,6 @@ def test_a_gpu_writes_the_gradient_in_float32_unrounded(turned: bool) -> None:
     shape = (256, 384) if turned else (384, 256)
     weight = torch.randn(shape, generator=draw, device="cuda").requires_grad_()
     grad = torch.randn(512, 384, generator=draw, device="cuda", dtype=torch.bfloat16)
-    Product.apply(x, weight, None, weight.detach().bfloat16(), turned).backward(grad)
+    Product.apply(x, weight, None, weight.detach().bfloat16(), turned, False).backward(grad)
     want = x.double().t() @ grad.double()
     torch.testing.assert_close(weight.grad.double(), want if turned else want.t(), atol=1e-3, rtol=1e-5)
