@@ -31,7 +31,11 @@ SAVES_NOTHING = LINEAR_VIEWS | names(
 _COPIES = names("contiguous clone")
 _CASTS_WEIGHT = names("linear matmul mm addmm")
 _BY_FACTORS = names("linear matmul mm bmm addmm einsum mul")
-_UNREAD = {"embedding": 0, "batch_norm": 2, "group_norm": 3, "conv1d": 2, "conv2d": 2, "conv3d": 2}
+_UNREAD = (
+    dict.fromkeys(names("embedding embedding_bag _embedding_bag"), 0)
+    | {"batch_norm": 2, "group_norm": 3, "convolution": 2}
+    | dict.fromkeys((f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3)), 2)
+)
 """By operator, the argument whose values its backward pass does not read."""
 _RECURRENT = names("lstm gru rnn_tanh rnn_relu")  # nor those of biases
 TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
