@@ -348,11 +348,11 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     for source, move in zip(each.sources, each.moves, strict=True)
                 ]
                 result = each.function(tensors)
+                if regathered and each.of_parameters:
+                    regathered.see(result)
                 del tensors  # or a gathered parameter would stay until the next operator's are there
                 for value in each.done:
                     del values[value]
-                if regathered and each.of_parameters:
-                    regathered.see(result)
                 if not each.outputs:
                     break
                 if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):

@@ -153,14 +153,15 @@ def edge_layouts(
     )
 
 
-def read_again(graph: Graph, states: Sequence[State], names: Iterable[str]) -> dict[str, int]:
+def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterable[str]) -> dict[str, int]:
     """By parameter, the first operator in the order of the backward pass that reads its values there.
 
-    What was moved to another layout is a copy, which is kept.
+    What was moved to another layout is a copy, which is kept; but for a part that is in one piece in memory.
 
     Args:
         graph: with fan-out nodes.
         states: one of each node's.
+        mesh: sizes.
         names: the nodes of the parameters of interest.
     """
     of: dict[int, str] = {}  # by value, the parameter whose memory it has
@@ -168,7 +169,8 @@ def read_again(graph: Graph, states: Sequence[State], names: Iterable[str]) -> d
 
     def parameter(index: int, position: int) -> str | None:
         before, after, _, _ = edge_layouts(graph, states, index, position)
-        return of.get(graph.nodes[index].inputs[position]) if before == after else None
+        value = graph.nodes[index].inputs[position]
+        return of.get(value) if _in_place(before, after, mesh, graph.values[value].shape) else None
 
     for index, node in enumerate(graph.nodes if wanted else ()):
         if node.name in wanted:
@@ -186,6 +188,17 @@ def read_again(graph: Graph, states: Sequence[State], names: Iterable[str]) -> d
     return found
 
 
+def _in_place(before: Placements, after: Placements, mesh: Mesh, shape: tuple[int, ...]) -> bool:
+    """Whether a move leaves a view of what is moved: rows of it, or all."""
+    local = list(local_shape(before, mesh, shape))
+    for step in plan_move(before, after, mesh, shape) or ():
+        ranks = math.prod(mesh[d] for d in step.dims)
+        if ranks > 1 and (step.kind != "slice" or math.prod(local[: step.target]) > 1):
+            return False
+        local[step.target] //= ranks
+    return True
+
+
 def collectives(
     graph: Graph,
     states: Sequence[State],
@@ -199,7 +212,7 @@ def collectives(
     for index in range(len(graph.nodes)):
         found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
     held = parameter_shards(graph, states, mesh)
-    again = read_again(graph, states, [name for name, each in held.items() if each.regathered])
+    again = read_again(graph, states, mesh, [name for name, each in held.items() if each.regathered])
     for number, bucket in enumerate(gradient_buckets(list(held.values()), bucket_bytes)):
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
         name = f"bucket {number}"

@@ -31,9 +31,15 @@ SAVES_NOTHING = LINEAR_VIEWS | names(
 _COPIES = names("contiguous clone")
 _CASTS_WEIGHT = names("linear matmul mm addmm")
 _BY_FACTORS = names("linear matmul mm bmm addmm einsum mul")
-_UNREAD = {"embedding": 0, "batch_norm": 2, "group_norm": 3, "conv1d": 2, "conv2d": 2, "conv3d": 2}
+_UNREAD = (
+    dict.fromkeys(names("embedding embedding_bag _embedding_bag"), 0)
+    | {"batch_norm": 2, "group_norm": 3, "convolution": 2}
+    | dict.fromkeys((f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3)), 2)
+)
 """By operator, the argument whose values its backward pass does not read."""
-_RECURRENT = names("lstm gru rnn_tanh rnn_relu")  # nor those of biases
+_RECURRENT = names(
+    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)  # nor those of biases
 TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
 
 
@@ -81,8 +87,13 @@ def kept_inputs(graph: Graph, node: Node) -> list[int]:
     if node.op in _UNREAD:
         unread = next((a.position for a in node.args[_UNREAD[node.op] :][:1] if isinstance(a, Ref)), None)
         return [position for position in every if position != unread]
+    if node.op == "instance_norm":  # of its weight it repeats, and keeps the copy
+        return every[:1]
     if node.op in _RECURRENT:
-        return [position for position, v in enumerate(node.inputs) if len(graph.values[v].shape) > 1]
+        of_matrices = [position for position, v in enumerate(node.inputs) if len(graph.values[v].shape) > 1]
+        if graph.edge_needs_grad(node, 0):
+            return of_matrices
+        return [p for p in of_matrices if "weight_ih_l0" not in graph.source(node.inputs[p]).name]
     if node.op in _BY_FACTORS:  # each is read for the gradient of the other; what is added is not
         first = 1 if node.op == "addmm" else 0
         pair = every[first : first + 2]

@@ -355,7 +355,7 @@ class _Play:
     def _gathers_again(self) -> tuple[dict[int, list[int]], list[int]]:
         """By operator, the buckets that its backward pass is the first to read, and their order."""
         read = read_again(
-            self.graph, self.states, [name for bucket in self._gathers for name in bucket.nodes]
+            self.graph, self.states, self.mesh, [name for bucket in self._gathers for name in bucket.nodes]
         )
         first = {
             number: max((read[name] for name in bucket.nodes if name in read), default=-1)

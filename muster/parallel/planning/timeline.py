@@ -136,7 +136,7 @@ class _Passes:
         """Plays the backward pass; returns how long it takes."""
         self._coming, begin = {}, self._now
         read = read_again(
-            self._graph, self._states, [name for bucket in self._gathers for name in bucket.nodes]
+            self._graph, self._states, self._mesh, [name for bucket in self._gathers for name in bucket.nodes]
         )
         readers = {
             number: max(read[name] for name in bucket.nodes if name in read)
