@@ -17,6 +17,7 @@ from tests.launch.launching import free_port
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.timeout(900),  # the image is built in the first one's time
     pytest.mark.skipif(not can_build_images(), reason="needs root, buildah and mmdebstrap"),
 ]
 TRAINED_S = 240.0

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 
 from muster.bench.recovery.job import WorkerProcess
 from muster.bench.snapshots.forked import ForkedJob
+from muster.training import checkpoint
+from muster.training.part_files import whole_checkpoints
 from tests.end_to_end.counting_job import EPOCHS, SAMPLES, SAVE_EVERY
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
@@ -91,6 +93,15 @@ class CountedJob(ForkedJob):
         self.kill_scheduler()
 
 
+def is_saved(kind: str, folder: Path) -> bool:
+    """Whether there is a checkpoint of a step: one is written beside the training, and late on a busy host."""
+    if not folder.is_dir():
+        return False
+    if kind == "whole":
+        return bool(checkpoint.find(folder))
+    return any(int(name.rpartition(".")[2]) > 0 for name in whole_checkpoints(folder))
+
+
 def redone(jobs: list[CountedJob]) -> int:
     """How many steps were done more than once, over all launches."""
     found: dict[int, set[tuple[int, int]]] = {}
@@ -115,6 +126,7 @@ def test_each_sample_counts_once_an_epoch_through_kills_and_resumes(kind: str, t
             job.lose(chance.choice(job.living()))
             if number < len(LAUNCHES) - 1:
                 job.go_on(chance, 3 * SAVE_EVERY, 4 * SAVE_EVERY)
+                job.wait("a checkpoint is whole", lambda: is_saved(kind, folder), LIMIT_S)
                 job.kill_all(chance)
                 continue
             job.await_end()
