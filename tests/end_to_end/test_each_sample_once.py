@@ -94,7 +94,7 @@ class CountedJob(ForkedJob):
 
 
 def is_saved(kind: str, folder: Path) -> bool:
-    """Whether there is a checkpoint of a step: one is written beside the training, and late on a busy host."""
+    """Whether there is a checkpoint of a step: it is written beside the training, and may be late."""
     if not folder.is_dir():
         return False
     if kind == "whole":
