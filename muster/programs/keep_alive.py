@@ -64,7 +64,7 @@ class LivingProgram:
         self._size = self._members = _variable("WORLD_SIZE")
         self._numbers: list[int] = []
         self._takes_fewer = self._reshards = self._has_state = False
-        self._is_anew = False
+        self._is_resharding = False
         self._store: Any = None
         world.install()
         while True:
@@ -96,28 +96,28 @@ class LivingProgram:
         return self._line.is_over
 
     @property
-    def is_anew(self) -> bool:
-        """Whether the ranks have become fewer or more, and all make their groups and modules anew."""
-        return self._is_anew
+    def is_resharding(self) -> bool:
+        """Whether the ranks have become fewer or more, and all make new groups and modules."""
+        return self._is_resharding
 
     def begin(self, *, takes_fewer: bool = False, reshards: bool = False) -> None:
         """From now on the program can go on in a next generation; before, it is started again in that.
 
         Args:
             takes_fewer: also in one of fewer ranks, with the same groups.
-            reshards: also in one of fewer or more, with groups and modules that it makes anew.
+            reshards: also in one of fewer or more, with new groups and modules.
         """
         self._takes_fewer, self._reshards = takes_fewer, reshards
         self._line.stay()
 
     def leave_groups(self) -> None:
-        """Destroys all groups, so that the program can make them anew, as at its beginning."""
+        """Destroys all groups, so that the program can make new ones, as at its beginning."""
         self._groups.destroy()
         self._groups.rehearses = False
 
     def settle(self) -> None:
-        """All is made anew: from now on the ranks are as many as they were."""
-        self._is_anew = False
+        """Notes that groups and modules are those of the present number of ranks."""
+        self._is_resharding = False
 
     def note_state(self) -> None:
         """From now on there is a state to which this process can go back."""
@@ -175,11 +175,11 @@ class LivingProgram:
     def _others_live(self) -> bool:
         """Whether another process lives on; this one gets its number among the ranks."""
         place = _variable("RANK")  # the agent has just set it
-        is_anew = self._is_anew or (self._reshards and self._members != self._size)
-        mine = [self._has_state, self._rank, self._size, is_anew]
+        is_resharding = self._is_resharding or (self._reshards and self._members != self._size)
+        mine = [self._has_state, self._rank, self._size, is_resharding]
         said = self._meet("lives", place, mine, range(self._members))
-        self._is_anew = any(anew for *_, anew in said.values())
-        if self._is_anew:
+        self._is_resharding = any(reshards for *_, reshards in said.values())
+        if self._is_resharding:
             self._size, numbers = self._members, list(range(self._members))
         else:
             self._size = max([size for lives, _, size, _ in said.values() if lives], default=self._size)

@@ -129,7 +129,7 @@ class LastingWorld:
 
     def destroy(self) -> None:
         """Destroys all groups, as a program does at its end, without any other rank."""
-        self.break_off("The process groups are made anew.")
+        self.break_off("The program makes new process groups.")
         for each in self._living():
             each.group.rest()
         dist.destroy_process_group()

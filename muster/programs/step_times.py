@@ -137,7 +137,7 @@ class ProgramWaits:
 
 
 class ProgramSteps:
-    """The steps of this program, and whom it tells about them.
+    """Measures the steps of this program, and sends their times.
 
     Args:
         waits: the training's waits.

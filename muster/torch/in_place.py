@@ -46,7 +46,7 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """What a program has made anew for as many ranks as there are; see ``reshard`` of :func:`steps`.
+    """What a program has made for another number of ranks; see ``reshard`` of :func:`steps`.
 
     Attributes:
         state: as for :func:`steps`, filled from a checkpoint, or as at the program's beginning.
@@ -197,7 +197,7 @@ class InPlaceTraining:
         reshard: Callable[[], Resharded] | None = None,
     ) -> None:
         self._program, self._every, self._copying = program, copying.every, copying
-        self._make_anew = reshard
+        self._reshard_function = reshard
         self._hold(begun)
 
     def _hold(self, begun: Resharded) -> None:
@@ -213,7 +213,7 @@ class InPlaceTraining:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._replica = replica_of(self._objects)
         has_replicas = self._replica is not None
-        reshards = self._make_anew is not None and not has_replicas
+        reshards = self._reshard_function is not None and not has_replicas
         self._program.begin(takes_fewer=has_replicas, reshards=reshards)
         self._copies = PeerCopies(self._rank, self._size, self._copying.copies)
         self._checkpoints: InPlaceCheckpoints | None = None
@@ -227,7 +227,7 @@ class InPlaceTraining:
     def run(self) -> Iterator[tuple[InPlaceStep, Any]]:
         """The steps."""
         if self._program.rehearses:
-            if not self._program.is_anew:
+            if not self._program.is_resharding:
                 yield from self._rehearse()
             self._recover(is_newcomer=True)
         else:
@@ -344,7 +344,7 @@ class InPlaceTraining:
                 if enters:
                     self._program.enter_next()
                 enters = True
-                if self._program.is_anew:
+                if self._program.is_resharding:
                     self._reshard()
                     return
                 if why := self._settle_modules():
@@ -362,16 +362,16 @@ class InPlaceTraining:
                 self._program.break_off()
 
     def _reshard(self) -> None:
-        """Has the program make all anew among the ranks that there are."""
-        if self._make_anew is None:
+        """Has the program make groups, modules and optimizer for the ranks that there are."""
+        if self._reshard_function is None:
             raise SettingsError("steps: reshard is not given on all ranks.")
         self._program.leave_groups()
-        made = self._make_anew()
+        made = self._reshard_function()
         self._hold(made)
         if made.step:  # what an optimizer makes in its first step is there
             self._take(self._encode())
         self._program.settle()
-        log.info("%d ranks go on with step %d, divided anew", self._size, self._number)
+        log.info("%d ranks go on with step %d, resharded", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
         """What the others are to know of this rank."""

@@ -110,7 +110,7 @@ class Watcher:
 
     def look(self) -> None:
         """Tells the machine if the training thread has waited for too long."""
-        news = self._client.news_of_members  # Read it first: the wait may end meanwhile.
+        news = self._client.news_of_members  # Read it first: the wait may end in between.
         late_s = self._training.late_s()
         if late_s > self._pace.limit_s:
             self._late_s, self._late_in = late_s, news
