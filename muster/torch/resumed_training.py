@@ -19,7 +19,7 @@ def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence
     ``train`` is called with the latest checkpoint that all ranks see, or with None where there is none, and
     has to take all of its state from that. What the loss of a rank makes it raise is dropped. It is called
     then on all ranks and in the process that takes the lost one's place, which all do the same from there on.
-    Processes are started again where the first checkpoint is not there yet, or ``keep_alive()`` has not said yes.
+    Processes are started again where there is no checkpoint yet, or ``keep_alive()`` has not said yes.
 
     Args:
         train: trains to the end.
