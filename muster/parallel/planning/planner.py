@@ -132,7 +132,7 @@ def find_plan(
     limit = memory * machine.memory_bytes
     base = Options((), (), optimizer_states, local_norm, shard_updates, shard_parameters, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
-    baseline = _data_parallel(graph, world, machine, base, dataset)
+    baseline = _data_parallel(graph, world, machine, replace(base, shard_parameters=False), dataset)
 
     skipped: list[str] = []
 
@@ -143,7 +143,8 @@ def find_plan(
         _check_one_dimension(mesh, world)
         if baseline is None:
             raise SettingsError(_indivisible(graph, world, dataset))
-        found, options = baseline
+        shared = _data_parallel(graph, world, machine, base, dataset) if shard_parameters == ALWAYS else None
+        found, options = shared or baseline
         return plan_of((world,), options, found)
     meshes = {each: options_for(graph, each, dataset, base) for each in meshes_for(world, pins, mesh)}
     given = {each: options for each, options in meshes.items() if options is not None}
@@ -151,7 +152,8 @@ def find_plan(
         raise SettingsError(_indivisible(graph, world, dataset))
     others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
     found_mesh, (solution, states), skipped = _best_of(graph, given, machine, pins, others, limit, search)
-    if baseline is not None and not pins and search == "exact" and mesh in (None, (world,)):
+    is_free = not pins and shard_parameters != ALWAYS and mesh in (None, (world,))
+    if baseline is not None and is_free and search == "exact":
         (plain, plain_states), options = baseline
         if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
             exact = replace(
@@ -285,7 +287,7 @@ def _propagated(
 def _data_parallel(
     graph: Graph, world: int, machine: Hardware, base: Options, dataset: str | Sequence[Slices]
 ) -> tuple[Found, Options] | None:
-    """Every rank holds all parameters, and computes its part of the batch where a rule says how."""
+    """Every rank holds all parameters, or shares of all (``ALWAYS``), and computes its part of the batch."""
     options = options_for(graph, (world,), dataset, base)
     if options is None:
         return None

@@ -68,6 +68,17 @@ def test_the_baseline_is_what_data_parallel_does() -> None:
     assert "kept whole" not in str(asked)
 
 
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_the_baseline_holds_parameters_whole_also_where_the_plan_does_not(mode: str) -> None:
+    made = SUITE["vit_pooled"]
+    graph = graph_of(made.make(), made.batch(0), 2)
+    plain = find_plan(graph, 2, machine=Hardware(), mode="data_parallel")
+    shared = find_plan(graph, 2, machine=Hardware(), mode=mode, shard_parameters="always")
+    assert any(state.regathered for state in shared.states)
+    assert shared.baseline_s == plain.baseline_s
+    assert shared.baseline_nbytes == plain.baseline_nbytes
+
+
 def test_a_plan_that_data_parallel_beats_says_so() -> None:
     """Small steps wait for the sum of a loss, which data parallelism does not make."""
     plan = wide(classes=10)
