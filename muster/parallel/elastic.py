@@ -224,8 +224,8 @@ class ParallelTrainingState(TrainingState):
         super().begin()
         snapshots = self._snapshots
         if self._kept is not None:
-            if snapshots is not None and snapshots.read_end is not None:  # a snapshot may still be read there
-                torch.cuda.current_stream(self._device).wait_event(snapshots.read_end)
+            if snapshots is not None:
+                snapshots.wait_until_read(self._kept.copy_of)
             self._kept.take()
         else:
             self._kept = CopiesAside(each.own.detach() for each in self._tensors)

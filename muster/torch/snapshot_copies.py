@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,12 +56,69 @@ def room_bytes(size: int, *, pinned: bool) -> int:
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
+class KeptRead:
+    """The copying of what is kept on the GPU into host memory, which any thread begins.
+
+    Hundreds of copies take the host milliseconds, which the training need not wait for.
+
+    Args:
+        source: where ``kept`` was found.
+        kept: flat tensors of the GPU.
+        after: events on the GPU that the reading waits for.
+        copy: copies them, on the current stream.
+        stream: that the copies run on.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kept: Sequence[Any],
+        after: Sequence[Any],
+        copy: Callable[[Sequence[Any]], None],
+        stream: Any,
+    ) -> None:
+        self.source = source
+        self._kept: Sequence[Any] | None = kept
+        self._after, self._copy, self._stream = after, copy, stream
+        self._end: Any = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> Any:
+        """Begins, unless it has begun or was dropped; an event behind which nothing is read, or None."""
+        with self._lock:
+            if self._end is None and self._kept is not None:
+                with torch.cuda.stream(self._stream):
+                    for event in self._after:
+                        self._stream.wait_event(event)
+                    self._copy(self._kept)
+                    self._end = self._stream.record_event(torch.cuda.Event(blocking=True))
+            return self._end
+
+    def wait(self) -> None:
+        """Waits until the copy is in host memory."""
+        end = self.begin()
+        if end is not None:
+            end.synchronize()
+
+    def drop(self) -> None:
+        """Nothing is read, if it has not begun."""
+        with self._lock:
+            if self._end is None:
+                self._kept = None
+
+    def is_over(self) -> bool:
+        """Whether nothing will be read any more."""
+        with self._lock:
+            return self._kept is None if self._end is None else bool(self._end.query())
+
+
 class PartCopier:
     """Copies the ``own`` elements of tensors, one behind the other, into host memory.
 
     On a GPU they are first gathered there, in the order of the current stream, so that what follows may
     change the tensors at once; then a stream of its own takes them to the host. Where a copy of all of them
-    is kept on the GPU anyhow, that is read instead, and must stay until :attr:`read_end`.
+    is kept on the GPU anyhow, that is read instead, by the thread that waits for it; whoever writes there
+    again calls :meth:`wait_until_read` first.
 
     Args:
         tensors: in an order that stays.
@@ -65,23 +127,28 @@ class PartCopier:
 
     def __init__(self, tensors: Sequence[SnapshotTensor], device: Any) -> None:
         self.device = device
+        self.tensors: list[SnapshotTensor] = []
+        self.places: list[tuple[int, int]] = []
+        self.size = 0
+        self._flats: list[Any] = []
         self.follow(tensors)
         self._on_gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
         self._staged: Any = None
-        self.read_end: Any = None
-        """Event on the GPU behind which nothing is read any more; None: nothing is."""
+        self._staged_read_end: Any = None
+        self._reads: list[KeptRead] = []
 
     def follow(self, tensors: Sequence[SnapshotTensor]) -> None:
         """Copies these tensors from now on."""
-        self.tensors = list(tensors)
-        self.places: list[tuple[int, int]] = []
-        end = 0
+        if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
+            return
+        self.tensors, self.places, end = list(tensors), [], 0
         for each in self.tensors:
             nbytes = (each.own.stop - each.own.start) * each.tensor.element_size()
             self.places.append((end, nbytes))
             end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
         self.size = end
+        self._flats = [each.own_flat() for each in self.tensors]
 
     def take(
         self, room: OwnRoom, source: Source | None = None, *, after: Sequence[Any] = ()
@@ -94,31 +161,43 @@ class PartCopier:
             after: events on the GPU that the reading of ``source`` waits for.
 
         Returns:
-            What waits until the copy is in host memory.
+            What waits until the copy is in host memory; any thread may call it.
         """
-        flats = [each.own_flat() for each in self.tensors]
         if not self._on_gpu:
-            self._gather(flats, room.host)
+            self._gather(self._flats, room.host)
             return _nothing
-        kept = [source(flat) for flat in flats] if source is not None else []
         current = torch.cuda.current_stream(self.device)
-        from_kept = bool(kept) and all(each is not None for each in kept)
-        if not from_kept:
-            if self._staged is None or len(self._staged) < self.size:
-                self._staged = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            if self.read_end is not None:
-                current.wait_event(self.read_end)
-            self._gather(flats, self._staged)
+        kept = [] if source is None else [source(flat) for flat in self._flats]
+        if source is not None and kept and all(each is not None for each in kept):
+            self._reads = [each for each in self._reads if not each.is_over()]
+            copy = partial(self._gather, into=room.host)
+            self._reads.append(KeptRead(source, kept, [current.record_event(), *after], copy, self._stream))
+            return self._reads[-1].wait
+        if self._staged is None or len(self._staged) < self.size:
+            self._staged = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        if self._staged_read_end is not None:
+            current.wait_event(self._staged_read_end)
+        self._gather(self._flats, self._staged)
         self._stream.wait_stream(current)
-        for event in after if from_kept else ():
-            self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
-            if from_kept:
-                self._gather(kept, room.host)
-            else:
-                room.host[: self.size].copy_(self._staged[: self.size], non_blocking=True)
-            self.read_end = self._stream.record_event(torch.cuda.Event(blocking=True))
-        return self.read_end.synchronize  # type: ignore[no-any-return]
+            room.host[: self.size].copy_(self._staged[: self.size], non_blocking=True)
+            self._staged_read_end = self._stream.record_event(torch.cuda.Event(blocking=True))
+        return self._staged_read_end.synchronize  # type: ignore[no-any-return]
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """What runs on the GPU within it does not wait for the training."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait_until_read(self, source: Source) -> None:
+        """Lets the current stream wait until nothing of what ``source`` finds is read any more."""
+        for read in self._reads:
+            if read.source == source and (end := read.begin()) is not None:
+                torch.cuda.current_stream(self.device).wait_event(end)
+
+    def drop_waiting(self) -> None:
+        """Nobody waits any more for what has not begun to be read."""
+        for read in self._reads:
+            read.drop()
 
     def _gather(self, flats: Sequence[Any], into: Any) -> None:
         pairs: dict[Any, tuple[list[Any], list[Any]]] = {}

@@ -66,6 +66,32 @@ def whole_tensor(name: str, tensor: Any, rank: int, world_size: int) -> Snapshot
     return SnapshotTensor(name, shape, flat, wanted, piece(wanted, rank, world_size))
 
 
+class TensorMemo:
+    """Makes SnapshotTensors of whole tensors; for those of the pass before it gives the same ones again.
+
+    Making them takes ten times as long. It refers to the tensors of the last two passes alone.
+    """
+
+    def __init__(self) -> None:
+        self._place = (-1, -1)
+        self._made: dict[int, tuple[Any, Any, SnapshotTensor]] = {}
+        self._last: dict[int, tuple[Any, Any, SnapshotTensor]] = {}
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """Begins a pass over a rank's tensors."""
+        self._last = self._made if self._place == (rank, world_size) else {}
+        self._made, self._place = {}, (rank, world_size)
+
+    def whole(self, name: str, tensor: Any) -> SnapshotTensor:
+        """See :func:`whole_tensor`."""
+        found = self._last.get(id(tensor))
+        memory = name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if found is None or found[0] is not tensor or found[1] != memory:
+            found = tensor, memory, whole_tensor(name, tensor, *self._place)
+        self._made[id(tensor)] = found
+        return found[2]
+
+
 @runtime_checkable
 class GivesTensors(Protocol):
     """An object that says itself which parts of its state a rank holds, as a ShardedOptimizer does."""
@@ -81,7 +107,7 @@ class GivesParts(Protocol):
         """This rank's tensors among this number of ranks."""
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else, as JSON values."""
+        """Everything else, as JSON values, or as functions that give such and may wait for the GPU."""
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
         """Takes over what :meth:`snapshot_notes` gave, on this rank or, if not ``same_rank``, on rank 0."""
@@ -103,6 +129,7 @@ class ObjectParts:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = dict(objects)
+        self._memo = TensorMemo()
         self._dictionaries: list[dict[Any, Any]] = []
         extra: dict[str, Any] = {}
         for name, each in self._objects.items():
@@ -133,9 +160,8 @@ class ObjectParts:
         found: dict[int, SnapshotTensor] = {}
         divided = {id(each) for each in self._objects.values() if isinstance(each, GivesTensors)}
 
-        def whole(name: str, tensor: Any) -> SnapshotTensor:
-            return whole_tensor(name, tensor, rank, world_size)
-
+        self._memo.begin(rank, world_size)
+        whole = self._memo.whole
         for name, each in self._objects.items():
             if isinstance(each, GivesTensors):
                 tensors = each.snapshot_tensors(name)

@@ -282,7 +282,8 @@ class Snapshots:
 
         Args:
             step: finished ones.
-            source: finds copies that are kept on the GPU anyhow; see :class:`PartCopier`.
+            source: finds copies that are kept on the GPU anyhow; see :class:`PartCopier`. Before these are
+                written again, :meth:`wait_until_read` is to be called.
             after: events that the reading of these waits for.
         """
         if self._exchange is None:
@@ -304,23 +305,25 @@ class Snapshots:
         """Gives up what was taken: the step before it has broken, or changed while it was copied."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.ready()
-            self._on_failed(pending.copy.key, "")
+            pending.finish()
+            self._on_failed(pending.key, "")
 
     def end_generation(self) -> None:
         """Ends connections and threads, and what is under way; copies that are whole stay."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.ready()
+            pending.finish()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
+        if self._copier is not None:
+            self._copier.drop_waiting()
         self._due = None
 
-    @property
-    def read_end(self) -> Any:
-        """Event on the GPU behind which nothing is read any more by a copy; None: there is none."""
-        return None if self._copier is None else self._copier.read_end
+    def wait_until_read(self, source: Source) -> None:
+        """Lets the GPU's current stream wait until no snapshot is read from what ``source`` finds."""
+        if self._copier is not None:
+            self._copier.wait_until_read(source)
 
     @property
     def complete(self) -> SnapshotId | None:
@@ -379,9 +382,16 @@ class Snapshots:
             return
         self._begun = {key: time.monotonic()}
         ready = copier.take(room, source, after=after)
-        head = encode_head(copier.tensors, copier.places, self._parts.snapshot_notes())
-        copy = PartCopy(key, head, room.data[: copier.size], is_own=True)
-        self._pending = OutgoingCopy(copy, self._retention.agreed, ready)
+        notes, data = self._parts.snapshot_notes(), room.data[: copier.size]
+        tensors, places = copier.tensors, copier.places
+
+        def finish() -> PartCopy:
+            ready()
+            with copier.beside():
+                known = {name: value() if callable(value) else value for name, value in notes.items()}
+            return PartCopy(key, encode_head(tensors, places, known), data, is_own=True)
+
+        self._pending = OutgoingCopy(key, self._retention.agreed, finish)
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:

@@ -18,7 +18,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -35,7 +35,7 @@ from muster.torch.data_parallel import DataParallel
 from muster.torch.extra_state import ExtraState
 from muster.torch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from muster.torch.random import RandomState, seed_of
-from muster.torch.snapshot_tensors import SnapshotTensor, whole_tensor
+from muster.torch.snapshot_tensors import SnapshotTensor, TensorMemo
 from muster.torch.snapshots import Snapshots
 from muster.torch.transfer import CopiesAside, TensorLibrary, memory_bytes
 from muster.training.carrier import Carrier
@@ -131,6 +131,7 @@ class TorchTrainingState(TrainingState):
         self._restored = False  # has got the state since it last entered a generation
         self._checkpoint_copier: CheckpointCopier | None = None
         self._snapshots = snapshots
+        self._tensor_memo = TensorMemo()
         if snapshots is not None:
             snapshots.follow(self)
         follow = WeakMethod(self._follow_optimizer)  # the optimizer and the model may live longer
@@ -196,8 +197,8 @@ class TorchTrainingState(TrainingState):
 
     def _take(self, copies: StateSnapshot) -> None:
         """Copies the state as it is now; where the step is so made, partly beside the step."""
-        if self._snapshots is not None and self._snapshots.read_end is not None:  # it may be read there yet
-            torch.cuda.current_stream(self._model.device).wait_event(self._snapshots.read_end)
+        if self._snapshots is not None:
+            self._snapshots.wait_until_read(copies.copy_of)
         copies.rest.take()
         copies.is_torn = False
         if not (self._model.updates_last and self._may_copy_beside and self._stream):
@@ -409,13 +410,22 @@ class TorchTrainingState(TrainingState):
 
     def describe(self) -> str:
         """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
-        groups = [
-            {key: _plain(value) for key, value in group.items() if _is_setting(key, value)}
-            for group in self._optimizer.param_groups
-        ]
+        return self._describer(self._optimizer.param_groups)()
+
+    def _describer(self, groups: Sequence[Mapping[str, Any]]) -> Callable[[], str]:
+        """Gives the description as it is now; only what it returns waits for numbers on the GPU."""
         also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
-        more = {"groups": groups, "also": also, "generators": self._generator_rows()}
-        return json.dumps(json.loads(super().describe()) | more)
+        known = json.loads(super().describe())
+        more = {"also": also, "generators": self._generator_rows()}
+
+        def describe() -> str:
+            numbers = [
+                {key: _plain(value) for key, value in group.items() if _is_setting(key, value)}
+                for group in groups
+            ]
+            return json.dumps(known | {"groups": numbers} | more)
+
+        return describe
 
     def restore(self, description: str) -> None:
         """See :class:`TrainingState`."""
@@ -467,15 +477,22 @@ class TorchTrainingState(TrainingState):
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
         """All tensors but those that follow from others, of which each rank copies its piece."""
         derived = self.derived()
+        self._tensor_memo.begin(rank, world_size)
         return [
-            whole_tensor(name, tensor, rank, world_size)
+            self._tensor_memo.whole(name, tensor)
             for name, tensor in self.arrays.items()
             if name not in derived
         ]
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else, as JSON values."""
-        return {"description": self.describe(), "generators": _packed(self._random.now())}
+        """Everything else. Learning rates on the GPU are read later, from what is kept of them."""
+        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
+        if self._began is not None and self.in_step:
+            groups = [
+                {key: value if kept is None else kept for key, (value, kept) in group.items()}
+                for group in self._began.settings
+            ]
+        return {"description": self._describer(groups), "generators": _packed(self._random.now())}
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
         """Takes over what :meth:`snapshot_notes` gave."""

@@ -124,6 +124,7 @@ class CopiesAside:
             kept.append(tensor.clone())
         self._groups = list(groups.values())
         self._places: list[tuple[int, Any, Any]] | None = None
+        self._found: dict[tuple[int, int, Any], Any] = {}
 
     def take(self) -> None:
         """Copies them once more."""
@@ -132,6 +133,12 @@ class CopiesAside:
 
     def copy_of(self, view: Any) -> Any:
         """What was copied of a flat part of one of the tensors, in the order of its memory; None: nothing."""
+        key = view.data_ptr(), view.numel(), view.dtype
+        if key not in self._found:
+            self._found[key] = self._find(view)
+        return self._found[key]
+
+    def _find(self, view: Any) -> Any:
         if self._places is None:
             pairs = [pair for live, kept in self._groups for pair in zip(live, kept, strict=True)]
             self._places = sorted(

@@ -2,17 +2,21 @@
 
 On connections and threads of their own, beside the training: collectives do not wait for them. The
 connections are those of the ``tcp`` communicator, encrypted and proven by the generation's secret, on which
-:class:`~muster.communicators.tcp.messages.Messages` go.
+:class:`~muster.communicators.tcp.messages.Messages` go. A large copy goes over several at once, where the
+host has processors for them, and each chunk's checksum is found while others travel.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
+import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,9 +41,13 @@ _LOG = logging.getLogger("muster.worker")
 _ANNOUNCED, _ANSWER, _CONTENT = 1, 2, 3
 """Tags of the messages: what comes next, whether it was kept, and from here on the bytes of one copy each."""
 
-_HEADER = struct.Struct("!IQQII?QQQQ")
-"""The copy's number among its sender's; generation, step, world size, rank; whether there is a snapshot
-that counts, and its generation and step; bytes of the head, and of the data."""
+_HEADER = struct.Struct("!IBQQII?QQQQ")
+"""The copy's number among its sender's; over how many lanes its chunks go; generation, step, world
+size, rank; whether there is a snapshot that counts, and its generation and step; bytes of the head, and of
+the data. The checksums follow the data."""
+
+MOST_LANES = 4
+"""Connections, and threads that find checksums, to one partner: one for each four processors."""
 
 _ANSWERED = struct.Struct("!QQ?")
 _MOST_HEAD_BYTES = 256 << 20
@@ -53,14 +61,15 @@ class OutgoingCopy:
     """A copy that is to be sealed, kept and sent.
 
     Attributes:
-        copy: whose memory stays as it is until the copy is dropped.
+        key: which part it is.
         agreed: the newest snapshot that counts, as this rank knows it.
-        ready: waits until the data is in memory.
+        finish: waits until the data is in memory, and gives the copy; its memory stays as it is until the
+            copy is dropped.
     """
 
-    copy: PartCopy
+    key: PartKey
     agreed: SnapshotId | None
-    ready: Callable[[], None]
+    finish: Callable[[], PartCopy]
 
 
 class CopyExchange:
@@ -103,13 +112,17 @@ class CopyExchange:
         self._waiting: OutgoingCopy | None = None
         self._under_way: PartKey | None = None
         self._sent = 0
-        self._messages = Messages(
-            membership,
-            endpoint,
-            path=f"{membership.group}/snapshots/{number}",
-            timeout_s=_PATIENCE_S,
-            others=dict,
-        )
+        self._lanes = min(MOST_LANES, max(1, len(os.sched_getaffinity(0)) // 4))
+        self._messages = [
+            Messages(
+                membership,
+                endpoint,
+                path=f"{membership.group}/snapshots/{number}/{each}",
+                timeout_s=_PATIENCE_S,
+                others=dict,
+            )
+            for each in range(MOST_LANES)
+        ]
         self._threads = [start_thread(self._send_all, name="muster-snapshots-out")]
         for ward, size in wards.items():
             keeper = Keeper(self._messages, membership, ward, size, held, accept)
@@ -119,7 +132,7 @@ class CopyExchange:
     def under_way(self) -> PartKey | None:
         """The part whose memory is still being read; None: there is none."""
         with self._work:
-            return self._waiting.copy.key if self._waiting is not None else self._under_way
+            return self._waiting.key if self._waiting is not None else self._under_way
 
     def send(self, outgoing: OutgoingCopy) -> None:
         """Seals a copy, keeps it and sends it to the partners, all in the background."""
@@ -132,7 +145,8 @@ class CopyExchange:
         self._closed.set()
         with self._work:
             self._work.notify_all()
-        self._messages.close()
+        for each in self._messages:
+            each.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -148,43 +162,60 @@ class CopyExchange:
                     return
                 assert self._waiting is not None
                 outgoing, self._waiting = self._waiting, None
-                self._under_way = outgoing.copy.key
+                self._under_way = outgoing.key
             try:
-                outgoing.ready()
-                copy = outgoing.copy.sealed()
-                self._held.keep(copy)
-                for partner in self._partners:
-                    self._send(copy, outgoing.agreed, partner)
+                self._keep_and_send(outgoing.finish(), outgoing.agreed)
             except Exception as error:  # of CUDA, say; a thread that ends would end snapshots unnoticed
                 if not self._closed.is_set():
-                    self._failed(outgoing.copy.key, str(error))
+                    self._failed(outgoing.key, str(error))
                 continue
-            self._completed(copy.key)
+            self._completed(outgoing.key)
 
-    def _send(self, copy: PartCopy, agreed: SnapshotId | None, partner: int) -> None:
-        begun, sent = time.monotonic(), 0
+    def _keep_and_send(self, copy: PartCopy, agreed: SnapshotId | None) -> None:
+        sums: dict[int, int] = {}
+        try:
+            for partner in self._partners:
+                self._send(copy, sums, agreed, partner)
+        finally:  # also where a partner is gone: the others may still find all parts of that step
+            self._held.keep(copy.sealed(sums))
+
+    def _send(self, copy: PartCopy, sums: dict[int, int], agreed: SnapshotId | None, partner: int) -> None:
+        """Sends a copy; adds the checksums that are not known yet, by chunk, while the chunks travel."""
         answer = memoryview(bytearray(_ANSWERED.size))
-        answered = self._messages.receive(answer, partner, _ANSWER, "uint8")
-        head = copy.head + struct.pack(f"!{len(copy.checksums)}I", *copy.checksums)
+        answered = self._messages[0].receive(answer, partner, _ANSWER, "uint8")
         (generation, step), world_size, rank = copy.key
         counts = (agreed is not None, *(agreed or (0, 0)))
         sizes = (len(copy.head), len(copy.data))
         self._sent += 1
         tag = _CONTENT + self._sent
-        header = _HEADER.pack(self._sent, generation, step, world_size, rank, *counts, *sizes)
+        places = generation, step, world_size, rank
+        header = _HEADER.pack(self._sent, self._lanes, *places, *counts, *sizes)
         _wait(self._put(header, partner, _ANNOUNCED))
-        under_way = [self._put(head, partner, tag)]
-        for chunk in chunks(copy.data):
-            if len(under_way) > 1:  # one travels while the next is offered
-                _wait(under_way.pop(0), answered)
-            if answered.done():
-                break
-            under_way.append(self._put(chunk, partner, tag))
-            sent += len(chunk)
-            if self._bytes_per_s:
-                self._closed.wait(max(0.0, begun + sent / self._bytes_per_s - time.monotonic()))
-        for message in under_way:
-            _wait(message, answered)
+        _wait(self._put(copy.head, partner, tag), answered)
+        parts = chunks(copy.data)
+
+        def send_lane(lane: int) -> None:
+            begun, sent = time.monotonic(), 0
+            under_way: collections.deque[Message] = collections.deque()
+            for number in range(lane, len(parts), self._lanes):
+                if len(under_way) > 1:  # one travels while the next is offered
+                    _wait(under_way.popleft(), answered)
+                if answered.done():
+                    return
+                under_way.append(self._put(parts[number], partner, tag, lane))
+                sent += len(parts[number])
+                if number not in sums:
+                    sums[number] = copy.checksum(number)
+                if self._bytes_per_s:
+                    due = begun + sent * self._lanes / self._bytes_per_s
+                    self._closed.wait(max(0.0, due - time.monotonic()))
+            for message in under_way:
+                _wait(message, answered)
+
+        _in_lanes(self._lanes, send_lane, self._messages)
+        if not answered.done():
+            checksums = copy.sealed(sums).checksums
+            _wait(self._put(struct.pack(f"!{len(checksums)}I", *checksums), partner, tag), answered)
         _wait(answered)
         if _ANSWERED.unpack(answer) != (generation, step, True):
             partner_name = peer_name(self._membership.peers[partner])
@@ -192,8 +223,8 @@ class CopyExchange:
                 f"{partner_name} did not keep the copy of {in_words(copy.key)}: see its log."
             )
 
-    def _put(self, data: bytes | memoryview, partner: int, tag: int) -> Message:
-        return self._messages.send(memoryview(data), partner, tag, "uint8")
+    def _put(self, data: bytes | memoryview, partner: int, tag: int, lane: int = 0) -> Message:
+        return self._messages[lane].send(memoryview(data), partner, tag, "uint8")
 
 
 class Keeper:
@@ -201,7 +232,7 @@ class Keeper:
 
     def __init__(
         self,
-        messages: Messages,
+        messages: Sequence[Messages],
         membership: Membership,
         ward: int,
         most_bytes: int,
@@ -221,21 +252,31 @@ class Keeper:
         header = memoryview(bytearray(_HEADER.size))
         try:
             while True:
-                _wait(self._messages.receive(header, self._ward, _ANNOUNCED, "uint8"))
-                number, generation, step, world_size, rank, counts, *rest = _HEADER.unpack(header)
+                _wait(self._messages[0].receive(header, self._ward, _ANNOUNCED, "uint8"))
+                number, lanes, generation, step, *rest = _HEADER.unpack(header)
+                world_size, rank, counts, *rest = rest
                 key = PartKey(SnapshotId(generation, step), world_size, rank)
                 agreed = SnapshotId(*rest[:2]) if counts else None
-                is_kept = self._take(key, agreed, _CONTENT + number, *rest[2:])
+                is_kept = self._take(key, agreed, _CONTENT + number, lanes, *rest[2:])
                 answer = _ANSWERED.pack(generation, step, is_kept)
-                _wait(self._messages.send(memoryview(answer), self._ward, _ANSWER, "uint8"))
+                _wait(self._messages[0].send(memoryview(answer), self._ward, _ANSWER, "uint8"))
         except WorkerError as error:
             _LOG.debug("no more copies of rank %d: %s", self._ward, error)
 
-    def _take(self, key: PartKey, agreed: SnapshotId | None, tag: int, head_size: int, size: int) -> bool:
+    def _take(
+        self,
+        key: PartKey,
+        agreed: SnapshotId | None,
+        tag: int,
+        lanes: int,
+        head_size: int,
+        size: int,
+    ) -> bool:
         """Whether a copy has come whole and is kept; what is not taken stays with the other rank."""
         here = self._membership
         expected = PartKey(SnapshotId(here.generation, key.snapshot.step), here.world_size, self._ward)
-        if key != expected or size > self._most_bytes or head_size > _MOST_HEAD_BYTES:
+        agreed_on = key == expected and size <= self._most_bytes and head_size <= _MOST_HEAD_BYTES
+        if not agreed_on or not 1 <= lanes <= len(self._messages):
             _LOG.warning(
                 "%s offers a copy that was not agreed on: %s, %d bytes, where %d were",
                 peer_name(here.peers[self._ward]),
@@ -245,26 +286,46 @@ class Keeper:
             )
             return False
         is_wanted = self._accept(key, agreed)
-        count = chunk_count(size)
-        head = memoryview(bytearray(head_size + 4 * count))
         room = self._free(key, size)
         if room is None:
             _LOG.warning("%s sends a third copy: two are kept", peer_name(here.peers[self._ward]))
             return False
-        data = memoryview(room)[:size]
-        _wait(self._messages.receive(head, self._ward, tag, "uint8"))
-        for chunk in chunks(data):
-            _wait(self._messages.receive(chunk, self._ward, tag, "uint8"))
-        sums = struct.unpack(f"!{count}I", head[head_size:])
-        copy = PartCopy(key, bytes(head[:head_size]), data, sums)
+        head = memoryview(bytearray(head_size))
+        _wait(self._receive(head, tag))
+        copy = PartCopy(key, bytes(head), memoryview(room)[:size])
+        found = self._receive_chunks(copy, tag, lanes)
+        sums = memoryview(bytearray(4 * chunk_count(size)))
+        _wait(self._receive(sums, tag))
+        copy = replace(copy, checksums=struct.unpack(f"!{chunk_count(size)}I", sums))
         try:
-            copy.check()
+            copy.check(found)
         except DamagedCopyError as error:
             _LOG.error("A copy that has arrived is not kept: %s", error.message)
             is_wanted = False
         if is_wanted:
             self._held.keep(copy)
         return is_wanted
+
+    def _receive_chunks(self, copy: PartCopy, tag: int, lanes: int) -> dict[int, int]:
+        """Fills a copy's data; returns the checksums of what came, found while other chunks come."""
+        parts = chunks(copy.data)
+        found: dict[int, int] = {}
+
+        def receive_lane(lane: int) -> None:
+            under_way: collections.deque[tuple[int, Message]] = collections.deque()
+            for number in (*range(lane, len(parts), lanes), -1):
+                if number >= 0:
+                    under_way.append((number, self._receive(parts[number], tag, lane)))
+                while len(under_way) > 1 or (number < 0 and under_way):
+                    arrived, message = under_way.popleft()
+                    _wait(message)
+                    found[arrived] = copy.checksum(arrived)
+
+        _in_lanes(lanes, receive_lane, self._messages)
+        return found
+
+    def _receive(self, room: memoryview, tag: int, lane: int = 0) -> Message:
+        return self._messages[lane].receive(room, self._ward, tag, "uint8")
 
     def _free(self, key: PartKey, size: int) -> Any:
         """Memory for a copy: that of one which nobody holds any more, if there is; None: there is none."""
@@ -279,6 +340,32 @@ class Keeper:
             return None
         self._room.append((key, np.empty(size, np.uint8)))
         return self._room[-1][1]
+
+
+def _in_lanes(count: int, work: Callable[[int], None], messages: Sequence[Messages]) -> None:
+    """Does the work of each lane at the same time; where one fails, the messages of all end.
+
+    Raises:
+        Exception: what the first lane that failed has raised.
+    """
+    errors: list[Exception] = []
+
+    def run(lane: int) -> None:
+        try:
+            work(lane)
+        except Exception as error:  # a lane that is left alone would wait for the whole generation
+            errors.append(error)
+            for each in messages:
+                each.abort(error)
+
+    others = [
+        start_thread(partial(run, lane), name=f"muster-snapshots-lane-{lane}") for lane in range(1, count)
+    ]
+    run(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _wait(message: Message, answered: Message | None = None) -> None:

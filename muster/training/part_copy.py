@@ -6,7 +6,7 @@ import hashlib
 import struct
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from muster.errors import WorkerError
@@ -40,9 +40,9 @@ class PartCopy:
     checksums: tuple[int, ...] = ()
     is_own: bool = False
 
-    def sealed(self) -> PartCopy:
-        """The copy with the checksums of what it holds now."""
-        return replace(self, checksums=tuple(self._sums()))
+    def sealed(self, found: Mapping[int, int] | None = None) -> PartCopy:
+        """The copy with the checksums of what it holds now; ``found``: those that are known, by chunk."""
+        return replace(self, checksums=tuple(self._sums(found)))
 
     @property
     def announced(self) -> int:
@@ -53,24 +53,33 @@ class PartCopy:
         """What it holds now, likewise."""
         return _in_one(tuple(self._sums()))
 
-    def check(self) -> None:
+    def checksum(self, number: int) -> int:
+        """The checksum of what one chunk holds now."""
+        (generation, step), world_size, rank = self.key
+        # Each begins with the name and the head, so that no chunk passes for one of another copy.
+        seed = zlib.crc32(self.head, zlib.crc32(_KEY.pack(generation, step, world_size, rank)))
+        return zlib.crc32(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], seed)
+
+    def check(self, found: Mapping[int, int] | None = None) -> None:
         """Compares what it holds with its checksums.
+
+        Args:
+            found: the checksums of what it holds that are known, by chunk.
 
         Raises:
             DamagedCopyError: they differ.
         """
-        found = tuple(self._sums())
-        if len(found) != len(self.checksums):
+        sums = tuple(self._sums(found))
+        if len(sums) != len(self.checksums):
             raise DamagedCopyError(f"The copy of {in_words(self.key)} is not whole.")
-        for number, (one, other) in enumerate(zip(found, self.checksums, strict=True)):
+        for number, (one, other) in enumerate(zip(sums, self.checksums, strict=True)):
             if one != other:
                 raise DamagedCopyError(f"The copy of {in_words(self.key)} is damaged in its chunk {number}.")
 
-    def _sums(self) -> Iterable[int]:
-        (generation, step), world_size, rank = self.key
-        # Each chunk's begins with the name and the head, so that none passes for one of another copy.
-        seed = zlib.crc32(self.head, zlib.crc32(_KEY.pack(generation, step, world_size, rank)))
-        return (zlib.crc32(chunk, seed) for chunk in chunks(self.data)) if len(self.data) else (seed,)
+    def _sums(self, found: Mapping[int, int] | None = None) -> Iterable[int]:
+        known = found or {}
+        for number in range(chunk_count(len(self.data))):
+            yield known[number] if number in known else self.checksum(number)
 
 
 def in_words(key: PartKey) -> str:

@@ -15,7 +15,7 @@ import muster
 from muster.errors import SettingsError
 from muster.torch import Snapshots
 from muster.torch.snapshot_copies import OwnRoom, PartCopier
-from muster.torch.snapshot_tensors import whole_tensor
+from muster.torch.snapshot_tensors import TensorMemo, whole_tensor
 from muster.torch.transfer import CopiesAside
 from muster.training.part_copy import PartCopy
 from muster.training.snapshots.parts import PartKey
@@ -296,12 +296,25 @@ def test_on_a_gpu_later_work_changes_nothing_of_a_copy_under_way(kept: bool) -> 
         ready = copier.take(room, aside.copy_of if kept else None)
         for each in tensors:
             each.add_(100.0)
-        torch.cuda.current_stream().wait_event(copier.read_end)
+        copier.wait_until_read(aside.copy_of)
         aside.take()
         ready()
         found = room.host[: copier.size].view(torch.float32).view(8, -1)
         assert [row.min().item() for row in found] == want, turn
         assert [row.max().item() for row in found] == want, turn
+
+
+def test_a_tensor_that_stays_is_described_once_and_one_that_moves_anew() -> None:
+    memo, stays, moves = TensorMemo(), torch.ones(4), torch.ones(4)
+    passes = []
+    for rank, world_size in ((0, 2), (0, 2), (1, 2)):
+        memo.begin(rank, world_size)
+        passes.append([memo.whole("stays", stays), memo.whole("moves", moves)])
+        moves.data = torch.zeros(3)
+    assert passes[1][0] is passes[0][0]
+    assert passes[1][1].shape == (3,)
+    assert passes[1][1].own_flat().tolist() == [0.0]
+    assert passes[2][0].own != passes[0][0].own, "another rank's piece"
 
 
 def test_a_copy_kept_aside_is_found_by_the_memory_of_its_tensor() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from muster.errors import CommunicatorError
 from muster.training.copy_exchange import CopyExchange, OutgoingCopy
 from muster.training.part_copy import CHUNK_BYTES, HeldCopies, PartCopy
 from muster.training.snapshots.parts import PartKey, SnapshotId
@@ -45,9 +48,9 @@ class Two:
     def key(self, step: int) -> PartKey:
         return PartKey(SnapshotId(self.generation, step), 2, 0)
 
-    def send(self, step: int, data: bytes, ready: Any = lambda: None) -> None:
+    def send(self, step: int, data: bytes) -> None:
         copy = PartCopy(self.key(step), b"{}", memoryview(bytearray(data)))
-        self.exchanges[0].send(OutgoingCopy(copy, None, ready))
+        self.exchanges[0].send(OutgoingCopy(copy.key, None, lambda: copy))
 
     def close(self) -> None:
         for exchange in self.exchanges:
@@ -80,7 +83,7 @@ def test_data_is_read_only_when_it_is_there(world: World) -> None:
     two, there = Two(world, 100), threading.Event()
     room = bytearray(b"old")
     copy = PartCopy(two.key(1), b"", memoryview(room))
-    two.exchanges[0].send(OutgoingCopy(copy, None, lambda: (there.wait(), None)[1]))
+    two.exchanges[0].send(OutgoingCopy(copy.key, None, lambda: (there.wait(), copy)[1]))
     room[:] = b"new"
     there.set()
     assert two.done.get(timeout=WAIT_S)[0] == "completed"
@@ -133,4 +136,45 @@ def test_what_goes_out_is_held_back_to_the_rate(world: World) -> None:
     two.send(1, bytes(3 * CHUNK_BYTES))
     assert two.done.get(timeout=WAIT_S)[0] == "completed"
     assert time.monotonic() - begun > 1.0
+    two.close()
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has processors for several lanes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+
+
+@pytest.mark.usefixtures("lanes")
+def test_a_copy_goes_whole_over_several_lanes(world: World) -> None:
+    two = Two(world, 9 * CHUNK_BYTES)
+    for step, size in ((1, 9 * CHUNK_BYTES), (2, 2 * CHUNK_BYTES + 5), (3, 0)):
+        two.held[1].drop([two.key(step - 2)])
+        data = random.Random(step).randbytes(size)
+        two.send(step, data)
+        assert two.done.get(timeout=WAIT_S) == ("completed", two.key(step))
+        for held in two.held:
+            copy = held.get(two.key(step))
+            assert copy is not None
+            copy.check()
+            assert bytes(copy.data) == data
+    two.close()
+
+
+@pytest.mark.usefixtures("lanes")
+def test_a_lane_that_fails_ends_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would wait for the rest of the generation, and nobody would hear of it."""
+    found = PartCopy.checksum
+
+    def checksum(copy: PartCopy, number: int) -> int:
+        if number == 6 and not copy.is_own:
+            raise CommunicatorError("the connection broke")
+        return found(copy, number)
+
+    monkeypatch.setattr(PartCopy, "checksum", checksum)
+    two = Two(world, 9 * CHUNK_BYTES)
+    copy = PartCopy(two.key(1), b"{}", memoryview(bytearray(9 * CHUNK_BYTES)), is_own=True)
+    two.exchanges[0].send(OutgoingCopy(copy.key, None, lambda: copy))
+    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    assert two.held[1].get(two.key(1)) is None
     two.close()
