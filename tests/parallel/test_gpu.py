@@ -77,3 +77,29 @@ def test_captured_steps_in_bfloat16_give_the_losses_of_one_process(fleet: Fleet,
     found = fleet.run(gpu_checks.train, capture=True, dropout=0.0, low=True, strategies=SPLITS[split])[0]
     assert found["captured"], found["reason"]
     assert found["losses"] == pytest.approx(want, rel=5e-3)
+
+
+def same_as_one_process(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """In float64, but for the order of sums in products."""
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-9)
+    for name, weight in want["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-8, msg=name)
+
+
+WEIGHTS: dict[str, Any] = {"layers": 16, "width": 1024, "samples": 16}
+"""256 MiB of weights in 32 parameters of 8 MiB, three of which fill a bucket; activations are small."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("capture", [False, True])
+def test_parameters_in_shares_give_what_one_process_gives_in_less_memory(fleet: Fleet, capture: bool) -> None:
+    want = fleet.run(gpu_checks.alone_deep, **WEIGHTS)[0]
+    ways = {"shard_parameters": "always"}, {"shard_updates": "always", "shard_parameters": False}
+    shared, whole = (
+        fleet.run(gpu_checks.train_deep, capture=capture, settings=settings, **WEIGHTS) for settings in ways
+    )
+    for each in (*shared, *whole):
+        assert each["captured"] == capture, each["reason"]
+        same_as_one_process(each, want)
+    if not capture:  # a graph keeps memory of its own beside that of the eager steps before it
+        assert shared[0]["memory"] < 0.8 * whole[0]["memory"]
