@@ -35,7 +35,7 @@ from muster.parallel.planning.layouts import (
 )
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
-from muster.parallel.planning.recomputed import Layer, chosen_layers, writes
+from muster.parallel.planning.recomputed import Layer, chosen_layers
 from muster.parallel.settings import NO_FLOAT16
 from muster.parallel.trace import Traced
 from muster.torch import capture
@@ -60,7 +60,6 @@ class _Instruction:
     done: tuple[int, ...] = ()
     gathered: tuple[tuple[str, int], ...] = ()  # parameters, with their values, that it is the first to read
     of_parameters: bool = False  # its result may be a view of one
-    writes: bool = False  # a buffer, and does no more
 
 
 @dataclass(slots=True)
@@ -70,7 +69,8 @@ class _LayerAgain:
     name: str
     instructions: list[_Instruction]
     given: tuple[int, ...]  # kept for that
-    held: tuple[int, ...]  # buffers: there anyway, and changed perhaps
+    held: tuple[int, ...]  # buffers: there anyway
+    changed: tuple[int, ...]  # those of them that it changes
     left: tuple[int, ...]
     done: tuple[int, ...]
     shared: tuple[str, ...]  # parameters that others read too, and that are gathered
@@ -321,6 +321,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             instructions,
             tuple(value for value in sources if value not in held),
             held,
+            tuple(value for value in held if sources[value].mutated),
             layer.left,
             tuple(v for each in instructions for v in each.done if v in sources),
             tuple(dict.fromkeys(shared)),
@@ -372,7 +373,6 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     done,
                     gathered,
                     node.of_parameters or node.kind == FAN_OUT,
-                    writes(node),
                 )
             )
         return program
@@ -418,7 +418,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def _call(self, each: _Instruction, values: dict[int, Any], *, again: bool = False) -> Any:
         """Runs one operator; its results are among the values then."""
-        if (again and each.writes) or (not self.training and each.name in self._traced.counters):
+        if not self.training and each.name in self._traced.counters:
             return None
         gathered = self._gradients.gathered_again if again else self._gradients.gathered
         for name, value in each.gathered:
@@ -452,7 +452,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             own = dict(zip((*layer.given, *layer.held), (*tensors, *held), strict=True))
             if began:
                 # Statistics of batches are taken once; what they are does not count in training.
-                own.update({value: each.clone() for value, each in zip(layer.held, held, strict=True)})
+                own.update({value: own[value].clone() for value in layer.changed})
                 with self._run.once_more(began[0]):
                     for each in layer.instructions:
                         self._call(each, own, again=True)

@@ -92,16 +92,21 @@ class Deep(nn.Module):
 
     def __init__(self, layers: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.dropout = dropout
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(width, width), "down": nn.Linear(width, width)})
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(_Layer(width, dropout) for _ in range(layers))
 
     def forward(self, x: Any, y: Any) -> Any:
         for layer in self.layers:
-            x = x + F.dropout(layer["down"](F.gelu(layer["up"](x))), self.dropout)
+            x = layer(x)
         return F.mse_loss(x, y)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, width), nn.Linear(width, width), dropout
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
 
 
 def _deep(layers: int, width: int, samples: int, dropout: float, ranks: int) -> tuple[Any, list[Any]]:
@@ -141,6 +146,7 @@ def train_deep(
         "reason": step.reason,
         "memory": torch.cuda.max_memory_allocated(),
         "activations": torch.cuda.max_memory_allocated() - before,
+        "again": sum(state.recomputed for state in model.plan.states),
         "weights": {name: each.cpu() for name, each in model.full_state_dict().items()},
     }
     step.release()

@@ -103,3 +103,45 @@ def test_parameters_in_shares_give_what_one_process_gives_in_less_memory(fleet: 
         same_as_one_process(each, want)
     if not capture:  # a graph keeps memory of its own beside that of the eager steps before it
         assert shared[0]["memory"] < 0.8 * whole[0]["memory"]
+
+
+ACTIVATIONS: dict[str, Any] = {"layers": 12, "width": 512, "samples": 8192}
+"""Each layer keeps some activations of 32 MiB; weights are small."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("shares", [False, "always"])
+def test_layers_that_are_computed_again_give_what_one_process_gives_in_less_memory(
+    fleet: Fleet, capture: bool, shares: bool | str
+) -> None:
+    want = fleet.run(gpu_checks.alone_deep, **ACTIVATIONS)[0]
+    again, kept = (
+        fleet.run(
+            gpu_checks.train_deep,
+            capture=capture,
+            settings={
+                "checkpoint_activations": each,
+                "shard_parameters": shares,
+                "shard_updates": "always",  # so that a plan runs, and no DataParallel
+            },
+            **ACTIVATIONS,
+        )
+        for each in ("always", False)
+    )
+    for each in (*again, *kept):
+        assert each["captured"] == capture, each["reason"]
+        same_as_one_process(each, want)
+    assert again[0]["again"] > 0 == kept[0]["again"]
+    if not capture:
+        assert again[0]["activations"] < 0.6 * kept[0]["activations"]
+
+
+@pytest.mark.timeout(240)
+def test_a_captured_step_drops_again_what_it_dropped(fleet: Fleet) -> None:
+    """And what an eager one drops; losses and weights would differ from step to step otherwise."""
+    settings = {"checkpoint_activations": "always", "shard_parameters": "always"}
+    small: dict[str, Any] = {"layers": 3, "width": 64, "samples": 32, "dropout": 0.3, "settings": settings}
+    eager, captured = (fleet.run(gpu_checks.train_deep, capture=each, **small)[0] for each in (False, True))
+    assert captured["captured"], captured["reason"]
+    same_as_one_process(captured, eager)

@@ -90,14 +90,10 @@ def _keeps_nothing(node: Node) -> bool:
 
 def _rereads(graph: Graph, node: Node) -> bool:
     """Whether an operator's result depends on a buffer that the forward pass changes."""
-    if node.kind == FAN_OUT or node.op in _NORMS or writes(node):
+    counts = node.op.endswith("_") and not node.op.startswith("_")
+    if node.kind == FAN_OUT or node.op in _NORMS or counts:
         return False
     return any(graph.nodes[graph.values[value].node].mutated for value in node.inputs)
-
-
-def writes(node: Node) -> bool:
-    """Whether an operator changes a buffer, and is called for that only."""
-    return node.kind == "call" and node.op.endswith("_") and not node.op.startswith("_")
 
 
 def chosen_layers(graph: Graph, recomputed: Sequence[bool]) -> list[Layer]:
