@@ -29,6 +29,7 @@ from muster.parallel.planning.plan_file import check_model
 from muster.parallel.planning.planner import find_plan, options_for
 from muster.parallel.planning.precision import mark_autocast
 from muster.parallel.planning.problem import Options, build
+from muster.parallel.planning.recomputed import recomputed_in
 from muster.parallel.planning.strategies import Slices, Strategy, check_divides, strategy_text
 from muster.parallel.saved import read_plan
 from muster.parallel.settings import ParallelSettings, settings_of
@@ -100,6 +101,7 @@ def parallelize(
     optimizer_states: int = 2,
     shard_updates: bool | str | None = None,
     shard_parameters: bool | str | None = None,
+    checkpoint_activations: bool | str | None = None,
     rest: str = "search",
     autocast: Any = None,
     seed: int | None = None,
@@ -152,6 +154,9 @@ def parallelize(
         shard_parameters: whether each rank holds a share of a parameter only, which is gathered when it is
             computed with, in both passes (ZeRO-3, as FSDP): None or True: where memory needs it, unless
             shard_updates is False; "always", also in mode "data_parallel"; False: never.
+        checkpoint_activations: whether layers compute their activations again in the backward pass, instead
+            of keeping them: None or True: as many as memory needs; "always": all that free some, also in mode
+            "data_parallel"; False: none.
         rest: what operators without a strategy do in mode "semi_auto": "search" (what is cheapest), or
             "data_parallel": they compute their part of the batch, as in MindSpore.
         autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
@@ -182,6 +187,7 @@ def parallelize(
         parameter_broadcast=parameter_broadcast,
         shard_updates=shard_updates,
         shard_parameters=shard_parameters,
+        checkpoint_activations=checkpoint_activations,
         rest=rest,
         autocast=autocast,
     )
@@ -259,6 +265,7 @@ class _Given:
             local_norm=self.chosen.local_norm,
             shard_updates=self.chosen.shard_updates,
             shard_parameters=self.chosen.shard_parameters,
+            checkpoint_activations=self.chosen.checkpoint_activations,
             rest=self.chosen.rest,
         )
         found.mode = self.chosen.mode
@@ -297,6 +304,8 @@ class _Given:
             self.chosen.local_norm,
             self.chosen.shard_updates,
             self.chosen.shard_parameters,
+            self.chosen.checkpoint_activations,
+            recomputed_in(graph, saved["states"]),
             hosts=hosts,
         )
         options = options_for(graph, mesh, self.chosen.dataset_strategy, base)

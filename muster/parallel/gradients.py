@@ -303,6 +303,10 @@ class Gradients:
         """A parameter's local part, which is gathered now, for one forward pass."""
         return self.regathered.take(name, self._arrival(self.held[name]))
 
+    def gathered_again(self, name: str) -> Any:
+        """The same in the backward pass, for a layer that is computed again."""
+        return self.regathered.take_again(name)
+
     def _arrival(self, held: HeldParameter) -> Callable[[Any], None]:
         of_pass = self._pass
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
 from muster.parallel.gradients import Gradients, HeldParameter, share_of
 from muster.parallel.mesh_communicator import MeshCommunicator, Move, Scale
-from muster.parallel.operators import DRAWS_BY_GENERATOR, ForwardPass, Local, local_function
+from muster.parallel.operators import DRAWS_BY_GENERATOR, Began, ForwardPass, Local, local_function
 from muster.parallel.planning.buckets import (
     ParameterShard,
     edge_layouts,
@@ -34,6 +35,7 @@ from muster.parallel.planning.layouts import (
 )
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
+from muster.parallel.planning.recomputed import Layer, chosen_layers
 from muster.parallel.settings import NO_FLOAT16
 from muster.parallel.trace import Traced
 from muster.torch import capture
@@ -48,6 +50,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class _Instruction:
     """One call of the forward pass: sources of its tensors, their moves, the function, its results."""
 
+    index: int
     name: str
     module: str
     sources: tuple[int, ...]
@@ -57,6 +60,21 @@ class _Instruction:
     done: tuple[int, ...] = ()
     gathered: tuple[tuple[str, int], ...] = ()  # parameters, with their values, that it is the first to read
     of_parameters: bool = False  # its result may be a view of one
+
+
+@dataclass(slots=True)
+class _LayerAgain:
+    """Instructions whose activations are computed again in the backward pass."""
+
+    name: str
+    instructions: list[_Instruction]
+    given: tuple[int, ...]  # kept for that
+    held: tuple[int, ...]  # buffers: there anyway
+    changed: tuple[int, ...]  # those of them that it changes
+    left: tuple[int, ...]
+    done: tuple[int, ...]
+    shared: tuple[str, ...]  # parameters that others read too, and that are gathered
+    gathered: tuple[str, ...]  # its own that are gathered, in order
 
 
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
@@ -270,7 +288,47 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     # ------------------------------------------------------------ the forward pass
 
-    def _compile(self) -> list[_Instruction]:
+    def _compile(self) -> list[_Instruction | _LayerAgain]:
+        """The program: instructions, those of layers that are computed again together."""
+        every = {each.index: each for each in self._instructions()}
+        layers = {
+            layer.first: layer
+            for layer in chosen_layers(self._graph, [state.recomputed for state in self._states])
+        }
+        program: list[_Instruction | _LayerAgain] = []
+        inside: set[int] = set()
+        for index, instruction in every.items():
+            if index in layers:
+                layer = layers[index]
+                inside |= set(layer.indices)
+                program.append(self._layer(layer, [every[each] for each in layer.indices]))
+            elif index not in inside:
+                program.append(instruction)
+        return program
+
+    def _layer(self, layer: Layer, instructions: list[_Instruction]) -> _LayerAgain:
+        graph = self._graph
+        gathered = {value: name for each in instructions for name, value in each.gathered}
+        sources = {value: graph.source(value) for value in layer.given if value not in gathered}
+        held = tuple(value for value, source in sources.items() if source.kind == "buffer")
+        shared = [
+            source.name
+            for source in sources.values()
+            if source.name in self.held_parameters and self.held_parameters[source.name].shard.regathered
+        ]
+        return _LayerAgain(
+            layer.name,
+            instructions,
+            tuple(value for value in sources if value not in held),
+            held,
+            tuple(value for value in held if sources[value].mutated),
+            layer.left,
+            tuple(v for each in instructions for v in each.done if v in sources),
+            tuple(dict.fromkeys(shared)),
+            tuple(gathered.values()),
+        )
+
+    def _instructions(self) -> list[_Instruction]:
         graph, mesh = self._graph, self.plan.mesh
         last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
         to_gather = {
@@ -305,6 +363,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             gathered = tuple((to_gather.pop(v), v) for v in node.inputs if v in to_gather)
             program.append(
                 _Instruction(
+                    index,
                     node.name,
                     node.module,
                     node.inputs,
@@ -330,36 +389,21 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run.training = self.training
         self._run.casts.clear()
         self._gradients.gather()
-        self._gradients.begin([name for each in self._program for name, _ in each.gathered])
+        self._gradients.begin([name for each in self._program for name in _gathered(each)])
         recorded = capture.is_recording(next(self.parameters()).device)
         if not recorded and not self._goes_on:
             self._run.begin()
         values = self._start(batch)
         clock = self._clock(training)
         regathered = self._gradients.regathered
+        result: Any = None
         with self._cast(), regathered.saving() if regathered else contextlib.nullcontext():
             for each in self._program:
-                if not self.training and each.name in self._traced.counters:
-                    continue
-                for name, value in each.gathered:
-                    values[value] = self._gradients.gathered(name)
-                tensors = [
-                    values[source] if move is None else self._move(values[source], *move)
-                    for source, move in zip(each.sources, each.moves, strict=True)
-                ]
-                result = each.function(tensors)
-                if regathered and each.of_parameters:
-                    regathered.see(result)
-                del tensors  # or a gathered parameter would stay until the next operator's are there
-                for value in each.done:
-                    del values[value]
-                if not each.outputs:
-                    break
-                if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):
-                    values[each.outputs[0]] = result
+                if isinstance(each, _LayerAgain):
+                    self._run_layer(each, values, clock, recorded=recorded)
                 else:
-                    values.update(zip(each.outputs, result, strict=False))
-                clock(each.module)
+                    result = self._call(each, values)
+                    clock(each.module)
         self._run.casts.clear()
         self._goes_on = training and not self._gradients.synchronize
         if recorded:  # computes nothing yet
@@ -371,6 +415,62 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             for x, factor in zip(result, self._factors, strict=True)
         ]
         return self._traced.unflatten(result)
+
+    def _call(self, each: _Instruction, values: dict[int, Any], *, again: bool = False) -> Any:
+        """Runs one operator; its results are among the values then."""
+        if not self.training and each.name in self._traced.counters:
+            return None
+        gathered = self._gradients.gathered_again if again else self._gradients.gathered
+        for name, value in each.gathered:
+            values[value] = gathered(name)
+        tensors = [
+            values[source] if move is None else self._move(values[source], *move)
+            for source, move in zip(each.sources, each.moves, strict=True)
+        ]
+        result = each.function(tensors)
+        if self._gradients.regathered and each.of_parameters and not again:
+            self._gradients.regathered.see(result)
+        del tensors  # or a gathered parameter would stay until the next operator's are there
+        for value in each.done:
+            values.pop(value, None)
+        if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):
+            values[each.outputs[0]] = result
+        else:
+            values.update(zip(each.outputs, result, strict=False))
+        return result
+
+    def _run_layer(
+        self, layer: _LayerAgain, values: dict[int, Any], clock: Callable[[str], None], *, recorded: bool
+    ) -> None:
+        """Runs a layer that keeps what it is given, and runs again when the backward pass comes to it."""
+        given, held = ([values[value] for value in each] for each in (layer.given, layer.held))
+        for value in layer.done:
+            values.pop(value, None)
+        began: list[Began] = []
+
+        def run(*tensors: Any) -> tuple[Any, ...]:
+            own = dict(zip((*layer.given, *layer.held), (*tensors, *held), strict=True))
+            if began:
+                # Statistics of batches are taken once; what they are does not count in training.
+                own.update({value: own[value].clone() for value in layer.changed})
+                with self._run.once_more(began[0]):
+                    for each in layer.instructions:
+                        self._call(each, own, again=True)
+            else:
+                with self._run.within(layer.name, recorded=recorded) as start:
+                    began.append(start)
+                    for each in layer.instructions:
+                        self._call(each, own)
+                        clock(each.module)
+            return tuple(own[value] for value in layer.left)
+
+        if torch.is_grad_enabled():
+            left = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            left = run(*given)
+        if self._gradients.regathered:
+            self._gradients.regathered.will_read(layer.shared, layer.gathered)
+        values.update(zip(layer.left, left, strict=True))
 
     def _start(self, batch: Sequence[Any]) -> dict[int, Any]:
         """The values that exist before the first operator."""
@@ -705,6 +805,12 @@ def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, 
             f"{node.name} requires a gradient, for which the plan has no way back.",
             remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
         )
+
+
+def _gathered(each: _Instruction | _LayerAgain) -> Iterator[str]:
+    """The parameters that are gathered for the first time in a part of the program, in order."""
+    for one in each.instructions if isinstance(each, _LayerAgain) else [each]:
+        yield from (name for name, _ in one.gathered)
 
 
 def _nothing() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,38 +39,106 @@ Where = tuple[tuple[int, ...], tuple[int, ...]]
 """The mesh dimensions along which something is divided, and a rank's place in each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Began:
+    """Where a layer that is computed again began in the forward pass.
+
+    Attributes:
+        layer: its name.
+        step: number of training passes before.
+        training: see :class:`ForwardPass`.
+        states: of its generators, as far as there were any; None: a graph was recorded, where those of the
+            second run draw on as those of the first did.
+    """
+
+    layer: str
+    step: int
+    training: bool
+    states: dict[Where, Any] | None
+
+
 @dataclass(slots=True)
 class ForwardPass:
     """A forward pass: seed, rank, mode; dropout depends on all of it.
 
     A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
-    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them.
+    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them. A layer
+    that is computed again has two of its own, one for each run.
 
     Attributes:
         seed: the same on all ranks.
         step: number of training passes so far.
         training: whether dropout and the statistics of batches count.
         casts: of its weights.
-        generators: by what they draw for.
+        generators: by what they draw for: a part, a layer ("": all that run once), and whether it runs again.
+        layer: that which runs now, if it is computed again.
+        again: its second run; None: the first.
     """
 
     seed: int
     step: int = 0
     training: bool = True
     casts: products.Casts = field(default_factory=products.Casts)
-    generators: dict[Where, Any] = field(default_factory=dict)
+    generators: dict[tuple[Where, str, bool], Any] = field(default_factory=dict)
+    layer: str = ""
+    again: Began | None = None
 
     def begin(self) -> None:
         """Sets the generators to where this step begins."""
-        for where, generator in self.generators.items():
-            generator.manual_seed(seed_of(self, str(where[0]), where[1]))
+        for (where, layer, _), generator in self.generators.items():
+            generator.manual_seed(self._seed(where, layer))
 
     def generator(self, where: Where, device: Any) -> Any:
         """What draws for a part."""
-        if where not in self.generators:
-            seed = seed_of(self, str(where[0]), where[1])
-            self.generators[where] = torch.Generator(device).manual_seed(seed)
-        return self.generators[where]
+        key = where, self.layer, self.again is not None
+        if key not in self.generators:
+            self.generators[key] = torch.Generator(device).manual_seed(self._seed(where, self.layer))
+            if self.again is not None:
+                self._go_back(where, self.again)
+        return self.generators[key]
+
+    def _go_back(self, where: Where, began: Began) -> None:
+        """Sets what draws for a part in a second run to where the first one began."""
+        if began.states is None:
+            return
+        generator = self.generators[where, began.layer, True]
+        if where in began.states:
+            generator.set_state(began.states[where])
+        else:
+            generator.manual_seed(self._seed(where, began.layer))
+
+    def _seed(self, where: Where, layer: str) -> int:
+        return seed_of(self, f"{where[0]}{layer}", where[1])
+
+    @contextlib.contextmanager
+    def within(self, layer: str, *, recorded: bool) -> Iterator[Began]:
+        """Context of a layer that will be computed again; gives what :meth:`once_more` needs."""
+        states: dict[Where, Any] | None = None
+        if not recorded:
+            states = {
+                where: each.get_state()
+                for (where, of, again), each in self.generators.items()
+                if of == layer and not again
+            }
+        casts, self.layer, self.casts = self.casts, layer, products.Casts()
+        try:
+            yield Began(layer, self.step, self.training, states)
+        finally:
+            self.layer, self.casts = "", casts
+
+    @contextlib.contextmanager
+    def once_more(self, began: Began) -> Iterator[None]:
+        """Context in which a layer is computed again, and draws what it drew then."""
+        before = self.step, self.training, self.casts
+        self.step, self.training, self.casts = began.step, began.training, products.Casts()
+        self.layer, self.again = began.layer, began
+        for where in [where for where, layer, again in self.generators if again and layer == began.layer]:
+            self._go_back(where, began)
+        try:
+            yield
+        finally:
+            self.step, self.training, self.casts = before
+            self.layer, self.again = "", None
 
 
 Local = Callable[[Sequence[Any]], Any]

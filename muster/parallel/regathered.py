@@ -193,6 +193,21 @@ class Regathered:
         """Context of a forward pass in which autograd keeps no gathered parameter."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    def will_read(self, given: Sequence[str], names: Sequence[str]) -> None:
+        """Notes parameters that the backward pass will read in this order, before what was noted so far.
+
+        Args:
+            given: to a layer that is computed again; those of which it keeps a copy are not read.
+            names: what the layer gathers again.
+        """
+        read = [name for name in given if id(self._of[name]) in self._read]
+        for name in reversed((*read, *names)):
+            self._note(self._of[name])
+
+    def _note(self, bucket: _Bucket) -> None:
+        self._read.pop(id(bucket), None)
+        self._read[id(bucket)] = bucket
+
     def _pack(self, tensor: Any) -> Any:
         found = self._whole.get(_address(tensor)) if tensor.numel() else None
         if found is None or not found.is_there():
@@ -200,9 +215,7 @@ class Regathered:
         held = self._held[found.name]
         if tensor.dtype != held.parameter.dtype:
             return tensor
-        bucket = self._of[found.name]
-        self._read.pop(id(bucket), None)
-        self._read[id(bucket)] = bucket
+        self._note(self._of[found.name])
         return _Again(
             found.name, found.version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         )
@@ -218,14 +231,23 @@ class Regathered:
                 " the new values",
                 remedy="Go backward before the optimizer's step.",
             )
-        bucket = self._of[packed.name]
-        if packed.name not in bucket.again:
+        return self._again(packed.name).as_strided(packed.size, packed.stride, packed.offset)
+
+    def take_again(self, name: str) -> Any:
+        """A whole parameter for a layer that is computed again; it gets no gradient by that."""
+        whole: Any = self._again(name).detach().requires_grad_()
+        whole.regathered = True
+        return whole
+
+    def _again(self, name: str) -> Any:
+        """A parameter as it was gathered for the backward pass, and not given back since."""
+        bucket = self._of[name]
+        if name not in bucket.again:
             bucket.again |= bucket.finish()
             for following in self._after(bucket, list(reversed(self._read.values()))):
                 if not following.again:
                     following.start()
-        whole = bucket.again[packed.name]
-        return whole.as_strided(packed.size, packed.stride, packed.offset)
+        return bucket.again[name]
 
     def give_back(self, name: str) -> None:
         """A parameter has its gradient: nobody reads it any more."""

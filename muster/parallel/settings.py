@@ -40,6 +40,7 @@ class ParallelSettings:
     save: str = ""
     shard_updates: bool | str = True
     shard_parameters: bool | str = True
+    checkpoint_activations: bool | str = True
     rest: str = "search"
     autocast: Any = None
     local_norm: bool = False
@@ -57,7 +58,7 @@ class ParallelSettings:
             self.dataset_strategy == "data_parallel"
             and not self.synchronised
             and self.autocast is None
-            and ALWAYS not in (self.shard_updates, self.shard_parameters)
+            and ALWAYS not in (self.shard_updates, self.shard_parameters, self.checkpoint_activations)
         )
 
 
@@ -93,7 +94,7 @@ def settings_of(
     if plan is not None:
         exists = Path(plan).exists()
         found |= {"load": str(plan) if exists else "", "save": "" if exists else str(plan)}
-    for name in ("shard_updates", "shard_parameters"):
+    for name in ("shard_updates", "shard_parameters", "checkpoint_activations"):
         if found.get(name) not in (None, True, False, ALWAYS):
             raise SettingsError(f'{name} is True, False or "{ALWAYS}", not {found[name]!r}')
     if batch_norm not in (None, "local", "synchronised"):

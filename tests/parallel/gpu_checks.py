@@ -85,3 +85,85 @@ def alone(comm: Any, *, words: int = 20_000) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class Deep(nn.Module):
+    """Layers whose weights, or activations, are what takes memory."""
+
+    def __init__(self, layers: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(width, dropout) for _ in range(layers))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, width), nn.Linear(width, width), dropout
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
+
+
+def _deep(layers: int, width: int, samples: int, dropout: float, ranks: int) -> tuple[Any, list[Any]]:
+    """The model, and a batch for each rank, in float64."""
+    torch.manual_seed(0)
+    net = Deep(layers, width, dropout).double().cuda()
+    draw = torch.Generator().manual_seed(1)
+    batch = [torch.rand(ranks * samples, width, generator=draw, dtype=torch.float64) for _ in range(2)]
+    return net, list(zip(*(each.cuda().chunk(ranks) for each in batch), strict=True))
+
+
+def train_deep(
+    comm: Any,
+    *,
+    layers: int,
+    width: int,
+    samples: int,
+    settings: dict[str, Any],
+    capture: bool = False,
+    dropout: float = 0.0,
+) -> dict[str, Any]:
+    """Losses and weights after a few clipped steps of a divided model; the memory that these took."""
+    net, batches = _deep(layers, width, samples, dropout, comm.world_size)
+    model = muster.parallelize(
+        net, batches[comm.rank], communicator=comm, mode="data_parallel", seed=5, **settings
+    )
+    del net
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
+    step = capture_step(model, model, optimizer, capture=capture, clip_norm=0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    losses = [step(*batches[comm.rank]).item() for _ in range(STEPS)]
+    found = {
+        "losses": losses,
+        "captured": step.captured,
+        "reason": step.reason,
+        "memory": torch.cuda.max_memory_allocated(),
+        "activations": torch.cuda.max_memory_allocated() - before,
+        "again": sum(state.recomputed for state in model.plan.states),
+        "weights": {name: each.cpu() for name, each in model.full_state_dict().items()},
+    }
+    step.release()
+    return found
+
+
+def alone_deep(comm: Any, *, layers: int, width: int, samples: int) -> dict[str, Any]:
+    """The same of one process with the batches of all ranks."""
+    net, batches = _deep(layers, width, samples, 0.0, comm.world_size)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = net(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": {name: each.cpu() for name, each in net.state_dict().items()}}

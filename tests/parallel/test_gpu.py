@@ -77,3 +77,71 @@ def test_captured_steps_in_bfloat16_give_the_losses_of_one_process(fleet: Fleet,
     found = fleet.run(gpu_checks.train, capture=True, dropout=0.0, low=True, strategies=SPLITS[split])[0]
     assert found["captured"], found["reason"]
     assert found["losses"] == pytest.approx(want, rel=5e-3)
+
+
+def same_as_one_process(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """In float64, but for the order of sums in products."""
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-9)
+    for name, weight in want["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-8, msg=name)
+
+
+WEIGHTS: dict[str, Any] = {"layers": 16, "width": 1024, "samples": 16}
+"""256 MiB of weights in 32 parameters of 8 MiB, three of which fill a bucket; activations are small."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("capture", [False, True])
+def test_parameters_in_shares_give_what_one_process_gives_in_less_memory(fleet: Fleet, capture: bool) -> None:
+    want = fleet.run(gpu_checks.alone_deep, **WEIGHTS)[0]
+    ways = {"shard_parameters": "always"}, {"shard_updates": "always", "shard_parameters": False}
+    shared, whole = (
+        fleet.run(gpu_checks.train_deep, capture=capture, settings=settings, **WEIGHTS) for settings in ways
+    )
+    for each in (*shared, *whole):
+        assert each["captured"] == capture, each["reason"]
+        same_as_one_process(each, want)
+    if not capture:  # a graph keeps memory of its own beside that of the eager steps before it
+        assert shared[0]["memory"] < 0.8 * whole[0]["memory"]
+
+
+ACTIVATIONS: dict[str, Any] = {"layers": 12, "width": 512, "samples": 8192}
+"""Each layer keeps some activations of 32 MiB; weights are small."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("shares", [False, "always"])
+def test_layers_that_are_computed_again_give_what_one_process_gives_in_less_memory(
+    fleet: Fleet, capture: bool, shares: bool | str
+) -> None:
+    want = fleet.run(gpu_checks.alone_deep, **ACTIVATIONS)[0]
+    again, kept = (
+        fleet.run(
+            gpu_checks.train_deep,
+            capture=capture,
+            settings={
+                "checkpoint_activations": each,
+                "shard_parameters": shares,
+                "shard_updates": "always",  # so that a plan runs, and no DataParallel
+            },
+            **ACTIVATIONS,
+        )
+        for each in ("always", False)
+    )
+    for each in (*again, *kept):
+        assert each["captured"] == capture, each["reason"]
+        same_as_one_process(each, want)
+    assert again[0]["again"] > 0 == kept[0]["again"]
+    if not capture:
+        assert again[0]["activations"] < 0.6 * kept[0]["activations"]
+
+
+@pytest.mark.timeout(240)
+def test_a_captured_step_drops_again_what_it_dropped(fleet: Fleet) -> None:
+    """And what an eager one drops; losses and weights would differ from step to step otherwise."""
+    settings = {"checkpoint_activations": "always", "shard_parameters": "always"}
+    small: dict[str, Any] = {"layers": 3, "width": 64, "samples": 32, "dropout": 0.3, "settings": settings}
+    eager, captured = (fleet.run(gpu_checks.train_deep, capture=each, **small)[0] for each in (False, True))
+    assert captured["captured"], captured["reason"]
+    same_as_one_process(captured, eager)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muster.parallel.planning.costs import BUCKET_BYTES, PlannedCollective, inner_collectives
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node
@@ -19,6 +19,7 @@ from muster.parallel.planning.layouts import (
     slices,
 )
 from muster.parallel.planning.problem import State
+from muster.parallel.planning.recomputed import backward_order, chosen_layers
 from muster.training.buckets import ParameterSpec, plan_buckets
 
 
@@ -154,9 +155,10 @@ def edge_layouts(
 
 
 def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterable[str]) -> dict[str, int]:
-    """By parameter, the first operator in the order of the backward pass that reads its values there.
+    """By parameter, the place in :func:`backward_order` at which its values are read first.
 
     What was moved to another layout is a copy, which is kept; but for a part that is in one piece in memory.
+    A layer that is computed again reads what it is given when it begins, and its own parameters as it goes.
 
     Args:
         graph: with fan-out nodes.
@@ -164,15 +166,33 @@ def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterabl
         mesh: sizes.
         names: the nodes of the parameters of interest.
     """
+    wanted = set(names)
+    if not wanted:
+        return {}
+    layers = chosen_layers(graph, [state.recomputed for state in states])
+    begins = {index: layer for layer in layers for index in layer.indices}
+    place_of = {step: place for place, step in enumerate(backward_order(graph, layers))}
     of: dict[int, str] = {}  # by value, the parameter whose memory it has
-    wanted, turned, found = set(names), set[int](), dict[str, int]()
+    turned, found = set[int](), dict[str, int]()
 
     def parameter(index: int, position: int) -> str | None:
         before, after, _, _ = edge_layouts(graph, states, index, position)
         value = graph.nodes[index].inputs[position]
         return of.get(value) if _in_place(before, after, mesh, graph.values[value].shape) else None
 
-    for index, node in enumerate(graph.nodes if wanted else ()):
+    def read(name: str | None, index: int, *, again: bool) -> None:
+        if name is not None:
+            place = place_of[index, again]
+            found[name] = min(found.get(name, place), place)
+
+    for index, node in enumerate(graph.nodes):
+        layer = begins.get(index)
+        for value in node.inputs if layer is not None else ():
+            maker = graph.nodes[graph.values[value].node]
+            if maker.name in wanted:
+                read(maker.name, index, again=True)
+            elif layer is not None and value in layer.given:
+                read(of.get(value), layer.first, again=True)
         if node.name in wanted:
             of[node.outputs[0]] = node.name
         elif node.kind in ("call", FAN_OUT) and node.inputs and is_view(graph, node, turned):
@@ -180,11 +200,9 @@ def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterabl
             if source is not None:
                 of.update(dict.fromkeys(node.outputs, source))
             turned |= set(node.outputs) if turns(node, turned) else set()
-        else:
+        elif layer is None:
             for position in kept_inputs(graph, node):
-                source = parameter(index, position)
-                if source is not None:
-                    found[source] = index
+                read(parameter(index, position), index, again=False)
     return found
 
 
@@ -228,16 +246,27 @@ def node_collectives(
 ) -> list[PlannedCollective]:
     """The collectives of one node: moves of inputs and their gradients, and its inner ones."""
     node, state = graph.nodes[index], states[index]
-    found = move_collectives(graph, states, mesh, index)
+    found = _moves(graph, states, mesh, index)
     if node.kind == "call":
         found += inner_collectives(graph, node, state.modes, state.ins, mesh, local_norm=local_norm)
-    return found
+    return _with_second_run(found, state)
 
 
 def move_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int
 ) -> list[PlannedCollective]:
     """The collectives that bring a node's inputs, and their gradients, from one layout to another."""
+    return _with_second_run(_moves(graph, states, mesh, index), states[index])
+
+
+def _with_second_run(found: list[PlannedCollective], state: State) -> list[PlannedCollective]:
+    """Collectives of a node; those of the forward pass come again where that is computed again."""
+    if not state.recomputed:
+        return found
+    return found + [replace(each, phase="recomputed") for each in found if each.phase == "forward"]
+
+
+def _moves(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> list[PlannedCollective]:
     node = graph.nodes[index]
     found: list[PlannedCollective] = []
     for position, value_index in enumerate(node.inputs):

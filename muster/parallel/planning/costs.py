@@ -34,7 +34,7 @@ class PlannedCollective:
     """One collective of a plan, as the communicator gets it.
 
     Attributes:
-        phase: "forward", "backward", "gradients" or "parameters".
+        phase: "forward", "recomputed" (the forward pass again), "backward", "gradients" or "parameters".
         node: the name of the node for which it is.
         kind: one of ``COLLECTIVES``.
         dims: the mesh dimensions along which ranks take part.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
 from muster.parallel.planning.layouts import Mesh, Placements, parts
 from muster.parallel.planning.precision import RUNS_EXACT, RUNS_LOW, feeds_a_loss
+from muster.parallel.planning.recomputed import Layer, layers_of
 from muster.parallel.planning.rules import LINEAR_VIEWS
 
 SAVES_INPUTS = names(
@@ -139,29 +140,45 @@ class KeptPart:
     nbytes: float
 
 
-def kept_parts(graph: Graph) -> list[tuple[KeptPart, ...]]:
+def kept_parts(graph: Graph, layers: Sequence[Layer] = ()) -> list[tuple[KeptPart, ...]]:
     """By node, what it keeps at least that no node before it keeps.
 
     A tensor that several nodes read is counted at the first that keeps it, in the layout in which that one
     reads it: there it is held, as it was made or as a copy. Copies of others in other layouts come on top,
-    so a sum of these is at most what a step holds when its forward pass ends.
+    so a sum of these is at most what a step holds when its forward pass ends. Of a layer that is computed
+    again, what it is given is kept, and counted at its maker.
 
     Args:
         graph: with fan-out nodes.
+        layers: those that are computed again.
     """
-    return _Savings(graph).parts()
+    return _Savings(graph, layers).parts()
+
+
+def worth_recomputing(graph: Graph) -> list[Layer]:
+    """The layers that keep more than they are given."""
+    kept = kept_parts(graph)
+    found = []
+    for layer in layers_of(graph):
+        nbytes = sum(part.nbytes for index in layer.indices for part in kept[index])
+        given = [graph.values[value] for value in layer.given if graph.source(value).kind == "call"]
+        if nbytes > sum(value.nbytes for value in given):
+            found.append(layer)
+    return found
 
 
 class _Savings:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, layers: Sequence[Layer]) -> None:
         self.graph = graph
+        self._inside = {index for layer in layers for index in layer.indices}
+        self._given = {value for layer in layers for value in layer.given}
         self._root: dict[int, int] = {}  # by value, that whose memory it has
         self._turned: set[int] = set()
         self._counted: set[object] = set()
 
     def parts(self) -> list[tuple[KeptPart, ...]]:
         found = []
-        for node in self.graph.nodes:
+        for index, node in enumerate(self.graph.nodes):
             if node.kind in ("call", FAN_OUT):
                 view = is_view(self.graph, node, self._turned)
                 for value in node.outputs if view else ():
@@ -169,7 +186,11 @@ class _Savings:
                     if turns(node, self._turned):
                         self._turned.add(value)
             grad = node.kind == "call" and any(self.graph.values[v].needs_grad for v in node.outputs)
-            found.append(tuple(self._of(node)) if grad else ())
+            parts = self._of(node) if grad and index not in self._inside else []
+            for place, value in enumerate(node.outputs):
+                if value in self._given and self._first(value):
+                    parts.append(KeptPart(True, place, self._nbytes(value)))
+            found.append(tuple(parts))
         return found
 
     def _of(self, node: Node) -> list[KeptPart]:
@@ -200,8 +221,12 @@ class _Savings:
             return [KeptPart(False, position, whole.numel * width)]
         if not self._first(value):
             return []
-        root = self.graph.values[self._root.get(value, value)]
-        return [KeptPart(False, position, min(whole.nbytes, root.nbytes))]
+        return [KeptPart(False, position, self._nbytes(value))]
+
+    def _nbytes(self, value: int) -> int:
+        """Of a value's memory; a view may repeat what is there."""
+        root = self._root.get(value, value)
+        return min(self.graph.values[value].nbytes, self.graph.values[root].nbytes)
 
     def _first(self, value: int) -> bool:
         """Whether nobody has kept a value's memory yet; parameters and inputs are there anyway."""

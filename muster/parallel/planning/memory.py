@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.parallel.planning.buckets import (
@@ -31,6 +31,7 @@ from muster.parallel.planning.precision import (
     reads_alone,
 )
 from muster.parallel.planning.problem import Problem, State
+from muster.parallel.planning.recomputed import Layer, backward_order, chosen_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,16 @@ class _Play:
             self.value_of[name]: number for number, each in enumerate(self._gathers) for name in each.nodes
         }
         self._packed: list[tuple[int, tuple[str, ...]]] = []  # whose sums go on
+        self.layers = chosen_layers(graph, [state.recomputed for state in states])
+        self._begins = {layer.first: layer for layer in self.layers}
+        inside = [graph.nodes[index] for layer in self.layers for index in layer.indices]
+        self._last_inside = {v: graph.values[v].node for node in inside for v in node.outputs}
+        for layer in self.layers:  # by value that one makes, the last of its operators that has it
+            for index in layer.indices:
+                own = (v for v in graph.nodes[index].inputs if graph.values[v].node >= layer.first)
+                self._last_inside.update(dict.fromkeys(own, index))
+        self._given: dict[int, list[tuple[str, int]]] = {}  # by first node of a layer, what it keeps
+        self._mark = ""  # of what is computed again
 
     def play(self, optimizer_states: int) -> Memory:
         held = self._held(optimizer_states)
@@ -103,6 +114,8 @@ class _Play:
             for value in node.inputs:
                 if value in self._gathered_by and value not in self.storage:
                     self._gather(self._gathered_by[value], order)
+            if index in self._begins:
+                self._keep_given(self._begins[index])
             self._forward(index, node)
             for value in {v for v in node.inputs if self.last_use[v] == index}:
                 self._leave(value)
@@ -187,7 +200,7 @@ class _Play:
         for position, value_index in enumerate(node.inputs):
             before, after, _, _ = edge_layouts(self.graph, self.states, index, position)
             if before != after:
-                moved[position] = (f"{node.name}<", position)
+                moved[position] = (f"{node.name}<{self._mark}", position)
                 self._take(moved[position], self._local(self.graph.values[value_index], after))
         view = is_view(self.graph, node, self.turned)
         for number, value_index in enumerate(node.outputs):
@@ -200,12 +213,42 @@ class _Play:
                 if turns(node, self.turned):
                     self.turned.add(value_index)
                 continue
-            self._name(value_index, (node.name, number))
-            self._take((node.name, number), self._local(self.graph.values[value_index], state.outs[number]))
-        self._save(index, node, moved)
+            name = node.name + self._mark, number
+            self._name(value_index, name)
+            self._take(name, self._local(self.graph.values[value_index], state.outs[number]))
+        if not state.recomputed or self._mark:
+            self._save(index, node, moved)
         for position, name in moved.items():
             if not self.owners.get(name) and not (view and position == 0):
                 self._drop(name)
+
+    def _keep_given(self, layer: Layer) -> None:
+        """A layer that is computed again keeps what it is given, but for what is gathered again."""
+        given = {self.storage[value] for value in layer.given if value in self.storage}
+        self._given[layer.first] = [
+            name for name in given if self.value_of.get(name[0]) not in self._gathered_by
+        ]
+        self._own(self._given[layer.first])
+
+    def _own(self, names: Sequence[tuple[str, int]]) -> None:
+        for name in names:
+            self.owners[name] = self.owners.get(name, 0) + 1
+
+    def _disown(self, names: Sequence[tuple[str, int]]) -> None:
+        for name in names:
+            self.owners[name] -= 1
+            if not self.owners[name]:
+                self._drop(name)
+
+    def _again(self, index: int) -> None:
+        """An operator of a layer runs again; what nobody in the layer reads or keeps any more goes."""
+        node = self.graph.nodes[index]
+        self._mark = " again"
+        self._forward(index, node)
+        self._mark = ""
+        for value in {*node.inputs, *node.outputs}:
+            if self._last_inside.get(value) == index and value in self.last_use:
+                self._leave(value)
 
     def _is_fused(self, index: int) -> bool:
         """Whether a cross entropy keeps its scores and no more."""
@@ -243,8 +286,7 @@ class _Play:
             self._take((f"{node.name}+", 0), extra)
             keeps.append((f"{node.name}+", 0))
         self.saved[index] = list(dict.fromkeys(keeps))
-        for name in self.saved[index]:
-            self.owners[name] = self.owners.get(name, 0) + 1
+        self._own(self.saved[index])
 
     def _cast(self, index: int, position: int) -> tuple[str, int] | None:
         """The copy of an input in the precision in which an operator runs; of a weight there is one."""
@@ -294,32 +336,43 @@ class _Play:
             for position, value in enumerate(node.inputs):
                 source = root.get(value, value)
                 left[source] = left.get(source, 0) + graph.edge_needs_grad(node, position)
-        for index in reversed(range(len(graph.nodes))):
+        for place, (index, second) in enumerate(backward_order(graph, self.layers)):
             node = graph.nodes[index]
-            if node.kind not in ("call", "output"):
-                continue
-            for number in again.get(index, ()):
+            for number in again.get(place, ()):
                 self._arrive(number, " again")
                 self._set_out(number, order)
-            for position, value in enumerate(node.inputs):
-                if self._casts_again(index, position):
-                    cast = self._cast(index, position)
-                    if cast is not None:
-                        self._drop(cast)
-                if graph.edge_needs_grad(node, position):
-                    source = root.get(value, value)
-                    self._gradient(index, position, source)
-                    left[source] -= 1
-                    maker = graph.nodes[graph.values[source].node]
-                    if maker.kind == "parameter" and not left[source]:
-                        self._drop((f"{maker.name} again", 0))
-                        self._arrived(maker.name, buckets)
-            for value in node.outputs:
-                self._drop(("grad", value))
-            for name in self.saved.get(index, ()):
-                self.owners[name] -= 1
-                if not self.owners[name]:
-                    self._drop(name)
+            if second:
+                self._again(index)
+                continue
+            if node.kind in ("call", "output"):
+                self._differentiate(index, root, left, buckets)
+            self._disown(self._given.get(index, ()))
+
+    def _differentiate(
+        self,
+        index: int,
+        root: Mapping[int, int],
+        left: dict[int, int],
+        buckets: list[tuple[set[str], PlannedBucket]],
+    ) -> None:
+        """The backward pass of one operator."""
+        graph, node = self.graph, self.graph.nodes[index]
+        for position, value in enumerate(node.inputs):
+            if self._casts_again(index, position):
+                cast = self._cast(index, position)
+                if cast is not None:
+                    self._drop(cast)
+            if graph.edge_needs_grad(node, position):
+                source = root.get(value, value)
+                self._gradient(index, position, source)
+                left[source] -= 1
+                maker = graph.nodes[graph.values[source].node]
+                if maker.kind == "parameter" and not left[source]:
+                    self._drop((f"{maker.name} again", 0))
+                    self._arrived(maker.name, buckets)
+        for value in node.outputs:
+            self._drop(("grad", value))
+        self._disown(self.saved.get(index, ()))
 
     def _gradient(self, index: int, position: int, value: int) -> None:
         """One user of a value gives its gradient."""
@@ -353,15 +406,16 @@ class _Play:
         self._drop(("moved", value))
 
     def _gathers_again(self) -> tuple[dict[int, list[int]], list[int]]:
-        """By operator, the buckets that its backward pass is the first to read, and their order."""
+        """By place in the backward pass, the buckets that are read there first, and their order."""
         read = read_again(
             self.graph, self.states, self.mesh, [name for bucket in self._gathers for name in bucket.nodes]
         )
         first = {
-            number: max((read[name] for name in bucket.nodes if name in read), default=-1)
+            number: min(read[name] for name in bucket.nodes if name in read)
             for number, bucket in enumerate(self._gathers)
+            if any(name in read for name in bucket.nodes)
         }
-        order = sorted((n for n, index in first.items() if index >= 0), key=lambda n: -first[n])
+        order = sorted(first, key=lambda number: first[number])
         again: dict[int, list[int]] = {}
         for number in order:
             again.setdefault(first[number], []).append(number)

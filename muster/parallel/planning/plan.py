@@ -20,6 +20,7 @@ from muster.parallel.planning.page import page
 from muster.parallel.planning.parts import gone_with
 from muster.parallel.planning.plan_file import FORMAT
 from muster.parallel.planning.problem import Options, Pin, Problem, State, build
+from muster.parallel.planning.recomputed import chosen_layers, layers_text
 from muster.parallel.planning.rows import Row, module_rows
 from muster.parallel.planning.search import solve
 from muster.parallel.planning.timeline import Timeline, timeline
@@ -313,6 +314,12 @@ class Plan:
             facts.append(
                 f"{regathered} parameters are divided among ranks, and gathered when they are computed with,"
                 " in both passes (ZeRO-3)"
+            )
+        layers = chosen_layers(self.graph, [state.recomputed for state in self.states])
+        if layers:
+            facts.append(
+                f"the activations of {len(layers)} layers ({layers_text(layers)}) are not kept, but computed"
+                " again in the backward pass (activation checkpointing)"
             )
         if sharded:
             facts.append(f"the updates of {sharded} parameters are divided among ranks (ZeRO-1)")

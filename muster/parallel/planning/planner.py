@@ -13,6 +13,7 @@ from muster.parallel.planning.baseline import data_parallel_seconds
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.feeding import batch_led, feeding
 from muster.parallel.planning.graph import FAN_OUT, Graph
+from muster.parallel.planning.kept import worth_recomputing
 from muster.parallel.planning.layouts import (
     REPLICATE,
     Mesh,
@@ -23,7 +24,7 @@ from muster.parallel.planning.layouts import (
 from muster.parallel.planning.memory import peak_of
 from muster.parallel.planning.obstacles import too_large
 from muster.parallel.planning.plan import SAME, Plan
-from muster.parallel.planning.problem import ALWAYS, Options, Pin, Problem, State, build
+from muster.parallel.planning.problem import ALWAYS, Options, Pin, State, build
 from muster.parallel.planning.rules import modes_of
 from muster.parallel.planning.search import Solution, TooWide, solve
 from muster.parallel.planning.strategies import (
@@ -34,6 +35,7 @@ from muster.parallel.planning.strategies import (
     pins_of,
     strategy_text,
 )
+from muster.parallel.planning.within_memory import Searched, best_on
 
 SEARCHES = ("exact", "propagation")
 """In the second one only communication counts."""
@@ -100,6 +102,7 @@ def find_plan(
     local_norm: bool = False,
     shard_updates: bool | str = True,
     shard_parameters: bool | str = True,
+    checkpoint_activations: bool | str = True,
     rest: str = "search",
     hosts: Sequence[str] = (),
 ) -> Plan:
@@ -119,6 +122,7 @@ def find_plan(
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
         shard_updates: whether updates may be divided (ZeRO-1); "always": they are.
         shard_parameters: whether parameters may be gathered for their use only (ZeRO-3); "always": they are.
+        checkpoint_activations: whether layers may be computed again in the backward pass; "always": all are.
         rest: "data_parallel": operators without a strategy compute their part of the batch; "search".
         hosts: the host of each rank, if every part of the state must be on two of them.
 
@@ -130,9 +134,20 @@ def find_plan(
     check_divides(mode, strategies or {})
     _check_rest(rest, mode)
     limit = memory * machine.memory_bytes
-    base = Options((), (), optimizer_states, local_norm, shard_updates, shard_parameters, hosts=tuple(hosts))
+    base = Options(
+        (),
+        (),
+        optimizer_states,
+        local_norm,
+        shard_updates,
+        shard_parameters,
+        checkpoint_activations,
+        hosts=tuple(hosts),
+    )
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
-    baseline = _data_parallel(graph, world, machine, replace(base, shard_parameters=False), dataset)
+    plain_base = replace(base, shard_parameters=False, checkpoint_activations=False)
+    baseline = _data_parallel(graph, world, machine, plain_base, dataset)
+    asked = ALWAYS in (shard_parameters, checkpoint_activations)
 
     skipped: list[str] = []
 
@@ -143,28 +158,29 @@ def find_plan(
         _check_one_dimension(mesh, world)
         if baseline is None:
             raise SettingsError(_indivisible(graph, world, dataset))
-        shared = _data_parallel(graph, world, machine, base, dataset) if shard_parameters == ALWAYS else None
-        found, options = shared or baseline
+        found, options = (asked and _data_parallel(graph, world, machine, base, dataset)) or baseline
         return plan_of((world,), options, found)
     meshes = {each: options_for(graph, each, dataset, base) for each in meshes_for(world, pins, mesh)}
     given = {each: options for each, options in meshes.items() if options is not None}
     if not given:
         raise SettingsError(_indivisible(graph, world, dataset))
     others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
-    found_mesh, (solution, states), skipped = _best_of(graph, given, machine, pins, others, limit, search)
-    is_free = not pins and shard_parameters != ALWAYS and mesh in (None, (world,))
+    best, skipped = _best_of(graph, given, machine, pins, others, limit, search)
+    assert best.solution is not None
+    is_free = not pins and not asked and mesh in (None, (world,))
     if baseline is not None and is_free and search == "exact":
         (plain, plain_states), options = baseline
-        if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
+        if plain.nbytes <= limit and plain.seconds <= best.seconds * (1 + SAME):
             exact = replace(
                 options,
                 whole_parameters=False,
                 shard_updates=shard_updates,
                 shard_parameters=shard_parameters,
+                checkpoint_activations=checkpoint_activations,
             )
-            bounded = Solution(plain.choice, plain.seconds, plain.nbytes, solution.bound_s)
+            bounded = Solution(plain.choice, plain.seconds, plain.nbytes, best.solution.bound_s)
             return plan_of((world,), exact, (bounded, plain_states))
-    return plan_of(found_mesh, given[found_mesh], (solution, states))
+    return plan_of(best.problem.mesh, best.options, (best.solution, best.states))
 
 
 def _check_search(search: str, memory: float) -> None:
@@ -196,8 +212,8 @@ def _best_of(
     others: Mapping[str, Pin],
     limit: float,
     search: str,
-) -> tuple[Mesh, Found, list[str]]:
-    """The mesh with the fastest plan, that plan, and the meshes that could not be searched.
+) -> tuple[Searched, list[str]]:
+    """The fastest plan of all meshes, and the meshes that could not be searched.
 
     The plan's bound is that of all meshes that were.
 
@@ -213,15 +229,15 @@ def _best_of(
     Raises:
         SettingsError: there is none; says what is in the way.
     """
-    best: tuple[Mesh, Found] | None = None
+    best: Searched | None = None
     refused, bound, skipped = "", math.inf, list[str]()
     smallest = (math.inf, "")
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
-            searched, problem, solution = _solved(graph, mesh, machine, options, fixed, limit)
-            if search == "propagation" and solution is not None:
-                solution = _propagated(problem, searched, fixed, limit, solution)
+            found = best_on(graph, mesh, machine, options, fixed, limit)
+            if search == "propagation" and found.solution is not None:
+                found = replace(found, solution=_propagated(found, fixed, limit, found.solution))
         except KeyError as error:
             refused = refused or (
                 f"{error.args[0]} cannot be split as its strategy says on {math.prod(mesh)} ranks: the slices"
@@ -232,50 +248,27 @@ def _best_of(
             refused = refused or f"{error}: fix some strategies, or give a mesh of one dimension"
             skipped.append(" x ".join(map(str, mesh)))
             continue
-        if solution is None:
+        if found.solution is None:
             smallest = min(
-                smallest, too_large(problem, limit, options.optimizer_states), key=operator.itemgetter(0)
+                smallest,
+                too_large(found.problem, limit, options.optimizer_states),
+                key=operator.itemgetter(0),
             )
             continue
-        bound = min(bound, solution.bound_s)
-        if best is None or solution.seconds < best[1][0].seconds * (1 - 1e-9):
-            best = mesh, (solution, problem.chosen(solution.choice))
-    if best is None:
+        bound = min(bound, found.solution.bound_s)
+        if best is None or found.seconds < best.seconds * (1 - 1e-9):
+            best = replace(found, options=replace(options, recomputed=found.options.recomputed))
+    if best is None or best.solution is None:
         raise SettingsError(smallest[1] or refused)
-    found_mesh, (solution, states) = best
-    return found_mesh, (replace(solution, bound_s=min(bound, solution.seconds)), states), skipped
-
-
-def _solved(
-    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin], limit: float
-) -> tuple[Options, Problem, Solution | None]:
-    """The best choice on a mesh, and what it is of.
-
-    Parameters are gathered for their use where memory binds, if that is faster. What is whole for moments
-    only is in no sum that prices could see, so it is a search of its own.
-    """
-    without = options if options.shard_parameters == ALWAYS else replace(options, shard_parameters=False)
-    problem = build(graph, mesh, machine, without, pins)
-    solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
-    free = solution is not None and solution.seconds <= solution.bound_s
-    if free or not options.shard_parameters or without == options:
-        return without, problem, solution
-    wider = build(graph, mesh, machine, options, pins)
-    found = solve(wider, limit, peak_of(wider, options.optimizer_states))
-    if found is None:
-        return without, problem, solution
-    if solution is not None and solution.seconds <= found.seconds:
-        return without, problem, replace(solution, bound_s=min(solution.bound_s, found.bound_s))
-    return options, wider, found
+    return replace(best, solution=replace(best.solution, bound_s=min(bound, best.seconds))), skipped
 
 
 Found = tuple[Solution, list[State]]
 
 
-def _propagated(
-    problem: Problem, options: Options, pins: Mapping[str, Pin], limit: float, best: Solution
-) -> Solution:
+def _propagated(searched: Searched, pins: Mapping[str, Pin], limit: float, best: Solution) -> Solution:
     """The choice with the fewest bytes to send, with what it really costs; the best one stays the bound."""
+    problem, options = searched.problem, searched.options
     volume = replace(problem.machine, latency_s=0.0, measured={})
     least = build(problem.graph, problem.mesh, volume, replace(options, communication_only=True), pins)
     found = solve(least, limit, peak_of(problem, options.optimizer_states))
@@ -296,6 +289,11 @@ def _data_parallel(
         whole_parameters=True,
         shard_updates=ALWAYS if options.shard_updates == ALWAYS else False,
         shard_parameters=ALWAYS if options.shard_parameters == ALWAYS else False,
+        recomputed=(
+            tuple(layer.name for layer in worth_recomputing(graph))
+            if options.checkpoint_activations == ALWAYS
+            else ()
+        ),
     )
     problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
     solution = solve(problem, peak=peak_of(problem, options.optimizer_states))

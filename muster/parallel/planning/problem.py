@@ -29,6 +29,7 @@ from muster.parallel.planning.layouts import (
     parts,
     plan_move,
 )
+from muster.parallel.planning.recomputed import RECOMPUTED, layers_of
 from muster.parallel.planning.rules import modes_of
 
 Matrix = npt.NDArray[np.float64]
@@ -50,6 +51,7 @@ class State:
         grad_nbytes: of a parameter, what its gradient takes when the backward pass ends.
         sharded: a parameter's update is divided among the ranks that hold the same part (ZeRO-1).
         regathered: these hold their shares only, and gather the part when it is computed with (ZeRO-3).
+        recomputed: what an operator leaves for the backward pass is computed again there, not kept.
     """
 
     key: str
@@ -63,6 +65,7 @@ class State:
     sharded: bool = False
     grad_nbytes: float = 0.0
     regathered: bool = False
+    recomputed: bool = False
 
 
 ALWAYS = "always"
@@ -80,6 +83,9 @@ class Options:
         shard_updates: whether updates may be divided (ZeRO-1); ``ALWAYS``: they are, where they can be.
         shard_parameters: whether parameters may be gathered when they are computed with only (ZeRO-3), if
             updates may be divided too; ``ALWAYS``: they are, where they can be.
+        checkpoint_activations: whether layers may be computed again in the backward pass; ``ALWAYS``: all are
+            that keep more than they are given.
+        recomputed: the names of those that are.
         whole_parameters: every rank holds all parameters: data parallelism.
         communication_only: only communication counts, as in sharding propagation.
         hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
@@ -91,6 +97,8 @@ class Options:
     local_norm: bool = False
     shard_updates: bool | str = True
     shard_parameters: bool | str = True
+    checkpoint_activations: bool | str = True
+    recomputed: tuple[str, ...] = ()
     whole_parameters: bool = False
     communication_only: bool = False
     hosts: tuple[str, ...] = ()
@@ -167,7 +175,9 @@ def build(
     """
     problem, times = Problem(graph, mesh, machine), OperatorTimes(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
-    used, kept, casts = _dims_used(graph), kept_parts(graph), casts_again(graph)
+    layers = [layer for layer in layers_of(graph) if layer.name in options.recomputed]
+    twice = {index for layer in layers for index in layer.indices}
+    used, kept, casts = _dims_used(graph), kept_parts(graph, layers), casts_again(graph)
     alike: dict[str, list[State]] = {}  # layers come again and again
     for index, node in enumerate(graph.nodes):
         if node.kind == "input":
@@ -186,10 +196,12 @@ def build(
                 problem.without_rule.append(node.name)
             shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
             grad = [graph.values[v].needs_grad for v in node.outputs]
-            place = (times.traits(node), kept[index])
+            place = (times.traits(node), kept[index], index in twice)
             memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs} {place}"
             if memo not in alike:
-                alike[memo] = ways_of(problem, times, node, modes, options, kept[index])
+                alike[memo] = ways_of(
+                    problem, times, node, modes, options, kept[index], recomputed=index in twice
+                )
             states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
@@ -224,6 +236,8 @@ def ways_of(
     modes: Sequence[Mode],
     options: Options,
     kept: Sequence[KeptPart],
+    *,
+    recomputed: bool,
 ) -> list[State]:
     """The states of an operator: one for each way to give axes to mesh dimensions that fits its sizes."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
@@ -250,12 +264,14 @@ def ways_of(
             continue
         divided = math.prod(n for n, mode in zip(mesh, combination, strict=True) if mode.size)
         work = times.seconds(node, state_ins, state_outs, divided)
-        seconds = 0.0 if options.communication_only else work.forward + work.backward
+        runs = 1 + recomputed
+        seconds = 0.0 if options.communication_only else runs * work.forward + work.backward
         for each in inner_collectives(graph, node, names, state_ins, mesh, local_norm=options.local_norm):
-            seconds += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
+            times_sent = runs if each.phase == "forward" else 1
+            seconds += times_sent * machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         found.append(
             State(
-                ",".join(names),
+                ",".join(names) + RECOMPUTED * recomputed,
                 names,
                 state_ins,
                 layouts([mode.in_grads for mode in combination], len(ins)),
@@ -263,6 +279,7 @@ def ways_of(
                 layouts([mode.out_grads for mode in combination], len(outs)),
                 seconds,
                 kept_bytes(kept, state_ins, state_outs, mesh),
+                recomputed=recomputed,
             )
         )
     return found
@@ -365,13 +382,14 @@ def _connect(problem: Problem) -> None:
             before = tuple((s.outs[place], s.out_grads[place]) for s in problem.states[producer])
             after = tuple((s.ins[position], s.in_grads[position]) for s in problem.states[consumer])
             grad = graph.edge_needs_grad(node, position)
-            memo = (before, after, value.shape, value.itemsize, grad, value.floating, fixed)
+            runs = 1 + problem.states[consumer][0].recomputed
+            memo = (before, after, value.shape, value.itemsize, grad, value.floating, fixed, runs)
             if memo not in matrices:
                 rows, columns = list(dict.fromkeys(before)), list(dict.fromkeys(after))
                 small = np.zeros((len(rows), len(columns)))
                 for i, (out, out_grad) in enumerate(rows):
                     for j, (want, want_grad) in enumerate(columns):
-                        cost = move(out, want, value.shape, value.nbytes)
+                        cost = runs * move(out, want, value.shape, value.nbytes)
                         if (fixed and out != want) or (not value.floating and PARTIAL in want):
                             cost = math.inf
                         if grad:

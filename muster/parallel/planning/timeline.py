@@ -18,6 +18,7 @@ from muster.parallel.planning.costs import Hardware, OperatorTimes
 from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.problem import State
+from muster.parallel.planning.recomputed import backward_order, chosen_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Timeline:
 
     Attributes:
         forward_s: of the forward pass, with what it waits for.
-        backward_s: of the backward pass, with what it waits for.
+        backward_s: of the backward pass, with what it waits for and what it computes again.
         exposed_s: how long sums of gradients go on when the backward pass is over.
         gradients_s: of the sums of gradients themselves.
         update_s: of the optimizer, and of gathering parameters whose update alone is divided.
@@ -82,20 +83,21 @@ def timeline(
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
     """
     operator_times = OperatorTimes(graph, mesh, machine)
-    forward, backward = [], []
+    forward, backward, again = [], [], []
     for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):
         divided = math.prod(
             size for size, mode in zip(mesh, state.modes, strict=False) if mode not in ("-", "grad", "sum")
         )
         work = operator_times.seconds(node, state.ins, state.outs, divided)
-        moved = {"forward": 0.0, "backward": 0.0}
+        moved = {"forward": 0.0, "backward": 0.0, "recomputed": 0.0}
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
             moved[each.phase] += machine.along_s(each.kind, each.dims, mesh, each.nbytes)
         forward.append(work.forward + moved["forward"])
         backward.append(work.backward + moved["backward"])
+        again.append(work.forward + moved["recomputed"])
     played = _Passes(graph, states, parameter_shards(graph, states, mesh), mesh, machine)
     forward_s = played.forward(forward)
-    backward_s = played.backward(backward)
+    backward_s = played.backward(backward, again)
     return played.over(forward_s, backward_s, optimizer_states)
 
 
@@ -132,24 +134,32 @@ class _Passes:
             self._now += seconds
         return self._now
 
-    def backward(self, times: Sequence[float]) -> float:
-        """Plays the backward pass; returns how long it takes."""
+    def backward(self, times: Sequence[float], again: Sequence[float]) -> float:
+        """Plays the backward pass; returns how long it takes.
+
+        Args:
+            times: by node, of its backward pass.
+            again: by node, of its forward pass, where that is computed again.
+        """
         self._coming, begin = {}, self._now
         read = read_again(
             self._graph, self._states, self._mesh, [name for bucket in self._gathers for name in bucket.nodes]
         )
         readers = {
-            number: max(read[name] for name in bucket.nodes if name in read)
+            number: min(read[name] for name in bucket.nodes if name in read)
             for number, bucket in enumerate(self._gathers)
             if any(name in read for name in bucket.nodes)
         }
-        order = sorted(readers, key=lambda number: -readers[number])
+        order = sorted(readers, key=lambda number: readers[number])
         last = self._last_gradients()
         left = list(self._buckets)
         missing = [set(bucket.nodes) for bucket in left]
-        for index in reversed(range(len(times))):
-            self._gather([number for number in order if readers[number] == index], order)
-            self._now += times[index]
+        layers = chosen_layers(self._graph, [state.recomputed for state in self._states])
+        for place, (index, second) in enumerate(backward_order(self._graph, layers)):
+            self._gather([number for number in order if readers[number] == place], order)
+            self._now += again[index] if second else times[index]
+            if second:
+                continue
             for names in missing:
                 names -= last.get(index, set())
             while missing and not missing[0]:
