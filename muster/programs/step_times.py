@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster.wire.messages import StepTimes
-from muster.worker.adopted import line_to_agent
+from muster.worker.adopted import data_waits, line_to_agent
 from muster.worker.program_environment import GENERATION_VARIABLE
 from muster.worker.session.step_clock import StepClock
 
@@ -153,11 +153,19 @@ class ProgramSteps:
         self._generation = ""
         self._counts: Callable[[], object] = lambda: None
         self._stepped_s = 0.0
+        self._sees_loader = False
 
-    def note_data(self, seconds: float) -> None:
-        """Notes that this thread has waited for data."""
+    def note_data(self, seconds: float, *, is_reported: bool = False) -> None:
+        """Notes that this thread has waited for data.
+
+        Args:
+            seconds: for how long.
+            is_reported: the program says so; where its loader is seen, that counts instead.
+        """
         if self._waits.is_training():
-            self._steps.note_data(seconds)
+            self._sees_loader = self._sees_loader or not is_reported
+            if not (is_reported and self._sees_loader):
+                self._steps.note_data(seconds)
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """Notes that an optimizer has made a step: one of the program's ends, if it is the first one."""
@@ -208,6 +216,7 @@ def install() -> None:
         steps.optimizer_stepped(optimizer)
 
     register_optimizer_step_post_hook(stepped)
+    data_waits.append(functools.partial(steps.note_data, is_reported=True))
     _watch_calls(WAITS)
     _watch_backward(WAITS)
 

@@ -85,6 +85,19 @@ def test_what_lies_between_two_generations_is_no_step(
     assert [each.seconds[0] for each in program.sent] == [1.0, 2.0]
 
 
+def test_what_a_program_says_it_waited_for_data_counts_where_its_loader_is_not_seen(program: Program) -> None:
+    sgd = Optimizer()
+    program.step(sgd, 1.0)
+    program.now += 0.5
+    program.steps.note_data(0.5, is_reported=True)
+    program.steps.optimizer_stepped(sgd)
+    program.step(sgd, 1.0, data_s=0.25)
+    program.now += 1.0
+    program.steps.note_data(0.5, is_reported=True)
+    program.steps.optimizer_stepped(sgd)
+    assert [each.seconds[4] for each in program.sent] == [0.5, 0.25, 0.0]
+
+
 def test_of_several_optimizers_the_first_says_when_a_step_ends_as_long_as_it_makes_some(
     program: Program,
 ) -> None:
