@@ -44,8 +44,9 @@ class Program:
             monkeypatch.setenv(name, value)
 
     def step(self, optimizer: object, computed_s: float, waited_s: float = 0.0, data_s: float = 0.0) -> None:
-        self.now += data_s
-        self.steps.note_data(data_s)
+        if data_s:
+            self.now += data_s
+            self.steps.note_data(data_s)
         self.now += computed_s
         with self.waits.waiting():
             self.now += waited_s
