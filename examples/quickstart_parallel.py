@@ -78,6 +78,7 @@ def main() -> int:
                 loss = model(x, y)
                 loss.backward()
                 optimizer.step()
+                session.report(loss=loss.item(), steps=EPOCHS * STEPS, epoch=epoch, epochs=EPOCHS)
                 if rank == 0:
                     print(f"epoch: {epoch} step: {step}, loss is {loss.item()}", flush=True)
     return 0

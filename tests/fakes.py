@@ -295,6 +295,7 @@ class ElasticFakeSession:
         self.number = number
         self.started = 0
         self.reports: list[int] = []
+        self.of_all: list[tuple[int, int, int]] = []
         self.leave_reasons: list[str] = []
         self.expected_leave = ""
         self.left = False
@@ -352,6 +353,8 @@ class ElasticFakeSession:
         samples_per_s: float = 0.0,
         *,
         steps: int = 0,
+        epoch: int = 0,
+        epochs: int = 0,
         loss: float | None = None,
         learning_rate: float | None = None,
         data_s: float = 0.0,
@@ -359,6 +362,7 @@ class ElasticFakeSession:
         if step is None:  # a loss alone
             return
         self.reports.append(step)
+        self.of_all.append((steps, epoch, epochs))
 
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

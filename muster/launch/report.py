@@ -333,7 +333,7 @@ COPY_FIGURES = ("step", "at", "bytes", "seconds", "partner")
 
 def figures_of(text: bytes) -> dict[str, int | float | dict[str, int | float]]:
     """Converts a worker's note of its progress to numbers; leaves out what is not a number."""
-    names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
+    names = ("step", "steps", "epoch", "epochs", "samples_per_s", "loss", "learning_rate")
     copies = {"snapshot": COPY_FIGURES, "checkpoint": COPY_FIGURES[:-1]}
     try:
         facts = json.loads(text)

@@ -101,8 +101,7 @@ class MeshCommunicator:
     def join(self) -> None:
         """Makes the current stream wait for what was done beside it."""
         if self._in_use:
-            eager = not torch.cuda.is_current_stream_capturing()
-            with self._waits.measuring(capturing=False) if eager else contextlib.nullcontext():
+            with self._waits.measuring(capturing=torch.cuda.is_current_stream_capturing()):
                 torch.cuda.current_stream().wait_stream(self._stream)
             self._in_use = False
 
@@ -112,8 +111,15 @@ class MeshCommunicator:
 
     def wait_for(self, mark: Any) -> None:
         """Makes the current stream wait for what was marked on another."""
-        if mark is not None:
+        if mark is None:
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        with self._waits.measuring(capturing=capturing) if self._in_use else contextlib.nullcontext():
             torch.cuda.current_stream().wait_event(mark)
+
+    def replayed(self) -> None:
+        """Notes that a captured step has been launched, which measures how long it waits."""
+        self._waits.replayed()
 
     # ------------------------------------------------------------ collectives
 

@@ -589,6 +589,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def before_replay(self) -> None:
         """Sets the generators to where an eager step would begin: a graph draws on from there."""
+        self.mesh_communicator.replayed()
         self._run.begin()
         self._run.step += self._captured_passes
 

@@ -1,9 +1,10 @@
 """Measures in a torch program where the time of its steps goes, and reports it to the program's agent.
 
 A program that knows nothing of Muster says nothing, so what every program does is looked at: a step ends with
-the optimizer's; who waits for others does so in ``Work.wait``, or in C++ at the end of a backward pass, where
-DDP waits for its gradients; who waits for data waits for a ``DataLoader``. On a GPU the host does not wait:
-there events on the stream that was made to wait tell for how long it did.
+the optimizer's; who waits for others does so in a collective, in ``Work.wait``, in ``wait_tensor``, or in C++
+at the end of a backward pass, where DDP waits for its gradients; who waits for data waits for a
+``DataLoader``. On a GPU the host does not wait: there events on the stream that was made to wait tell for how
+long it did. FSDP2's collectives have streams of their own: of those counts how long computing waits for them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,37 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster.wire.messages import StepTimes
-from muster.worker.adopted import line_to_agent
+from muster.worker.adopted import data_waits, line_to_agent
 from muster.worker.program_environment import GENERATION_VARIABLE
 from muster.worker.session.step_clock import StepClock
 
 OTHER_OPTIMIZER_S = 60.0
 """An optimizer that has not made a step for so long does not say any more when a step ends."""
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+"""What torch.distributed runs on the current stream of a GPU, without a ``Work``, unless told otherwise."""
+
+FSDP_MODULES = (
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "torch.distributed._composable.fsdp._fsdp_param_group",  # torch before 2.6
+)
 
 MOST_EVENTS = 4096
 """So many waits of a GPU are kept until they are over; the oldest are given up first."""
@@ -68,7 +94,7 @@ class ProgramWaits:
         """
         depth = self._depth()
         self._mine.depth = (self._failures, depth + 1)
-        if depth or not (of_training or self.is_training()):
+        if depth or not (of_training or self._stream() is not None or self.is_training()):
             return None
         return self._clock(), self._record_begin()
 
@@ -102,9 +128,32 @@ class ProgramWaits:
         finally:
             self.end(begun)
 
+    @contextlib.contextmanager
+    def beside(self, stream: Any) -> Iterator[None]:
+        """Context in which the training's collectives run on streams beside the one that computes.
+
+        What they take does not count, but what ``stream`` waits for them, and what the host waits.
+
+        Args:
+            stream: the one that computes.
+        """
+        before, self._mine.stream = self._stream(), stream
+        try:
+            yield
+        finally:
+            self._mine.stream = before
+
+    def waits_beside(self, stream: Any) -> bool:
+        """Whether this stream is the one that computes, within :meth:`beside`."""
+        computes = self._stream()
+        return computes is not None and bool(computes == stream)
+
+    def _stream(self) -> Any:
+        return getattr(self._mine, "stream", None)
+
     def is_training(self) -> bool:
-        """Whether this thread makes the steps."""
-        return threading.get_ident() == self._thread
+        """Whether this thread makes the steps, or goes backward for the one that does."""
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
     def note_training_thread(self) -> None:
         """Notes that this thread makes the steps; until the first one it is the main thread."""
@@ -130,6 +179,9 @@ class ProgramWaits:
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         self._uses_device = True
+        stream = self._stream()
+        if stream is not None and torch.cuda.current_stream() != stream:
+            return None
         make = functools.partial(torch.cuda.Event, enable_timing=True)
         events = self._spare.pop() if self._spare else (make(), make())
         events[0].record()
@@ -153,11 +205,19 @@ class ProgramSteps:
         self._generation = ""
         self._counts: Callable[[], object] = lambda: None
         self._stepped_s = 0.0
+        self._sees_loader = False
 
-    def note_data(self, seconds: float) -> None:
-        """Notes that this thread has waited for data."""
+    def note_data(self, seconds: float, *, is_reported: bool = False) -> None:
+        """Notes that this thread has waited for data.
+
+        Args:
+            seconds: for how long.
+            is_reported: the program says so; where its loader is seen, that counts instead.
+        """
         if self._waits.is_training():
-            self._steps.note_data(seconds)
+            self._sees_loader = self._sees_loader or not is_reported
+            if not (is_reported and self._sees_loader):
+                self._steps.note_data(seconds)
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """Notes that an optimizer has made a step: one of the program's ends, if it is the first one."""
@@ -201,13 +261,19 @@ def install() -> None:
                 line.send(json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
 
     steps = ProgramSteps(WAITS, send, time.monotonic)
-    watch_loader = functools.cache(lambda: _watch_loader(steps))
+
+    @functools.cache
+    def watch_what_is_used() -> None:
+        _watch_loader(steps)
+        _watch_functional(WAITS)
+        _watch_fsdp(WAITS)
 
     def stepped(optimizer: Any, _args: object, _kwargs: object) -> None:
-        watch_loader()
+        watch_what_is_used()
         steps.optimizer_stepped(optimizer)
 
     register_optimizer_step_post_hook(stepped)
+    data_waits.append(functools.partial(steps.note_data, is_reported=True))
     _watch_calls(WAITS)
     _watch_backward(WAITS)
 
@@ -217,18 +283,67 @@ def _watch_calls(waits: ProgramWaits) -> None:
     dist.Work.wait = _timed(waits, dist.Work.wait)
     if hasattr(dist, "_broadcast_coalesced"):  # DDP's buffers, before each forward pass
         dist._broadcast_coalesced = _timed(waits, dist._broadcast_coalesced)
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    for name in COLLECTIVES:
+        if hasattr(c10d, name):
+            timed = _timed(waits, getattr(c10d, name))
+            setattr(c10d, name, timed)
+            setattr(dist, name, timed)
 
 
 def _timed(waits: ProgramWaits, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or kwargs.get("async_op"):
             return call(*args, **kwargs)
         begun = waits.begin()
         try:
             return call(*args, **kwargs)
         finally:
             waits.end(begun)
+
+    return timed
+
+
+def _watch_functional(waits: ProgramWaits) -> None:
+    """Counts what waits for functional collectives, as those of tensor parallelism are."""
+    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if hasattr(functional, "wait_tensor"):
+        functional.wait_tensor = _timed(waits, functional.wait_tensor)
+
+
+def _watch_fsdp(waits: ProgramWaits) -> None:
+    """Counts what the stream that computes waits for the streams of FSDP2.
+
+    What it waits at the end of a backward pass, :func:`_watch_backward` counts.
+    """
+    found = [sys.modules[name] for name in FSDP_MODULES if name in sys.modules]
+    group = getattr(found[0], "FSDPParamGroup", None) if found else None
+    for name in ("unshard", "wait_for_unshard", "post_backward"):
+        if hasattr(group, name):
+            setattr(group, name, _beside(waits, getattr(group, name)))
+    if group is not None:
+        torch.cuda.Stream.wait_event = _timed_of_stream(waits, torch.cuda.Stream.wait_event)
+
+
+def _beside(waits: ProgramWaits, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self.device.type != "cuda":
+            return method(self, *args, **kwargs)
+        with waits.beside(torch.cuda.current_stream()):
+            return method(self, *args, **kwargs)
+
+    return beside
+
+
+def _timed_of_stream(waits: ProgramWaits, wait_event: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(wait_event)
+    def timed(self: Any, event: Any) -> None:
+        if torch.compiler.is_compiling() or not waits.waits_beside(self):
+            return wait_event(self, event)
+        with waits.waiting():
+            return wait_event(self, event)
 
     return timed
 

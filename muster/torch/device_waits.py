@@ -1,4 +1,4 @@
-"""For how long a GPU waited for other ranks' gradients: by two events around each wait of a stream."""
+"""For how long a GPU waited for other ranks: by two events around each wait of a stream."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 _KEPT: list[Any] = []
-"""The events that graphs record, two for each capturing model of a generation.
+"""The events that graphs record, two for each wait in a captured step of a model in a generation.
 
 None is ever destroyed: a graph that is launched with one that is gone ends the process.
 """
 
 MOST_WAITS = 4096
 """So many waits are kept until they are over; the oldest are given up first."""
+
+MOST_CAPTURED = 512
+"""So many waits of a captured step are measured, the first ones."""
 
 
 class DeviceWaits:
@@ -32,10 +35,10 @@ class DeviceWaits:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._begin: Any = None
-        self._end: Any = None
-        self._graphs_record = self._captured = False
-        self._replayed = False
+        self._graphs_record: bool | None = None
+        self._captured: list[tuple[Any, Any]] = []
+        self._recorded = 0  # of those, by the graphs of the step that was captured last
+        self._is_launched = self._replayed = False
         self._eager: deque[tuple[Any, Any]] = deque(maxlen=MOST_WAITS)
         self._spare: list[tuple[Any, Any]] = []
         self._measures = False
@@ -45,14 +48,13 @@ class DeviceWaits:
         """Context in which the current stream is made to wait for others; one within another counts once.
 
         Args:
-            capturing: a CUDA graph is captured, which measures that at each of its replays; of several
-                such contexts it measures the last one.
+            capturing: a CUDA graph is captured, which measures that at each of its replays.
         """
-        if self._measures or not self._made(capturing):
+        events = None if self._measures else self._next_captured() if capturing else self._next_eager()
+        if events is None:
             yield
             return
         stream = torch.cuda.current_stream(self._device)
-        events = (self._begin, self._end) if capturing else self._spare.pop() if self._spare else self._new()
         self._measures = True
         try:
             events[0].record(stream)
@@ -60,24 +62,23 @@ class DeviceWaits:
             events[1].record(stream)
         finally:
             self._measures = False
-        if not capturing:
+        if capturing:
+            self._recorded += 1
+        else:
             self._eager.append(events)
-        elif not self._captured:
-            self._captured = True
-            _KEPT.extend(events)
 
     def within_step(self, tensor: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which the current stream, not the host, waits until others have come for this tensor.
+        """Context in which the current stream waits until others have come for this tensor.
 
-        Of a step that a graph captures nothing is measured here, and nothing of the host's memory.
+        For one in the host's memory the host waits, and nothing is measured here.
         """
-        if not tensor.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not tensor.is_cuda:
             return contextlib.nullcontext()
-        return self.measuring(capturing=False)
+        return self.measuring(capturing=torch.cuda.is_current_stream_capturing())
 
     def replayed(self) -> None:
-        """Notes that a graph which measures has been launched."""
-        self._replayed = self._replayed or self._captured
+        """Notes that the captured step has been launched."""
+        self._is_launched = self._replayed = self._recorded > 0
 
     def take(self) -> float | None:
         """How long the waits were that have ended since the last call, in seconds; None: none has."""
@@ -93,26 +94,32 @@ class DeviceWaits:
     def _take_replayed(self) -> float | None:
         if not self._replayed:
             return None
-        try:
-            if not self._end.query():
-                return None
-            waited_s = float(self._begin.elapsed_time(self._end)) / 1000
-        except RuntimeError:  # of a step that broke, or one that has begun since
-            return None
-        if waited_s < 0.0:
+        waited_s = []
+        for begin, end in self._captured[: self._recorded]:
+            with contextlib.suppress(RuntimeError):  # of a capture, or a step, that broke
+                if not end.query():
+                    return None
+                waited_s.append(float(begin.elapsed_time(end)) / 1000)
+        if not waited_s or min(waited_s) < 0.0:
             return None  # the next step has begun to measure
         self._replayed = False
-        return waited_s
+        return sum(waited_s)
 
-    def _made(self, capturing: bool) -> bool:
-        """Makes the events that graphs record, once; False: this torch has none that a graph can record."""
-        if self._begin is None:
+    def _next_eager(self) -> tuple[Any, Any]:
+        return self._spare.pop() if self._spare else self._new()
+
+    def _next_captured(self) -> tuple[Any, Any] | None:
+        """The events of a captured step's next wait; None: no graph can record any, or they are too many."""
+        if self._is_launched:  # another step is captured now
+            self._recorded, self._is_launched = 0, False
+        if self._recorded == len(self._captured) < MOST_CAPTURED and self._graphs_record is not False:
             try:
-                self._begin, self._end = self._new(external=True)
+                self._captured.append(self._new(external=True))
+                _KEPT.extend(self._captured[-1])
                 self._graphs_record = True
             except TypeError:  # torch before 2.8
-                self._begin, self._end = self._new()
-        return self._graphs_record or not capturing
+                self._graphs_record = False
+        return self._captured[self._recorded] if self._recorded < len(self._captured) else None
 
     def _new(self, **options: bool) -> tuple[Any, Any]:
         make = functools.partial(torch.cuda.Event, enable_timing=True, **options)

@@ -68,8 +68,10 @@ class ElasticSession(StateHolder, Protocol):
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
-    def report(self, step: int, samples_per_s: float, *, steps: int, data_s: float) -> None:
-        """Says how far this worker is, of how many steps, and how long the last one waited for data."""
+    def report(
+        self, step: int, samples_per_s: float, *, steps: int, epoch: int, epochs: int, data_s: float
+    ) -> None:
+        """Says how far this worker is, of how many steps and epochs, and how long it waited for data."""
 
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
@@ -263,7 +265,16 @@ class ElasticLoop:
         self.samples_per_s = len(step.batch.indices) / max(now - self._last_finish, 1e-9)
         self._last_finish = now
         data_s = 0.0 if self._loading is None else self._loading.take_waited_s()
-        self.session.report(self.state.step, self.samples_per_s, steps=self._total(), data_s=data_s)
+        steps = self._total()
+        epochs = min(self._epochs, max(step.epoch, -(-steps // self.state.sampler.steps_per_epoch)))
+        self.session.report(
+            self.state.step,
+            self.samples_per_s,
+            steps=steps,
+            epoch=step.epoch,
+            epochs=epochs,
+            data_s=data_s,
+        )
 
     def _total(self) -> int:
         """How many steps the run has in all."""

@@ -25,6 +25,9 @@ MAX_LOG_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 4000
 """Characters of a text that are shown."""
 
+PACED = 10
+"""Most of the last intervals between figures that say how long the rest of a run takes."""
+
 END_LINES = 60
 """Lines of a log's end that are shown."""
 
@@ -93,6 +96,9 @@ class Run:
         codes: exit codes of the launchers.
         latest: when something was kept last.
         copies: the last ``snapshot`` and ``checkpoint``, where there are any.
+        steps: how many there were to be; 0: not known.
+        epoch: the last one, from 1; 0: not known.
+        epochs: how many there were to be; 0: not known.
         time_by_cause: where its time went, in seconds, as its schedulers have said; empty: none has.
     """
 
@@ -107,6 +113,9 @@ class Run:
     series: Series = field(default_factory=Series)
     generations: list[ObservedGeneration] = field(default_factory=list)
     copies: dict[str, LastCopy] = field(default_factory=dict)
+    steps: int = 0
+    epoch: int = 0
+    epochs: int = 0
     said: list[Saying] = field(default_factory=list)
     scheduler_said: list[Saying] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)
@@ -124,6 +133,14 @@ class Run:
             seen = [(each.formed, f"Generation {each.number}: {each.reason}.") for each in self.generations]
         lost = [Saying(time_s, text, "warning") for time_s, text in seen if _LOSS.search(text)]
         return sorted([*shown, *lost], key=lambda each: each.time_s)
+
+    @property
+    def remaining_s(self) -> float:
+        """How long the rest takes at the pace of the last steps, in seconds; 0: not known, or none."""
+        paces = [step_s for _, step_s in self.series.step_times()[-PACED:]]
+        if self.ended is not None or not paces:
+            return 0.0
+        return max(0, self.steps - self.series.points[-1].step) * sum(paces) / len(paces)
 
     @property
     def outcome(self) -> str:
@@ -290,6 +307,7 @@ def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -
     step = _whole(line, "step")
     if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:
         return  # another launcher's worker, heard a little earlier
+    run.steps, run.epoch, run.epochs = (_whole(line, name) for name in ("steps", "epoch", "epochs"))
     loss, rate = _number(line, "loss"), _number(line, "learning_rate")
     run.series.take(Point(now, step, speed * workers, loss, rate, _numbers(line)))
 

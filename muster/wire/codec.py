@@ -405,6 +405,8 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "checkpoints_s": rules.rate,
         "numbers": _numbers,
         "steps": rules.whole(),
+        "epoch": rules.whole(),
+        "epochs": rules.whole(),
     },
     messages.SnapshotReport: {
         "generation": rules.whole(),

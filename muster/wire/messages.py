@@ -424,7 +424,8 @@ class Heartbeat(Value):
     """Says that this worker is alive, and its progress; ``generation`` is the newest that it knows of.
 
     ``checkpoints_s``: seconds in all for which its training has waited for checkpoints; ``numbers``: the
-    script's own, by name; ``steps``: how many the training is to have, 0: not known.
+    script's own, by name; ``steps``: how many the training is to have, 0: not known; ``epoch``, from 1, and
+    ``epochs`` likewise.
     """
 
     generation: int
@@ -443,6 +444,8 @@ class Heartbeat(Value):
     checkpoints_s: float = 0.0
     numbers: tuple[tuple[str, float], ...] = ()
     steps: int = 0
+    epoch: int = 0
+    epochs: int = 0
 
 
 class Quiesced(Value):

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import SupportsFloat
 
 from muster.errors import NotInitializedError
@@ -34,6 +34,9 @@ _NOT_HERE = frozenset(
     )
 )
 _PEER = struct.Struct("3i")
+
+data_waits: list[Callable[[float], None]] = []
+"""Are told how long a step has waited for its data, in seconds, where the script reports it."""
 
 
 class AdoptedSession:
@@ -113,20 +116,30 @@ class AdoptedSession:
         loss: SupportsFloat | None = None,
         samples: int | None = None,
         steps: int | None = None,
+        epoch: int | None = None,
+        epochs: int | None = None,
+        learning_rate: SupportsFloat | None = None,
+        data_s: float = 0.0,
+        **numbers: SupportsFloat,
     ) -> None:
         """Reports the training's progress through the agent; see :meth:`muster.Session.report`.
 
         Reports that the agent has no time to read are dropped. So are those of a process that the script has
         started without the connection to the agent.
         """
-        self._step = self._step + 1 if step is None else step
-        said = {
-            "step": self._step,
+        for note in data_waits:
+            note(data_s)
+        said: dict[str, object] = {
             "samples_per_s": samples_per_s,
             "loss": None if loss is None else float(loss),
             "samples": samples,
             "steps": steps,
+            "learning_rate": None if learning_rate is None else float(learning_rate),
         }
+        beside = {"epoch": epoch, "epochs": epochs, **{name: float(each) for name, each in numbers.items()}}
+        if step is not None or {*said.values()} != {None} or {*beside.values()} == {None}:
+            self._step = said["step"] = self._step + 1 if step is None else step
+        said.update(beside, data_s=data_s)
         if self._line is not None:
             try:
                 self._line.send(json.dumps({"report": said}).encode() + b"\n", socket.MSG_DONTWAIT)

@@ -33,6 +33,13 @@ def make_net() -> Any:
         for each in (net[0], net[2], net):
             fully_shard(each)
         return net
+    if KIND == "tensor parallel":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import parallel
+
+        plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+        net[1] = torch.nn.ReLU()
+        return parallel.parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     return DistributedDataParallel(net)
 
 

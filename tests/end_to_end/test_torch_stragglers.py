@@ -29,6 +29,8 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
         ("ddp", "muster", "computing"),
         ("data", "gloo", "data"),
         ("fsdp2", "gloo", "computing"),
+        ("tensor parallel", "gloo", "computing"),
+        ("tensor parallel", "muster", "computing"),
         ("in place", "gloo", "computing"),
         ("in place", "muster", "computing"),
     ],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import socket
+import sys
 import threading
 from typing import Any, ClassVar
 
@@ -9,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.programs.step_times import OTHER_OPTIMIZER_S, ProgramSteps, ProgramWaits
+from muster.programs.step_times import FSDP_MODULES, OTHER_OPTIMIZER_S, ProgramSteps, ProgramWaits
 from muster.wire.messages import StepTimes
 
 
@@ -44,8 +48,9 @@ class Program:
             monkeypatch.setenv(name, value)
 
     def step(self, optimizer: object, computed_s: float, waited_s: float = 0.0, data_s: float = 0.0) -> None:
-        self.now += data_s
-        self.steps.note_data(data_s)
+        if data_s:
+            self.now += data_s
+            self.steps.note_data(data_s)
         self.now += computed_s
         with self.waits.waiting():
             self.now += waited_s
@@ -85,6 +90,19 @@ def test_what_lies_between_two_generations_is_no_step(
     assert [each.seconds[0] for each in program.sent] == [1.0, 2.0]
 
 
+def test_what_a_program_says_it_waited_for_data_counts_where_its_loader_is_not_seen(program: Program) -> None:
+    sgd = Optimizer()
+    program.step(sgd, 1.0)
+    program.now += 0.5
+    program.steps.note_data(0.5, is_reported=True)
+    program.steps.optimizer_stepped(sgd)
+    program.step(sgd, 1.0, data_s=0.25)
+    program.now += 1.0
+    program.steps.note_data(0.5, is_reported=True)
+    program.steps.optimizer_stepped(sgd)
+    assert [each.seconds[4] for each in program.sent] == [0.5, 0.25, 0.0]
+
+
 def test_of_several_optimizers_the_first_says_when_a_step_ends_as_long_as_it_makes_some(
     program: Program,
 ) -> None:
@@ -115,6 +133,21 @@ def test_waits_of_other_threads_and_within_another_do_not_count(program: Program
     assert program.waits.waited_s == 0.0
     with program.waits.waiting(), program.waits.waiting():
         program.now += 1.0
+    assert program.waits.waited_s == 1.0
+
+
+def test_waits_of_a_thread_that_goes_backward_count(program: Program) -> None:
+    """As autograd's do for a GPU."""
+    x = torch.ones(1, requires_grad=True)
+
+    def waits(_gradient: object) -> None:
+        with program.waits.waiting():
+            program.now += 1.0
+
+    x.register_hook(waits)
+    thread = threading.Thread(target=x.sum().backward)
+    thread.start()
+    thread.join()
     assert program.waits.waited_s == 1.0
 
 
@@ -167,3 +200,88 @@ def test_muster_s_own_groups_count_what_their_callers_wait(tmp_path: Any) -> Non
 
     found = ranks.run(2, None, tmp_path, sum_of)
     assert found[0]["waited"] > 0.8 > found[1]["waited"]
+
+
+class PlayedStream:
+    """A stream of a GPU that is not there; what it waits for takes time."""
+
+    current: ClassVar[PlayedStream]
+
+    def wait_event(self, event: PlayedEvent) -> None:
+        torch.cuda.Stream.wait_event(self, event)
+
+
+class PlayedEvent:
+    def __init__(self, milliseconds: float) -> None:
+        self._milliseconds = milliseconds
+
+    def wait(self, _stream: PlayedStream) -> None:
+        FakeEvent.at_ms += self._milliseconds
+
+
+COMPUTES, GATHERS = PlayedStream(), PlayedStream()
+
+
+class ShardedGroup:
+    """As FSDP2's: it gathers on a stream of its own, and makes the one that computes wait for that."""
+
+    device = torch.device("cuda")
+
+    def wait_for_unshard(self) -> None:
+        import torch.distributed as dist
+
+        PlayedStream.current = GATHERS
+        GATHERS.wait_event(PlayedEvent(500.0))  # for what is computed
+        dist.all_reduce(torch.ones(1))
+        PlayedStream.current = COMPUTES
+        COMPUTES.wait_event(PlayedEvent(125.0))
+
+
+def played_gpu(_rank: int) -> dict[str, Any]:
+    """What counts of the waits of a GPU that is played, of a program with a step watch of its own."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    from muster.programs import step_times
+
+    def all_reduce(tensor: Any, async_op: bool = False) -> None:
+        """As with NCCL: on the current stream."""
+        FakeEvent.at_ms += 250.0
+
+    played: Any = {"Event": FakeEvent, "current_stream": lambda: PlayedStream.current}
+    played |= {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: False}
+    for name, value in played.items():
+        setattr(torch.cuda, name, value)
+    PlayedStream.current = COMPUTES
+    dist.all_reduce = c10d.all_reduce = all_reduce
+    importlib.import_module("torch.distributed.fsdp")
+    sharding: Any = next(sys.modules[name] for name in FSDP_MODULES if name in sys.modules)
+    sharding.FSDPParamGroup = ShardedGroup
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        os.environ |= {"MUSTER_AGENT_FD": str(theirs.fileno()), "MUSTER_AGENT_PID": str(os.getpid())}
+        step_times.install()
+        weight = torch.nn.Parameter(torch.ones(1))
+        torch.optim.SGD([weight], 0.1).step()  # what the program uses is there now
+        waits, found = step_times.WAITS, {}
+        dist.all_reduce(weight)
+        found["on the stream that computes"] = waits.take_device_wait()
+        dist.all_reduce(weight, async_op=True)
+        COMPUTES.wait_event(PlayedEvent(1000.0))
+        found["for something else"] = waits.take_device_wait()
+        thread = threading.Thread(target=ShardedGroup().wait_for_unshard)
+        thread.start()
+        thread.join()
+        found["for FSDP2"] = waits.take_device_wait()
+    return found
+
+
+def test_of_a_gpu_counts_what_its_stream_that_computes_waits_for_collectives(tmp_path: Any) -> None:
+    from tests.programs import ranks
+
+    [found] = ranks.run(1, None, tmp_path, played_gpu)
+    assert {name: round(seconds, 3) for name, seconds in found.items()} == {
+        "on the stream that computes": 0.25,
+        "for something else": 0.0,
+        "for FSDP2": 0.125,
+    }

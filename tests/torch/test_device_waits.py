@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.torch.device_waits import DeviceWaits
+from muster.torch.device_waits import MOST_CAPTURED, DeviceWaits
 
 CPU = torch.device("cpu")
 
@@ -89,16 +89,23 @@ def test_what_is_not_over_at_the_end_of_a_step_counts_in_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_cuda", "captures", "found"), [(True, False, 0.25), (True, True, None), (False, False, None)]
+    ("is_cuda", "captures", "at_once", "replayed"),
+    [(True, False, 0.25, None), (True, True, None, 0.25), (False, False, None, None)],
 )
-def test_within_a_step_streams_are_measured_and_neither_the_host_nor_a_capture(
-    is_cuda: bool, captures: bool, found: float | None, monkeypatch: pytest.MonkeyPatch
+def test_within_a_step_streams_are_measured_and_not_the_host(
+    is_cuda: bool,
+    captures: bool,
+    at_once: float | None,
+    replayed: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
     waits = DeviceWaits(CPU)
     with waits.within_step(SimpleNamespace(is_cuda=is_cuda)):
         FakeEvent.at_ms += 250.0
-    assert waits.take() == found
+    assert waits.take() == at_once
+    waits.replayed()
+    assert waits.take() == replayed
 
 
 def test_in_a_graph_each_replay_measures_and_the_capture_does_not() -> None:
@@ -109,6 +116,44 @@ def test_in_a_graph_each_replay_measures_and_the_capture_does_not() -> None:
     assert waits.take() is None
     waits.replayed()
     assert waits.take() == 0.125
+
+
+def test_a_replay_measures_all_waits_of_its_step_and_none_of_a_step_captured_before() -> None:
+    waits = DeviceWaits(CPU)
+    for milliseconds in (125.0, 250.0, 500.0):
+        wait(waits, milliseconds, capturing=True)
+    waits.replayed()
+    assert waits.take() == 0.875
+    made = len(FakeEvent.made)
+    for milliseconds in (1.0, 2.0):
+        wait(waits, milliseconds, capturing=True)
+    waits.replayed()
+    assert waits.take() == 0.003
+    assert len(FakeEvent.made) == made, "events are used again"
+
+
+def test_of_a_capture_that_broke_off_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elapsed(self: FakeEvent, later: FakeEvent) -> float:
+        if later.recorded_at < 0.0:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return later.recorded_at - self.recorded_at
+
+    monkeypatch.setattr(FakeEvent, "elapsed_time", elapsed)
+    waits = DeviceWaits(CPU)
+    wait(waits, 125.0, capturing=True)
+    for event in FakeEvent.made:
+        event.recorded_at = -1.0  # as a capture records none
+    wait(waits, 250.0, capturing=True)
+    waits.replayed()
+    assert waits.take() == 0.25
+
+
+def test_of_very_many_waits_of_a_step_the_first_ones_are_measured() -> None:
+    waits = DeviceWaits(CPU)
+    for _ in range(MOST_CAPTURED + 10):
+        wait(waits, 1.0, capturing=True)
+    waits.replayed()
+    assert waits.take() == pytest.approx(MOST_CAPTURED / 1000)
 
 
 def test_events_that_a_graph_records_outlive_the_next_capture_and_their_model() -> None:

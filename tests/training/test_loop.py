@@ -356,6 +356,18 @@ def test_where_a_member_holds_the_state_no_checkpoint_is_read() -> None:
     assert asked == []
 
 
+@pytest.mark.parametrize("steps", [0, STEPS // 2 + 1])
+def test_steps_and_epochs_are_reported_with_how_many_there_are_to_be(steps: int) -> None:
+    """Where steps end a run before its epochs do, it is in the last of those that it comes to."""
+    (session,) = ElasticWorld(1).members
+    for step in ElasticLoop(session, state := make_state(), epochs=EPOCHS, steps=steps):
+        with step:
+            pass
+    per_epoch = state.sampler.steps_per_epoch
+    done, epochs = (steps, -(-steps // per_epoch)) if steps else (STEPS, EPOCHS)
+    assert session.of_all == [(done, 1 + each // per_epoch, epochs) for each in range(done)]
+
+
 def test_steps_are_at_most_so_many_also_after_a_resume() -> None:
     (session,) = ElasticWorld(1).members
     state = make_state()

@@ -359,10 +359,12 @@ def test_the_page_shows_where_the_time_went_and_the_script_s_own_numbers() -> No
     whole = page.html(flash="")
     assert "waiting for data <b>10 %</b> <small>10 s</small>" in whole
     assert '<rect class="c-waiting-for-data" x="900.0" y="2" width="100.0"' in whole
-    assert "left, at this pace" not in whole
-    found.jobs["0"].line.steps, found.jobs["0"].line.remaining_s = 1000, 65.0
+    assert "left, at this pace" not in whole and "<dt>epoch" not in whole
+    line = found.jobs["0"].line
+    line.steps, line.remaining_s, line.epoch, line.epochs = 1000, 65.0, 3, 10
     page.refresh(14.0)
     whole = page.html(flash="")
+    assert "<dt>epoch</dt><dd>3 of 10</dd>" in whole
     assert "3 of 1,000</dd>" in whole and "<dt>left, at this pace</dt><dd>1 min 5 s</dd>" in whole
     assert "<figcaption>&lt;accuracy&gt; <b>0.97</b>" in whole
 

@@ -28,7 +28,7 @@ with muster.init() as session:
         kept = SnapshotReport(1, -1, step, True, size_bytes=4096, seconds=0.5, partners=(1,))
         session.report_snapshot(kept)
         session.report_checkpoint(step, size_bytes=2048, seconds=0.25)
-        session.report(loss=1 / step, samples=8, learning_rate=0.25)
+        session.report(loss=1 / step, samples=8, learning_rate=0.25, steps=5, epoch=2, epochs=3)
     if session.rank == 1 and "fail" in sys.argv:
         raise ValueError("</pre><script>alert(1)</script>")
 """
@@ -75,6 +75,7 @@ def test_a_run_that_failed_is_told_with_its_fault(tmp_path: Path, monkeypatch: p
     assert (checkpoint.size_bytes, checkpoint.seconds, checkpoint.partner) == (2048, 0.25, -1)
     assert checkpoint.step == snapshot.step == told.series.points[-1].step
     assert f"step {snapshot.step}, " in html and "before the end, 4.1 kB in 0.5 s, at rank 1" in html
+    assert (told.steps, told.epoch, told.epochs, told.remaining_s) == (5, 2, 3, 0.0)
     last = told.series.points[-1]
     assert last.loss == pytest.approx(1 / last.step) and last.learning_rate == 0.25
     assert any("Generation 1 stands with 2 members." in each.text for each in told.scheduler_said)
@@ -130,7 +131,8 @@ def record(directory: Path) -> None:
         if second in (1, 50):
             number = 1 + (second == 50)
             kept.note("group", generation=number, workers=4 - number, reason=f"reason {number}")
-        kept.figures(step=2 * second, samples_per_s=10.0, loss=1.0 / (second + 1))
+        of_all = {"steps": 500, "epoch": 1 + second // 40, "epochs": 5}
+        kept.figures(step=2 * second, samples_per_s=10.0, loss=1.0 / (second + 1), **of_all)
     kept.note("said", text="worker 2 was ended by SIGKILL; going on with 2", tone="warning")
 
 
@@ -140,6 +142,8 @@ def test_a_run_that_goes_on_is_told_as_far_as_it_is(tmp_path: Path) -> None:
     assert html is not None
     assert "not ended when this was written" in html and "&lt;b&gt;job&lt;/b&gt;" in html
     assert "Loss over 1 min 39 s: from 1 to 0.01" in html
+    assert "<dt>epoch</dt><dd>3 of 5</dd>" in html and "<dt>steps</dt><dd>198 of 500</dd>" in html
+    assert "<dt>left, at this pace</dt><dd>2 min 31 s</dd>" in html
     told = load(tmp_path)
     assert [(g.number, g.members, g.reason) for g in told.generations] == [
         (1, 3, "reason 1"),

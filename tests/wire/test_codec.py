@@ -62,6 +62,8 @@ MESSAGES = (
         1.5,
         (("accuracy", 0.5), ("val/loss", -1.0)),
         1000,
+        3,
+        10,
     ),
     messages.Quiesced(2, 7),
     messages.SuspectPeer(2, 1, "reset"),

@@ -60,6 +60,18 @@ def test_what_it_reports_goes_to_the_agent_and_never_waits_for_it(agent: socket.
         session.report(step)
 
 
+def test_own_numbers_and_epochs_go_to_the_agent_and_alone_are_no_step(agent: socket.socket) -> None:
+    session = muster.init()
+    session.report(loss=0.5, learning_rate=0.1, epoch=1, epochs=10, data_s=0.25)
+    session.report(accuracy=0.97, epoch=2)
+    session.report()
+    said = [json.loads(line)["report"] for line in agent.recv(4096).splitlines()]
+    assert [each.get("step") for each in said] == [1, None, 2]
+    beside = [(each["epoch"], each["epochs"], each["data_s"]) for each in said]
+    assert beside == [(1, 10, 0.25), (2, None, 0), (None, None, 0)]
+    assert (said[0]["learning_rate"], said[1]["accuracy"]) == (0.1, 0.97)
+
+
 @pytest.mark.parametrize("name", ["communicator", "groups", "members"])
 def test_what_only_a_session_of_its_own_has_is_refused_in_words(name: str) -> None:
     with pytest.raises(SettingsError, match="--program muster"):

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         metavar="S",
         help="how long to hold heartbeats, as often as the scheduler asks for",
+    )
+    parser.add_argument(
+        "--figures",
+        type=int,
+        default=0,
+        metavar="TURNS",
+        help="hold heartbeats so many times without what they carry of steps, GPUs and the script's own "
+        "numbers, and as often with it, in turns (0: once, without)",
     )
     parser.add_argument(
         "--beat-s", type=float, default=0.0, metavar="S", help="pause between two heartbeats, as if asked for"
@@ -112,7 +121,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
     with tempfile.TemporaryDirectory(prefix="muster-scale-") as folder:
         figures = measure(args, Path(folder))
     for name, value in figures.items():
-        print(f"{name:34} {value:,.3f}" if isinstance(value, float) else f"{name:34} {value:,}")
+        if name != "turns":
+            print(f"{name:34} {value:,.3f}" if isinstance(value, float) else f"{name:34} {value:,}")
     asked = {"uplinks": args.uplinks, "node_timeout_s": args.node_timeout_s, "beat_s": args.beat_s}
     asked |= {"scheduler_cores": args.scheduler_cores}
     return {"workers": args.workers, **asked, "dying_percent": args.dying, **figures}
@@ -124,7 +134,7 @@ def _sweep(args: argparse.Namespace) -> int:
         path = args.results / f"{'uplinks' if args.uplinks else 'scale'}_{size}.json"
         rest = ["--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s]
         rest += ["--node-timeout-s", args.node_timeout_s, "--loads", args.loads, "--beat-s", args.beat_s]
-        rest += ["--scheduler-cores", args.scheduler_cores]
+        rest += ["--scheduler-cores", args.scheduler_cores, "--figures", args.figures]
         rest += ["--uplinks"] if args.uplinks else []
         command = [sys.executable, "-m", "muster", "bench", "scale", "--workers", size, *rest, "--json", path]
         code = subprocess.run([str(word) for word in command], check=False).returncode
@@ -321,19 +331,44 @@ class Crowd:
         return self._from_each("beats")
 
     def _hold(self) -> dict[str, Any]:
+        if not self._args.figures:
+            return self._hold_once()
+        turns = []
+        for _ in range(self._args.figures):
+            for carries_figures in (False, True):
+                self._send_all(do="figures", carried=carries_figures)
+                turns.append({"carries_figures": carries_figures, **self._hold_once()})
+        per_beat_s = {
+            carried: statistics.median(
+                turn["scheduler_cpu_share_of_one_core"] / turn["heartbeats_per_s"]
+                for turn in turns
+                if turn["carries_figures"] == carried
+            )
+            for carried in (False, True)
+        }
+        return {
+            "scheduler_cpu_us_per_heartbeat": per_beat_s[False] * 1e6,
+            "scheduler_cpu_us_per_heartbeat_with_figures": per_beat_s[True] * 1e6,
+            "figures_cost_percent": (per_beat_s[True] / per_beat_s[False] - 1.0) * 100.0,
+            "turns": turns,
+            "false_deaths": 0,
+        }
+
+    def _hold_once(self) -> dict[str, Any]:
         before, busy_s, start = self._count(), cpu_s(self._scheduler_pid), time.monotonic()
         while (left_s := start + self._args.heartbeat_s - time.monotonic()) > 0:
             self._refuse_failures(left_s)
         after, busy_s, elapsed = self._count(), cpu_s(self._scheduler_pid) - busy_s, time.monotonic() - start
-        counts = zip(before, after, strict=True)
-        beats, load_s = zip(
-            *((b["beats"] - a["beats"], b["cpu_s"] - a["cpu_s"]) for a, b in counts), strict=True
+        beats, sent_bytes, load_s = (
+            sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
+            for name in ("beats", "bytes", "cpu_s")
         )
         return {
             "held_s": elapsed,
-            "heartbeats_per_s": sum(beats) / elapsed,
+            "heartbeats_per_s": beats / elapsed,
+            "bytes_per_heartbeat": sent_bytes / max(beats, 1),
             "scheduler_cpu_share_of_one_core": busy_s / elapsed,
-            "load_cpu_share_of_one_core": sum(load_s) / elapsed,
+            "load_cpu_share_of_one_core": load_s / elapsed,
             "false_deaths": 0,  # one would have ended the run
         }
 

@@ -36,6 +36,8 @@ class SimulatedWorker:
     ids_at: float = 0.0
     built: int = 0
     built_at: float = 0.0
+    times_at: float = 0.0
+    gpu_at: float = 0.0
 
 
 @dataclass
@@ -169,12 +171,13 @@ class Load:
         self.parse = slim_reader()
         self.threads = ThreadPoolExecutor(4)
         self.tasks: list[Any] = []
-        self.beats = 0
+        self.beats = self.beat_bytes = 0
         self.standing = asyncio.Event()
         self._say = say
         self._world_size: int = orders["world_size"]
         self._per_host: int = orders["per_host"]
         self._beat_s: float = orders["beat_s"]
+        self._carries_figures = False
         self._failed = False
         self._reported = 0
         per_stream = self._per_host if orders["uplinks"] else 1
@@ -223,8 +226,10 @@ class Load:
                     stream, worker = self._find(index)
                     stream.kill(worker)
                 self._say_standing()
+            elif order["do"] == "figures":
+                self._carries_figures = order["carried"]
             elif order["do"] == "count":
-                self._say(beats=self.beats, cpu_s=time.process_time())
+                self._say(beats=self.beats, bytes=self.beat_bytes, cpu_s=time.process_time())
         if beating is not None:
             beating.cancel()
 
@@ -322,6 +327,31 @@ class Load:
                     return stream, worker
         raise KeyError(index)
 
+    def _add_figures(self, worker: SimulatedWorker, beat: Any, now: float) -> None:
+        """Adds what a heartbeat carries of a worker's steps, GPU and script, as often as it does."""
+        from muster.wire.messages import step_times_apart_s
+        from muster.wire.v1 import rendezvous_pb2 as pb
+        from muster.worker.gpu_health.watch import EVERY_S
+        from muster.worker.session.own_gpu import MEMBERS_A_SECOND
+
+        turn = worker.index / self._world_size
+        times_apart_s = step_times_apart_s(self._world_size)
+        gpu_apart_s = max(EVERY_S, self._world_size / MEMBERS_A_SECOND)
+        worker.times_at = worker.times_at or now + turn * times_apart_s
+        worker.gpu_at = worker.gpu_at or now + turn * gpu_apart_s
+        if now >= worker.times_at:
+            worker.times_at = now + times_apart_s
+            computed, waited = 0.09 + 0.001 * (worker.index % 7), 0.01
+            beat.times.extend((50, 50 * computed, 2 * computed, 50 * waited, 2 * waited, 0.1, 0.004, 0.5, 1))
+        if now >= worker.gpu_at:
+            worker.gpu_at = now + gpu_apart_s
+            reading: Any = {"busy_percent": 97, "used_mb": 61_000, "total_mb": 81_000, "clock_mhz": 1980}
+            beat.gpu.CopyFrom(pb.GpuReport(state="well", celsius=61, nvlink_errors=0, **reading))
+        beat.checkpoints_s = 12.5
+        beat.steps, beat.epoch, beat.epochs = 1_000_000, 3, 10
+        for name in ("accuracy", "grad_norm", "tokens_per_s", "val/loss"):
+            beat.numbers[name] = 0.1 * self.beats
+
     async def keep_beating(self) -> None:
         """Sends the heartbeats of all workers that are in; those of a host together, as an uplink does."""
         from muster.wire.v1 import rendezvous_pb2 as pb
@@ -342,6 +372,9 @@ class Load:
                             started_step=self.beats,
                             samples_per_s=1000.0,
                         )
+                        if self._carries_figures and worker.generation:
+                            self._add_figures(worker, beat, now)
+                        self.beat_bytes += beat.ByteSize()
                         stream.put(worker, pb.WorkerMessage(heartbeat=beat))
             await asyncio.sleep(LOOK_S)
 

@@ -46,6 +46,8 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "seconds_by_cause": {cause: round(s, 3) for cause, s in sorted(reply.seconds_by_cause.items())},
         "steps": reply.steps or None,
         "remaining_s": round(reply.remaining_s, 3) if reply.remaining_s else None,
+        "epoch": reply.epoch or None,
+        "epochs": reply.epochs or None,
         "numbers": dict(sorted(reply.numbers.items())),
         "drains": [_drain_json(drain) for drain in reply.drains],
         "refused_gpus": [refused_json(refused) for refused in reply.refused_gpus],
@@ -70,10 +72,16 @@ def goodput_in_words(seconds_by_cause: Mapping[str, float]) -> str:
 
 
 def steps_in_words(reply: pb.StatusReply) -> str:
-    """``step 480 of 1,000, about 0:03:00 left at the pace of now``."""
-    step = min((worker.step for worker in reply.workers if worker.rank >= 0), default=0)
-    left = f", about {_duration(reply.remaining_s)} left at the pace of now" if reply.remaining_s else ""
-    return f"step {step:,} of {reply.steps:,}{left}"
+    """``epoch 3 of 10, step 480 of 1,000, about 0:03:00 left at the pace of now``, as far as it is known."""
+    said = []
+    if reply.epoch:
+        said.append(f"epoch {reply.epoch:,}" + (f" of {reply.epochs:,}" if reply.epochs else ""))
+    if reply.steps:
+        step = min((worker.step for worker in reply.workers if worker.rank >= 0), default=0)
+        said.append(f"step {step:,} of {reply.steps:,}")
+    if reply.remaining_s:
+        said.append(f"about {_duration(reply.remaining_s)} left at the pace of now")
+    return ", ".join(said)
 
 
 def drain_in_words(drain: pb.PlannedDrain) -> str:
@@ -307,8 +315,8 @@ def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
     parts += [Text(refused_in_words(refused), style="bold yellow") for refused in reply.refused_gpus]
     if sum(reply.seconds_by_cause.values()) > 0.0:
         parts.append(Text(goodput_in_words(reply.seconds_by_cause)))
-    if reply.steps:
-        parts.append(Text(steps_in_words(reply)))
+    if said := steps_in_words(reply):
+        parts.append(Text(said))
     if reply.numbers:
         parts.append(Text(", ".join(f"{name} {value:.4g}" for name, value in sorted(reply.numbers.items()))))
     parts += [Text(drain_in_words(drain), style="bold") for drain in reply.drains]

@@ -43,6 +43,8 @@ class Contact:
     checkpoint: messages.CheckpointReport | None = None
     numbers: tuple[tuple[str, float], ...] = ()
     steps: int = 0
+    epoch: int = 0
+    epochs: int = 0
     gpu_uuid: str = ""
     gpu: messages.GpuReport | None = None
     gpu_at: float = 0.0
@@ -69,7 +71,7 @@ class Contact:
         self.recent = event.recent
         self.loss, self.pid, self.learning_rate = event.loss, event.pid, event.learning_rate
         self.snapshot, self.checkpoint, self.numbers = event.snapshot, event.checkpoint, event.numbers
-        self.steps = event.steps
+        self.steps, self.epoch, self.epochs = event.steps, event.epoch, event.epochs
         self.entered = event.entered_generation
         if settled:
             self._see_move()

@@ -40,6 +40,8 @@ class WorkerView(NamedTuple):
     gpu_age_s: float = 0.0
     numbers: tuple[tuple[str, float], ...] = ()
     steps: int = 0
+    epoch: int = 0
+    epochs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class JobView:
     ``nccl_traffic``: NCCL's traffic between hosts, sealed or plain; empty if NCCL is not known to be used.
     ``evidence``: which evidence of the last hang there is, and where it is stored (known to the driver);
     empty if there is none. ``steps``: the total number of steps, and ``remaining_s`` the time until then at
-    the current pace; 0 if not known.
+    the current pace; 0 if not known. ``epoch``: that of the member that is least far, from 1, and ``epochs``
+    the total number of them; 0 if not known.
     """
 
     job_id: str
@@ -69,6 +72,8 @@ class JobView:
     numbers: tuple[tuple[str, float], ...] = ()
     steps: int = 0
     remaining_s: float = 0.0
+    epoch: int = 0
+    epochs: int = 0
     refused_gpus: tuple[messages.RefusedGpu, ...] = ()
 
 
@@ -95,6 +100,8 @@ def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, 
         gpu_age_s=max(0.0, now - contact.gpu_at) if contact.gpu is not None else 0.0,
         numbers=contact.numbers,
         steps=contact.steps,
+        epoch=contact.epoch,
+        epochs=contact.epochs,
     )
 
 
@@ -161,6 +168,8 @@ def job_view(job: Job, now: float) -> JobView:
         numbers=mean_numbers(workers),
         steps=max((worker.steps for worker in workers), default=0),
         remaining_s=_remaining_s(job, workers),
+        epoch=min((worker.epoch for worker in workers if worker.rank >= 0 and worker.epoch), default=0),
+        epochs=max((worker.epochs for worker in workers), default=0),
         refused_gpus=refused_of(job),
     )
 

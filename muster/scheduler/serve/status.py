@@ -33,6 +33,8 @@ def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str =
         numbers=dict(view.numbers),
         steps=view.steps,
         remaining_s=view.remaining_s,
+        epoch=view.epoch,
+        epochs=view.epochs,
         refused_gpus=to_proto(view.refused_gpus),
     ).SerializeToString()
 

@@ -88,6 +88,8 @@ def _line(view: JobView, began: float) -> pb.JobLine:
         numbers=dict(view.numbers),
         steps=view.steps,
         remaining_s=view.remaining_s,
+        epoch=view.epoch,
+        epochs=view.epochs,
     )
 
 

@@ -206,7 +206,7 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint", "times", "gpu", "checkpoints_s", "numbers", "steps")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate", "snapshot", "checkpoint", "times", "gpu", "checkpoints_s", "numbers", "steps", "epoch", "epochs")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,8 @@ class Heartbeat(_message.Message):
     CHECKPOINTS_S_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
@@ -246,7 +248,9 @@ class Heartbeat(_message.Message):
     checkpoints_s: float
     numbers: _containers.ScalarMap[str, float]
     steps: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., times: _Optional[_Iterable[float]] = ..., gpu: _Optional[_Union[GpuReport, _Mapping]] = ..., checkpoints_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ...) -> None: ...
+    epoch: int
+    epochs: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., times: _Optional[_Iterable[float]] = ..., gpu: _Optional[_Union[GpuReport, _Mapping]] = ..., checkpoints_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., epoch: _Optional[int] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class GpuReport(_message.Message):
     __slots__ = ("state", "reasons", "busy_percent", "used_mb", "total_mb", "clock_mhz", "celsius", "uncorrected_errors", "nvlink_errors", "remapped_rows", "xids")
@@ -669,7 +673,7 @@ class JobCopies(_message.Message):
     def __init__(self, snapshot_step: _Optional[int] = ..., snapshot_age_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_seconds: _Optional[float] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., checkpoint_rank: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "drains", "seconds_by_cause", "numbers", "steps", "remaining_s", "evidence", "refused_gpus")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader", "nccl_traffic", "copies", "stragglers", "drains", "seconds_by_cause", "numbers", "steps", "remaining_s", "epoch", "epochs", "evidence", "refused_gpus")
     class SecondsByCauseEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -703,6 +707,8 @@ class StatusReply(_message.Message):
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_GPUS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
@@ -724,9 +730,11 @@ class StatusReply(_message.Message):
     numbers: _containers.ScalarMap[str, float]
     steps: int
     remaining_s: float
+    epoch: int
+    epochs: int
     evidence: str
     refused_gpus: _containers.RepeatedCompositeFieldContainer[RefusedGpu]
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., drains: _Optional[_Iterable[_Union[PlannedDrain, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ..., evidence: _Optional[str] = ..., refused_gpus: _Optional[_Iterable[_Union[RefusedGpu, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., copies: _Optional[_Union[JobCopies, _Mapping]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., drains: _Optional[_Iterable[_Union[PlannedDrain, _Mapping]]] = ..., seconds_by_cause: _Optional[_Mapping[str, float]] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epochs: _Optional[int] = ..., evidence: _Optional[str] = ..., refused_gpus: _Optional[_Iterable[_Union[RefusedGpu, _Mapping]]] = ...) -> None: ...
 
 class RefusedGpu(_message.Message):
     __slots__ = ("gpu", "host_name", "host_id", "address", "node_id", "device_index", "reason")

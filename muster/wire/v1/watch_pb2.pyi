@@ -46,7 +46,7 @@ class Validity(_message.Message):
     def __init__(self, what: _Optional[str] = ..., not_after: _Optional[float] = ...) -> None: ...
 
 class JobLine(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic", "evidence", "numbers", "steps", "remaining_s")
+    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "worker_min", "missing", "step", "furthest", "samples_per_s", "loss", "learning_rate", "began", "reason", "nccl_traffic", "evidence", "numbers", "steps", "remaining_s", "epoch", "epochs")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,8 @@ class JobLine(_message.Message):
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -92,7 +94,9 @@ class JobLine(_message.Message):
     numbers: _containers.ScalarMap[str, float]
     steps: int
     remaining_s: float
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., evidence: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    epoch: int
+    epochs: int
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., missing: _Optional[int] = ..., step: _Optional[int] = ..., furthest: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., began: _Optional[float] = ..., reason: _Optional[str] = ..., nccl_traffic: _Optional[str] = ..., evidence: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., steps: _Optional[int] = ..., remaining_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("number", "seats", "missing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from muster.communicators.base import Communicator
@@ -78,8 +78,8 @@ class Client:
         pace: decides when a wait for others is too long.
         threads: starts threads.
         times: returns how the time of the steps since its last call was spent, for heartbeats.
-        figures: returns how long the training was blocked by checkpoints, and the script's own numbers, for
-            heartbeats.
+        figures: returns what the training has last reported beside its steps, for heartbeats: values of
+            their fields, by name.
         gpu: returns readings of the worker's GPU since its last call, for heartbeats.
         stacks: returns this process's stacks as text within a limit in bytes; may block for seconds.
 
@@ -100,7 +100,7 @@ class Client:
         pace: Pace | None = None,
         threads: Threads | None = None,
         times: Callable[[], messages.StepTimes | None] = lambda: None,
-        figures: Callable[[], tuple[float, tuple[tuple[str, float], ...]]] = lambda: (0.0, ()),
+        figures: Callable[[], Mapping[str, object]] = dict,
         gpu: Callable[[], messages.GpuReport | None] = lambda: None,
         stacks: Callable[[int], str] = lambda limit_bytes: "",
     ) -> None:
@@ -260,14 +260,12 @@ class Client:
         """Adds the last collective to a heartbeat, or all kept ones if there was no progress."""
         place = (beat.generation, beat.started_step, beat.step)
         moved, self._place_reported = place != self._place_reported, place
-        checkpoints_s, numbers = self._figures()
         return beat.replaced(
             recent=self._collectives.recent(last_only=moved),
             pid=os.getpid(),
             times=self._times(),
             gpu=self._gpu(),
-            checkpoints_s=checkpoints_s,
-            numbers=numbers,
+            **self._figures(),
         )
 
     def _wake_timer(self) -> None:

@@ -30,6 +30,8 @@ class Progress:
         loss: the last reported loss; None if there is none.
         learning_rate: the last reported one; None if there is none.
         steps: the total number of steps; 0 if not known.
+        epoch: the epoch that the training is in, from 1; 0 if not known.
+        epochs: the total number of epochs; 0 if not known.
         numbers: the script's own numbers by name, as last reported; all finite.
     """
 
@@ -38,7 +40,7 @@ class Progress:
         self.samples_per_s = 0.0
         self.loss: float | None = None
         self.learning_rate: float | None = None
-        self.steps = 0
+        self.steps = self.epoch = self.epochs = 0
         self.numbers: dict[str, float] = {}
         self._left_out: set[str] = set()
         self._clock = clock
@@ -54,18 +56,22 @@ class Progress:
         loss: SupportsFloat | None = None,
         samples: int | None = None,
         steps: int | None = None,
+        epoch: int | None = None,
+        epochs: int | None = None,
         learning_rate: SupportsFloat | None = None,
     ) -> bool:
-        """Handles a report; returns whether it is about a step, rather than only a loss or own numbers.
+        """Handles a report; returns whether it is about a step, rather than about what comes beside it.
 
         Raises:
-            TypeError, ValueError: ``step`` or ``steps`` is not a count, or one of ``numbers`` is not a
-                number.
+            TypeError, ValueError: ``step``, ``steps``, ``epoch`` or ``epochs`` is not a count, or one of
+                ``numbers`` is not a number.
         """
-        if numbers:
-            self._take_numbers(numbers)
-            if (step, samples_per_s, loss, samples, steps, learning_rate) == (None,) * 6:
-                return False
+        self._take_numbers(numbers or {})
+        self.epoch = self.epoch if epoch is None else count_of("epoch", epoch)
+        self.epochs = self.epochs if epochs is None else count_of("epochs", epochs)
+        is_beside_steps = (step, samples_per_s, loss, samples, steps, learning_rate) == (None,) * 6
+        if is_beside_steps and (numbers or epoch is not None or epochs is not None):
+            return False
         step = None if step is None else count_of("step", step)
         steps = None if steps is None else count_of("steps", steps)
         if loss is not None:

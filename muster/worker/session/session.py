@@ -136,10 +136,19 @@ class Session:
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             threads=threads,
             times=self._step_clock.take,
-            figures=lambda: (self._step_clock.checkpoints_s, tuple(sorted(self._progress.numbers.items()))),
+            figures=self._figures,
             gpu=self._gpu.take,
             stacks=lambda limit_bytes: self.take_stacks(limit_bytes),
         )
+
+    def _figures(self) -> dict[str, object]:
+        progress = self._progress
+        return {
+            "checkpoints_s": self._step_clock.checkpoints_s,
+            "numbers": tuple(sorted(progress.numbers.items())),
+            "epoch": progress.epoch,
+            "epochs": progress.epochs,
+        }
 
     def _own_stacks(self, limit_bytes: int) -> str:
         from muster.worker.stacks.report import own_report
@@ -332,6 +341,8 @@ class Session:
         loss: SupportsFloat | None = None,
         samples: int | None = None,
         steps: int | None = None,
+        epoch: int | None = None,
+        epochs: int | None = None,
         learning_rate: SupportsFloat | None = None,
         data_s: float = 0.0,
         **numbers: SupportsFloat,
@@ -351,21 +362,32 @@ class Session:
             loss: loss of the last step, as a number. For a tensor on a GPU, this waits for its value.
             samples: number of samples that this worker has trained on in the step.
             steps: the total number of steps.
+            epoch: the epoch that the training is in, counted from 1.
+            epochs: the total number of epochs.
             learning_rate: learning rate of the last step, for the plots of ``muster web`` and ``muster
                 report``.
             data_s: how long the step waited for its data, in seconds, so that a slow loader is reported.
             numbers: your own numbers, such as ``accuracy=0.97``, at most 16. If several ranks report one, its
-                mean is shown. A report with numbers alone does not count as a step. A number that is not
-                finite is no longer shown.
+                mean is shown. A number that is not finite is no longer shown.
+
+        A report of nothing but numbers and an epoch does not count as a step.
 
         Raises:
-            TypeError, ValueError: ``step`` or ``steps`` is not a count, or one of ``numbers`` is not a
-                number.
+            TypeError, ValueError: ``step``, ``steps``, ``epoch`` or ``epochs`` is not a count, or one of
+                ``numbers`` is not a number.
         """
         progress = self._progress
         self._step_clock.note_data(seconds_of("data_s", data_s))
         if progress.take(
-            step, samples_per_s, numbers, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
+            step,
+            samples_per_s,
+            numbers,
+            loss=loss,
+            samples=samples,
+            steps=steps,
+            epoch=epoch,
+            epochs=epochs,
+            learning_rate=learning_rate,
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate, progress.steps)
             self._step_clock.end_step()
@@ -373,6 +395,8 @@ class Session:
             ending.note_progress(
                 step=progress.step,
                 steps=progress.steps,
+                epoch=progress.epoch,
+                epochs=progress.epochs,
                 samples_per_s=round(progress.samples_per_s, 1),
                 loss=progress.loss,
                 learning_rate=progress.learning_rate,

@@ -69,6 +69,18 @@ def test_workers_that_uplinks_carry_form_the_same_group_on_few_connections(tmp_p
     assert report["load_cpu_share_of_one_core"] > 0
 
 
+def test_heartbeats_are_held_in_turns_without_and_with_what_they_carry(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    options = ["--workers", "8", "--heartbeat-s", "1", "--beat-s", "0.1", "--figures", "2"]
+    assert main(["scale", *options, "--limit-s", "60", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [turn["carries_figures"] for turn in report["turns"]] == [False, True] * 2
+    assert min(turn["heartbeats_per_s"] for turn in report["turns"]) > 10  # of 80
+    without, carried = (turn["bytes_per_heartbeat"] for turn in report["turns"][:2])
+    assert carried > without + 100
+    assert report["figures_cost_percent"] > -100.0
+
+
 def test_the_slim_reader_reads_what_the_scheduler_writes() -> None:
     members = [pb.Member(rank=rank, node_id=str(rank)) for rank in range(50)]
     assignment = pb.Assignment(generation=7, rank=3, members=members, unique_id_count=2)

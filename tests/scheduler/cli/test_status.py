@@ -224,18 +224,18 @@ def test_where_the_time_of_a_job_went_and_what_is_planned_is_shown() -> None:
     reply = pb.StatusReply(job_id="job", state="running")
     reply.seconds_by_cause.update({"training": 90.0, "forming": 10.0})
     reply.drains.add(number=1, at_s=1_800_000_000.0, hosts=["gpu-17"], node_ids=["3"], reason="new disks")
-    reply.steps, reply.remaining_s = 1000, 65.0
+    reply.steps, reply.remaining_s, reply.epoch, reply.epochs = 1000, 65.0, 3, 10
     reply.workers.add(node_id="0", rank=0, step=480)
     reply.numbers.update({"loss/val": 1.23456, "accuracy": 0.97})
     out = io.StringIO()
     show(reply, out)
     assert "\naccuracy 0.97, loss/val 1.235\n" in out.getvalue()
     assert as_json(reply)["numbers"] == {"accuracy": 0.97, "loss/val": 1.23456}
-    assert "step 480 of 1,000, about 0:01:05 left at the pace of now\n" in out.getvalue()
-    assert (as_json(reply)["steps"], as_json(reply)["remaining_s"]) == (1000, 65.0)
+    assert "epoch 3 of 10, step 480 of 1,000, about 0:01:05 left at the pace of now\n" in out.getvalue()
+    told = as_json(reply)
+    assert (told["steps"], told["remaining_s"], told["epoch"], told["epochs"]) == (1000, 65.0, 3, 10)
     assert "time: 90 % training, 10 % forming, of " in out.getvalue()
     assert "host gpu-17 and node 3 (new disks)" in out.getvalue()
-    told = as_json(reply)
     assert told["seconds_by_cause"] == {"forming": 10.0, "training": 90.0}
     assert told["drains"] == [
         {"at": 1_800_000_000.0, "node_ids": ["3"], "hosts": ["gpu-17"], "reason": "new disks"}

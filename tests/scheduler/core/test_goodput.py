@@ -120,14 +120,15 @@ def test_the_time_that_is_left_follows_from_the_steps_and_their_pace() -> None:
         job.step(join(session, node_id), 0.0)
     for session in (1, 2):
         job.step(events.BuiltReported(session, 1), 0.0)
-    assert (job.view(0.0).steps, job.view(0.0).remaining_s) == (0, 0.0)
+    view = job.view(0.0)
+    assert (view.steps, view.remaining_s, view.epoch, view.epochs) == (0, 0.0, 0, 0)
     times = messages.StepTimes(steps=10, seconds=(0.75, 0.1, 0.25, 0.0, 0.0, 0.0, 0.0))
     for now in (0.0, 1.0, 2.0, 3.0):
         for session in (1, 2):
             beat = events.Heard(session, 1, 10 * int(now) + session, 40, 0.0).replaced(
-                times=times, steps=1000
+                times=times, steps=1000, epoch=2 + session, epochs=10
             )
             job.step(beat, now)
     view = job.view(4.0)
-    assert view.steps == 1000
+    assert (view.steps, view.epoch, view.epochs) == (1000, 3, 10)  # as far as all members are
     assert view.remaining_s == pytest.approx((1000 - 31) * 0.1)

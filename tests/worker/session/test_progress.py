@@ -44,13 +44,13 @@ def test_a_speed_that_is_none_is_sent_as_nought(speed: float) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 2**63, 10**400])
-@pytest.mark.parametrize("name", ["step", "steps"])
+@pytest.mark.parametrize("name", ["step", "steps", "epoch", "epochs"])
 def test_what_is_no_count_is_refused_to_the_caller(name: str, count: int) -> None:
     """A thread sends it: that would end, and the worker be lost as silent."""
     progress = Progress(Clock())
     arguments: dict[str, int] = {"step": 1, "steps": 2, name: count}
     with pytest.raises(ValueError, match=f"{name} must be from 0 to"):
-        progress.take(arguments["step"], None, steps=arguments["steps"])
+        progress.take(arguments.pop("step"), None, **arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         progress.take(1.5, None)  # type: ignore[arg-type]
     assert progress.step == progress.steps == 0
@@ -65,6 +65,14 @@ def test_numbers_of_the_script_s_own_are_kept_and_alone_are_no_step(caplog: pyte
     assert progress.numbers == {"grad_norm": 2.0}
     with pytest.raises((TypeError, ValueError)):
         progress.take(None, None, numbers={"accuracy": "high"})  # type: ignore[dict-item]
+
+
+def test_the_epoch_is_kept_and_alone_is_no_step() -> None:
+    progress = Progress(Clock())
+    assert not progress.take(None, None, epoch=1, epochs=10)
+    assert progress.take(None, None, loss=1)
+    assert not progress.take(None, None, numbers={"accuracy": 0.5}, epoch=2)
+    assert (progress.step, progress.epoch, progress.epochs) == (1, 2, 10)
 
 
 def test_numbers_that_heartbeats_cannot_carry_are_left_out_with_one_warning(

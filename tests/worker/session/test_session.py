@@ -400,9 +400,11 @@ def test_own_numbers_and_the_time_of_checkpoints_go_with_heartbeats(stage: Stage
     with stage.session.busy("evaluation"):
         pass
     stage.session.report(accuracy=0.5, loss=2)
+    stage.session.report(epoch=3, epochs=10)
     stage.line.say(probe=pb.Probe(round=1))  # a heartbeat goes before its answer
     beat = stage.line.hear("heartbeat")
     assert dict(beat.numbers) == {"accuracy": 0.5} and beat.step == 1
+    assert (beat.epoch, beat.epochs) == (3, 10)
     assert beat.checkpoints_s > 0.0
 
 
