@@ -13,6 +13,8 @@ from muster.parallel.planning.costs import Hardware
 from muster.torch.capture import capture_step
 
 STEPS = 7
+RATE = 2.0**-10
+"""A captured step reads it in float32, which holds it exactly."""
 
 
 class Words(nn.Module):
@@ -134,7 +136,7 @@ def train_deep(
         net, batches[comm.rank], communicator=comm, mode="data_parallel", seed=5, **settings
     )
     del net
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True, capturable=True)
     step = capture_step(model, model, optimizer, capture=capture, clip_norm=0.1)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -157,7 +159,7 @@ def alone_deep(comm: Any, *, layers: int, width: int, samples: int) -> dict[str,
     """The same of one process with the batches of all ranks."""
     net, batches = _deep(layers, width, samples, 0.0, comm.world_size)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
+    optimizer = torch.optim.AdamW(net.parameters(), RATE, fused=True)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
