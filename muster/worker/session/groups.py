@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Sequence
 
 from muster.communicators.base import Communicator
+from muster.communicators.membership import Membership, Peer
 from muster.errors import GroupError, WorkerError
+from muster.wire import messages
+from muster.worker.session import events
 
 WORLD = "world"
 WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group")
@@ -124,6 +127,33 @@ class Groups:
             known = ", ".join((WORLD, *self._groups))
             raise GroupError(f"There is no group {name!r}; there are: {known}.")
         return group
+
+
+def world_membership(build: events.Build, job_id: str, ordinal: int) -> Membership:
+    """All members of a generation, as a backend takes them.
+
+    Args:
+        build: the generation, and its unique ids.
+        job_id: of the job.
+        ordinal: CUDA's number of this worker's GPU in this process; -1 on a CPU.
+    """
+    place = build.assignment
+    peers = tuple(_peer(each, ordinal if each.rank == place.rank else None) for each in place.members)
+    return Membership(job_id, place.generation, WORLD, place.rank, peers, build.unique_ids)
+
+
+def _peer(member: messages.Member, ordinal: int | None) -> Peer:
+    return Peer(
+        rank=member.rank,
+        node_id=member.node_id,
+        incarnation=member.incarnation,
+        host_id=member.host.id,
+        host_name=member.host.name,
+        data_address=member.data_address,
+        # Other workers' GPUs are named by their place on their host; this process counts only those that it
+        # sees.
+        device_index=member.device.index if ordinal is None else ordinal,
+    )
 
 
 def _checked_ranks(name: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

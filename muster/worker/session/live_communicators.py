@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from muster.communicators.base import Communicator
+from muster.errors import CommunicatorError, NotInitializedError
+
+log = logging.getLogger("muster.worker")
 
 
 class LiveCommunicators:
@@ -77,3 +81,23 @@ class LiveCommunicators:
             aborting = self._aborting
         if aborting is not None:
             aborting.join()
+
+
+def abandon(communicator: Communicator) -> None:
+    """Ends a communicator that others may still use; they notice it as an error."""
+    communicator.abort(NotInitializedError("The session was released."))
+    close_quietly(communicator)
+
+
+def finish(communicator: Communicator) -> None:
+    """Ends a communicator that is not used any more."""
+    communicator.finished = True
+    close_quietly(communicator)
+
+
+def close_quietly(communicator: Communicator) -> None:
+    """Closes a communicator; an error is a line of the debug log."""
+    try:
+        communicator.close()
+    except CommunicatorError as error:
+        log.debug("closing a communicator: %s", error)

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from muster.communicators.base import Backend, Communicator, TellsOfLinks
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
-from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.encryption import NcclProtection
 from muster.errors import (
-    CommunicatorError,
     GpuFailedError,
     MembershipChanged,
     NotInitializedError,
@@ -37,9 +35,10 @@ from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line
 from muster.worker.session.devices import describe_devices
 from muster.worker.session.failures import exit_code_of, is_consequence, is_good_exit, reason_of
-from muster.worker.session.groups import WORLD, Groups
+from muster.worker.session.groups import Groups, world_membership
 from muster.worker.session.incarnation_number import new_incarnation
 from muster.worker.session.leave import LoneLeave
+from muster.worker.session.live_communicators import abandon, close_quietly, finish
 from muster.worker.session.own_gpu import OwnGpu
 from muster.worker.session.progress import Progress, count_of, seconds_of
 from muster.worker.session.step_clock import StepClock
@@ -594,7 +593,7 @@ class Session:
 
     def _leave_generation(self) -> None:
         self._groups.leave()
-        self._client.communicators.end(_close)
+        self._client.communicators.end(close_quietly)
 
     def _enter(self) -> None:
         while True:
@@ -672,14 +671,7 @@ class Session:
 
     def _connect_backend(self, build: events.Build, ordinal: int) -> Communicator:
         place = build.assignment
-        membership = Membership(
-            job_id=self.settings.job_id,
-            generation=place.generation,
-            group=WORLD,
-            rank=place.rank,
-            peers=tuple(_peer(each, ordinal if each.rank == place.rank else None) for each in place.members),
-            unique_ids=build.unique_ids,
-        )
+        membership = world_membership(build, self.settings.job_id, ordinal)
         timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
         if place.state_source_rank >= 0:
             # A survivor may be busy outside collectives for any length of time. The scheduler reports whom
@@ -761,7 +753,7 @@ class Session:
     def _depart(self, finished: bool, reason: str) -> None:
         if finished:
             self._groups.leave()
-            self._client.communicators.end(_finish)
+            self._client.communicators.end(finish)
         self._client.leave(
             finished=finished,
             reason=reason,
@@ -772,7 +764,7 @@ class Session:
         self._client.close()
         if not finished:
             self._groups.leave()
-            self._client.communicators.end(_abandon)
+            self._client.communicators.end(abandon)
         self.backend.close()
         self._gpu.close()
         if self._answering is not None:
@@ -791,34 +783,3 @@ class Session:
 
 def _jitter() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2**32
-
-
-def _abandon(communicator: Communicator) -> None:
-    communicator.abort(NotInitializedError("The session was released."))
-    _close(communicator)
-
-
-def _finish(communicator: Communicator) -> None:
-    communicator.finished = True
-    _close(communicator)
-
-
-def _close(communicator: Communicator) -> None:
-    try:
-        communicator.close()
-    except CommunicatorError as error:
-        log.debug("closing a communicator: %s", error)
-
-
-def _peer(member: messages.Member, ordinal: int | None) -> Peer:
-    return Peer(
-        rank=member.rank,
-        node_id=member.node_id,
-        incarnation=member.incarnation,
-        host_id=member.host.id,
-        host_name=member.host.name,
-        data_address=member.data_address,
-        # Other workers' GPUs are named by their place on their host; this process counts only those that it
-        # sees.
-        device_index=member.device.index if ordinal is None else ordinal,
-    )
