@@ -329,7 +329,8 @@ def _watch_fsdp(waits: ProgramWaits) -> None:
 def _beside(waits: ProgramWaits, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.device.type != "cuda":
+        device = getattr(self, "device", None)
+        if torch.compiler.is_compiling() or getattr(device, "type", None) != "cuda":
             return method(self, *args, **kwargs)
         with waits.beside(torch.cuda.current_stream()):
             return method(self, *args, **kwargs)

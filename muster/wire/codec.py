@@ -315,6 +315,8 @@ def _gpu_report(field: str, body: pb.GpuReport) -> messages.GpuReport:
 _NOTHING_TOLD: dict[str, Any] = dict.fromkeys(messages.GpuReport._fields) | {"reasons": (), "xids": ()}
 _REASONS = rules.each(rules.label(MAX_REASON), "reason", 0, MAX_REASONS)
 _XIDS = rules.each(rules.as_is, "Xid", 0, MAX_XIDS)
+_NUMBER_COUNT = rules.whole(0, messages.MAX_NUMBERS)
+_NUMBER_NAME = rules.name(messages.MAX_NUMBER_NAME)
 
 
 def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
@@ -341,12 +343,14 @@ def _numbers(field: str, body: Mapping[str, float]) -> tuple[tuple[str, float], 
     """Reads the script's own numbers, in order of their names."""
     if not body:
         return ()
-    rules.whole(0, messages.MAX_NUMBERS)(f"count of {field}", len(body))
-    for number_name, value in body.items():
-        rules.name(messages.MAX_NUMBER_NAME)(f"name in {field}", number_name)
+    found = sorted(body.items())
+    _NUMBER_COUNT(f"count of {field}", len(found))
+    what = f"name in {field}"
+    for number_name, value in found:
+        _NUMBER_NAME(what, number_name)
         if not math.isfinite(value):
             raise WireError(f"{field} must be finite; {number_name} is {value}.")
-    return tuple(sorted(body.items()))
+    return tuple(found)
 
 
 def _first_loss(_: str, body: pb.FirstLoss) -> messages.FirstLoss | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 KIND, SLOW = sys.argv[1], int(sys.argv[2])
 DEVICE = torch.device("cuda", int(os.environ["DEVICE_ID"]))  # which several workers may share
-STEPS, STEP_S, SLOW_S = (150 if SLOW >= 0 else 600), 0.02, 0.08
+STEPS, STEP_S, SLOW_S = 200, 0.05, 0.1
 CYCLES_PER_S = 1.5e9
 
 

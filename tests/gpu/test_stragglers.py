@@ -61,14 +61,14 @@ print("captured:", step.captured)
 """
 
 
-def launched(directory: Path, *command: str, **env: str) -> tuple[str, list[tuple[str, str]]]:
+def launched(directory: Path, *command: str) -> tuple[str, list[tuple[str, str]]]:
     """Runs two ranks; returns what they have printed, and which ranks were named, and why."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ("-n", "2", "--scheduler", "--tail", "all", *launch_options())
     done = subprocess.run(
         [sys.executable, "-m", "muster", "run", *options, "--", sys.executable, *command],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": path, "MS_ALLOW_INSECURE": "1", **env},
+        env={**os.environ, "PYTHONPATH": path, "MS_ALLOW_INSECURE": "1"},
         capture_output=True,
         text=True,
         timeout=200,

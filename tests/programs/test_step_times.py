@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -254,7 +255,9 @@ def played_gpu(_rank: int) -> dict[str, Any]:
         setattr(torch.cuda, name, value)
     PlayedStream.current = COMPUTES
     dist.all_reduce = c10d.all_reduce = all_reduce
-    importlib.import_module("torch.distributed.fsdp")
+    for name in FSDP_MODULES:  # by torch's version there is one
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     sharding: Any = next(sys.modules[name] for name in FSDP_MODULES if name in sys.modules)
     sharding.FSDPParamGroup = ShardedGroup
     ours, theirs = socket.socketpair()

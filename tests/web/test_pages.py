@@ -20,6 +20,7 @@ from muster.web.logs import Log, logs_of, tail
 from muster.web.model import Followed
 from muster.web.pages import CARDS_AT_MOST, JobPage, JobsPage, cell_id
 from muster.web.past import command_of
+from muster.web.report import ASSETS
 from muster.wire.launches import RunRecord
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
@@ -367,6 +368,20 @@ def test_the_page_shows_where_the_time_went_and_the_script_s_own_numbers() -> No
     assert "<dt>epoch</dt><dd>3 of 10</dd>" in whole
     assert "3 of 1,000</dd>" in whole and "<dt>left, at this pace</dt><dd>1 min 5 s</dd>" in whole
     assert "<figcaption>&lt;accuracy&gt; <b>0.97</b>" in whole
+
+
+def test_events_and_workers_are_never_red() -> None:
+    """Nor are certificates that end soon: the job trains on."""
+    style = (ASSETS / "style.css").read_text()
+    red = [line.partition(" {")[0].strip() for line in style.splitlines() if "var(--bad)" in line]
+    assert red == [
+        ".link.off",
+        ".state.s-suspended",
+        ".notice.bad",
+        ".c-suspended",
+        ".error",
+        ".button.danger",
+    ]
 
 
 def test_red_is_for_a_job_in_trouble_alone() -> None:

@@ -111,7 +111,7 @@ def _program(options: argparse.Namespace, kind: str) -> Iterator[Connection]:
             try:
                 with _accepted(listener, job) as program:
                     yield program
-            except (EOFError, TimeoutError):
+            except (EOFError, OSError):
                 raise RuntimeError(
                     f"The program of MS_STEP_TIMES={KINDS[kind]} has ended, or does not start:\n"
                     + log.read_text()[-2000:]
