@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from muster.scheduler.core import events, records
+from muster.scheduler.core.drains import MOST_PLANS
 from muster.scheduler.core.machine import Machine
 from muster.wire import messages
 from tests.scheduler.core.scenes import SETTINGS, history, join, running
@@ -151,6 +152,13 @@ def test_spares_take_the_places_and_too_few_suspend_the_job() -> None:
         " state saved by one of them, until 2 workers more come."
     )
     assert job.weigh_drain(("7",), ()) == "None of node 7 is here now."
+
+
+def test_only_so_many_drains_are_planned_at_a_time() -> None:
+    job, _ = two_hosts()
+    said = [job.step(asked("right", at_s=3600.0 + n), 10.0).reason for n in range(MOST_PLANS + 1)]
+    assert len(job.view(10.0).drains) == MOST_PLANS
+    assert said[-1] == f"{MOST_PLANS} drains are planned already; cancel one."
 
 
 def test_a_job_that_has_ended_takes_no_drain() -> None:

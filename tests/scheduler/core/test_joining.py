@@ -42,6 +42,25 @@ def reasons(*events: events.Joined) -> str:
     return " ".join(job.step(event, 0.0).reason for event in events)
 
 
+def test_a_worker_without_a_node_id_is_refused() -> None:
+    assert reasons(join(1, "")) == "The node id is empty; set MS_NODE_ID."
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        (7, "this scheduler knows no generation after 1: it was started without the journal of the job"),
+        (1, "this process has no place in the job, which is in generation 1"),
+    ],
+)
+def test_who_holds_a_place_that_nobody_knows_is_refused_with_the_reason(generation: int, said: str) -> None:
+    job = Machine("red", SETTINGS)
+    history(job, join(1, "a"), join(2, "b"))
+    back = join(3, "c").replaced(held_generation=generation, held_rank=3, built=True)
+    (refused,) = (each for _, each in job.step(back, 0.0).messages if isinstance(each, messages.Refused))
+    assert f"says it holds rank 3 of generation {generation}, but {said}" in refused.sentence
+
+
 def with_facts(event: events.Joined, model: str = "", **facts: str) -> events.Joined:
     device = event.candidate.device.replaced(model=model)
     pairs = tuple(sorted((key.replace("soft_", "~"), value) for key, value in facts.items()))

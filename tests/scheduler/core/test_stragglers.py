@@ -17,8 +17,10 @@ from muster.scheduler.core.stragglers import (
     DATA,
     LINK,
     ONE_OFF,
+    Holdup,
     Seat,
     StragglerWatch,
+    in_words,
 )
 from muster.wire import messages
 from tests.scheduler.core.scenes import ELASTIC, history, join
@@ -232,6 +234,26 @@ def beaten(job: Machine, sessions: dict[int, float], since: int, until: int) -> 
             )
             said.append(job.step(beat, float(second)).reason)
     return [reason for reason in said if reason]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (COMPUTING, "rank 1 holds the others up: it computes 1.5 s a step longer than they do"),
+        (DATA, "rank 1 holds the others up: it waits for data 1.5 s a step longer than they do"),
+        (LINK, "The link from rank 1 to rank 2 holds all up: data wait 1.5 s a step to leave on it"),
+        (ONE_OFF, "rank 1 took 1.5 s for a single step, 7 s ago."),
+    ],
+)
+def test_each_kind_has_its_sentence(kind: str, words: str) -> None:
+    found = Holdup("b", kind, excess_s=1.5, slowdown=2.0)
+    assert in_words(found, "rank 1", "rank 2", 7.0).startswith(words)
+
+
+def test_the_report_of_a_worker_without_a_seat_counts_as_nothing() -> None:
+    watch = StragglerWatch({"a": Seat(0, "left"), "b": Seat(1, "left")})
+    assert not watch.hear("spare", messages.StepTimes(1, (0.1,) * 6), 1.0)
+    assert watch.data_s(1.0) == 0.0 and watch.step_s() is None
 
 
 def two_and_a_spare(policy: events.DrainPolicy | None) -> Machine:

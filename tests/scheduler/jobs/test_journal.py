@@ -326,6 +326,7 @@ def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path) -> None:
         Journal(tmp_path)
 
 
+DRAIN = {"number": 1, "at_s": 2.0, "node_ids": [], "hosts": [], "reason": ""}
 BAD_RECORDS: list[tuple[object, str]] = [
     (["GroupEstablished"], "pair"),
     (["Nonsense", {}], "unknown type"),
@@ -334,6 +335,8 @@ BAD_RECORDS: list[tuple[object, str]] = [
     (["GroupEstablished", {"generation": "1"}], "GroupEstablished.generation must be of type"),
     (["GroupEstablished", {"generation": True}], "not bool"),
     (["Admitted", {"candidate": encode_record(RECORDS[1])}], "Admitted.candidate must have"),
+    (["DrainPlanned", {**DRAIN, "node_ids": "1"}], "DrainPlanned.node_ids must be a list, not str"),
+    (["DrainPlanned", {**DRAIN, "node_ids": ["1", 2]}], r"DrainPlanned.node_ids\[1\] must be of type"),
 ]
 
 
