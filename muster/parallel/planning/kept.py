@@ -114,11 +114,15 @@ def casts_weight(graph: Graph, node: Node, position: int) -> bool:
     )
 
 
-def casts_again(graph: Graph) -> dict[str, float]:
-    """By parameter, the bytes of its cast that its readers count as kept, for each byte of the parameter."""
+def casts_again(graph: Graph, layers: Sequence[Layer] = ()) -> dict[str, float]:
+    """By parameter, the bytes of its cast that its readers count as kept, for each byte of the parameter.
+
+    Readers in layers that are computed again count none.
+    """
     found: dict[str, float] = {}
-    for node in graph.nodes:
-        for position, value in enumerate(node.inputs if node.kind == "call" else ()):
+    inside = {index for layer in layers for index in layer.indices}
+    for index, node in enumerate(graph.nodes):
+        for position, value in enumerate(node.inputs if node.kind == "call" and index not in inside else ()):
             if casts_weight(graph, node, position):
                 width = cast_width(graph, node, position)
                 found[graph.source(value).name] = width / graph.values[value].itemsize

@@ -165,7 +165,8 @@ def find_plan(
     if not given:
         raise SettingsError(_indivisible(graph, world, dataset))
     others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
-    best, skipped = _best_of(graph, given, machine, pins, others, limit, search)
+    batch = {} if baseline is None else _batch_pins(graph, world, baseline[1])
+    best, skipped = _best_of(graph, given, machine, pins, others, batch, limit, search)
     assert best.solution is not None
     is_free = not pins and not asked and mesh in (None, (world,))
     if baseline is not None and is_free and search == "exact":
@@ -210,6 +211,7 @@ def _best_of(
     machine: Hardware,
     pins: Mapping[str, Mapping[str, int]],
     others: Mapping[str, Pin],
+    batch: Mapping[str, Pin],
     limit: float,
     search: str,
 ) -> tuple[Searched, list[str]]:
@@ -223,6 +225,7 @@ def _best_of(
         machine: likewise.
         pins: what users fixed.
         others: what the operators are held to that users did not fix.
+        batch: what they are held to where they compute their part of the batch.
         limit: bytes of memory of a rank.
         search: likewise.
 
@@ -235,7 +238,7 @@ def _best_of(
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
-            found = best_on(graph, mesh, machine, options, fixed, limit)
+            found = best_on(graph, mesh, machine, options, fixed, limit, batch)
             if search == "propagation" and found.solution is not None:
                 found = replace(found, solution=_propagated(found, fixed, limit, found.solution))
         except KeyError as error:

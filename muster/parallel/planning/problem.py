@@ -159,7 +159,13 @@ class Problem:
 
 
 def build(
-    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin] | None = None
+    graph: Graph,
+    mesh: Mesh,
+    machine: Hardware,
+    options: Options,
+    pins: Mapping[str, Pin] | None = None,
+    *,
+    limit: float = math.inf,
 ) -> Problem:
     """States and edges of a graph on a mesh.
 
@@ -169,6 +175,7 @@ def build(
         machine: what things cost.
         options: see there.
         pins: by node, which states may be chosen.
+        limit: bytes of a rank: an operator whose results alone are more is left out, if it has other states.
 
     Raises:
         KeyError: a pinned node has no such state on this mesh.
@@ -177,16 +184,20 @@ def build(
     inputs, outputs = iter(options.inputs), iter(options.outputs)
     layers = [layer for layer in layers_of(graph) if layer.name in options.recomputed]
     twice = {index for layer in layers for index in layer.indices}
-    used, kept, casts = _dims_used(graph), kept_parts(graph, layers), casts_again(graph)
+    used, kept, casts = _dims_used(graph), kept_parts(graph, layers), casts_again(graph, layers)
     alike: dict[str, list[State]] = {}  # layers come again and again
     for index, node in enumerate(graph.nodes):
         if node.kind == "input":
             layout = next(inputs)
             states = [State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, 0.0)]
         elif node.kind in ("parameter", "buffer"):
-            states = _holdings(
-                problem, node, options, used.get(node.outputs[0], set()), casts.get(node.name, 0.0)
-            )
+            value, dims = graph.values[node.outputs[0]], used.get(node.outputs[0], set())
+            cast = casts.get(node.name, 0.0)
+            of_value = (value.shape, value.itemsize, value.needs_grad, node.layerwise)
+            memo = f"{node.kind} {of_value} {sorted(dims)} {cast}"
+            if memo not in alike:
+                alike[memo] = _holdings(problem, node, options, dims, cast)
+            states = alike[memo]
         elif node.kind == "output":
             wanted = tuple(next(outputs) for _ in node.inputs)
             states = [State("output", (), wanted, wanted, (), (), 0.0, 0.0)]
@@ -202,6 +213,7 @@ def build(
                 alike[memo] = ways_of(
                     problem, times, node, modes, options, kept[index], recomputed=index in twice
                 )
+                alike[memo] = _within(graph, node, alike[memo], mesh, limit)
             states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
@@ -210,6 +222,16 @@ def build(
         problem.states.append(states)
     _connect(problem)
     return problem
+
+
+def _within(graph: Graph, node: Node, states: Sequence[State], mesh: Mesh, limit: float) -> list[State]:
+    """The states whose results fit into memory; all, if none do."""
+
+    def nbytes(state: State) -> float:
+        made = zip(node.outputs, state.outs, strict=True)
+        return sum(graph.values[value].nbytes / parts(layout, mesh) for value, layout in made)
+
+    return [state for state in states if nbytes(state) <= limit] or list(states)
 
 
 def _dims_used(graph: Graph) -> dict[int, set[int]]:
@@ -363,6 +385,7 @@ def _connect(problem: Problem) -> None:
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     seconds: dict[tuple[object, ...], float] = {}
     matrices: dict[tuple[object, ...], Matrix] = {}
+    known: dict[tuple[object, ...], Matrix] = {}  # by which states these are, for layers that come again
 
     def move(source: Placements, target: Placements, shape: tuple[int, ...], nbytes: int) -> float:
         if source == target:
@@ -379,9 +402,14 @@ def _connect(problem: Problem) -> None:
             producer = value.node
             place = graph.nodes[producer].outputs.index(index)
             fixed = graph.nodes[producer].mutated
+            grad = graph.edge_needs_grad(node, position)
+            sources, targets = problem.states[producer], problem.states[consumer]
+            same = (id(sources), place, id(targets), position, value.shape, value.itemsize, grad, fixed)
+            if same in known:
+                problem.edges.append((producer, consumer, known[same]))
+                continue
             before = tuple((s.outs[place], s.out_grads[place]) for s in problem.states[producer])
             after = tuple((s.ins[position], s.in_grads[position]) for s in problem.states[consumer])
-            grad = graph.edge_needs_grad(node, position)
             runs = 1 + problem.states[consumer][0].recomputed
             memo = (before, after, value.shape, value.itemsize, grad, value.floating, fixed, runs)
             if memo not in matrices:
@@ -398,6 +426,7 @@ def _connect(problem: Problem) -> None:
                 index_a = {pair: i for i, pair in enumerate(rows)}
                 index_b = {pair: j for j, pair in enumerate(columns)}
                 matrices[memo] = small[np.ix_([index_a[p] for p in before], [index_b[p] for p in after])]
+            known[same] = matrices[memo]
             problem.edges.append((producer, consumer, matrices[memo]))
 
 

@@ -240,6 +240,7 @@ class Eliminator:
 
     A node goes with all tables that mention it: they are added up, and replaced by the minimum over its
     states as a table of its neighbours. The order is found once, by the size of the table that a node needs.
+    Layers that come again have the same tables, from which the same comes: that is worked out once.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -256,6 +257,8 @@ class Eliminator:
             pair, table = ((u, v), matrix) if u < v else ((v, u), matrix.T)
             self._edges[pair] = self._edges[pair] + table if pair in self._edges else table
         self.order = self._plan()
+        alike = _Alike()
+        self._alike = {pair: alike.number(table) for pair, table in self._edges.items()}
 
     def _plan(self) -> list[tuple[int, tuple[int, ...]]]:
         near: list[set[int]] = [set() for _ in self.sizes]
@@ -287,32 +290,57 @@ class Eliminator:
 
     def best(self, price: float = 0.0, weights: Sequence[Matrix] | None = None) -> list[int]:
         """The choice with the least seconds plus ``price`` times the weights of states."""
-        tables: list[list[tuple[tuple[int, ...], Matrix]]] = [[] for _ in self.sizes]
+        tables: list[list[tuple[tuple[int, ...], Matrix, object]]] = [[] for _ in self.sizes]
         rank = {node: place for place, (node, _) in enumerate(self.order)}
+        alike, known = _Alike(), dict[object, tuple[Matrix, Matrix]]()
 
-        def put(scope: tuple[int, ...], table: Matrix) -> None:
-            tables[min(scope, key=lambda node: rank[node])].append((scope, table))
+        def put(scope: tuple[int, ...], table: Matrix, key: object) -> None:
+            tables[min(scope, key=lambda node: rank[node])].append((scope, table, key))
 
         for pair, matrix in self._edges.items():
-            put(pair, matrix)
+            put(pair, matrix, self._alike[pair])
         chosen: list[tuple[int, tuple[int, ...], Matrix]] = []
         for node, scope in self.order:
             axes = (node, *scope)
             own = self._seconds[node] + self._fixed.get(node, 0.0)
             if weights is not None:
                 own = own + price * weights[node]
-            total = own.reshape(len(own), *(1,) * len(scope))
-            for names, table in tables[node]:
-                total = total + _aligned(names, table, axes)
+            sizes = tuple(self.sizes[each] for each in axes)
+            parts = tuple((key, tuple(map(axes.index, names))) for names, _, key in tables[node])
+            key = alike.number_of((alike.number(own), sizes, parts))
+            if key not in known:
+                total = own.reshape(len(own), *(1,) * len(scope))
+                for names, table, _ in tables[node]:
+                    total = total + _aligned(names, table, axes)
+                total = np.broadcast_to(total, sizes)
+                known[key] = total.argmin(0), total.min(0)
             tables[node] = []
-            total = np.broadcast_to(total, tuple(self.sizes[each] for each in axes))
-            chosen.append((node, scope, total.argmin(0)))
+            pick, least = known[key]
+            chosen.append((node, scope, pick))
             if scope:
-                put(scope, total.min(0))
+                put(scope, least, ("made", key))
         choice = [0] * len(self.sizes)
         for node, scope, pick in reversed(chosen):
             choice[node] = int(pick[tuple(choice[other] for other in scope)])
         return choice
+
+
+class _Alike:
+    """Numbers what is equal alike."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._of: dict[int, tuple[Matrix, int]] = {}  # by address; held, so that no other takes it
+
+    def number_of(self, key: object) -> int:
+        """The number of something that can be a key."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def number(self, table: Matrix) -> int:
+        """The number of a table, by its contents."""
+        if id(table) not in self._of:
+            self._of[id(table)] = table, self.number_of((table.shape, table.tobytes()))
+        return self._of[id(table)][1]
 
 
 def _aligned(names: Sequence[int], table: Matrix, axes: Sequence[int]) -> Matrix:

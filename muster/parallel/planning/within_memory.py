@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from muster.parallel.planning.problem import ALWAYS, Options, Pin, Problem, Stat
 from muster.parallel.planning.recomputed import Layer
 from muster.parallel.planning.search import Eliminator, Solution, solve
 
+_NOTHING: Mapping[str, Pin] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Searched:
@@ -23,11 +26,13 @@ class Searched:
         options: with the layers that are computed again.
         problem: what was searched with them.
         solution: the best choice; None: none fits.
+        batch: what operators were held to beside what users fixed.
     """
 
     options: Options
     problem: Problem
     solution: Solution | None
+    batch: Mapping[str, Pin]
 
     @property
     def states(self) -> list[State]:
@@ -41,13 +46,20 @@ class Searched:
 
 
 def best_on(
-    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin], limit: float
+    graph: Graph,
+    mesh: Mesh,
+    machine: Hardware,
+    options: Options,
+    pins: Mapping[str, Pin],
+    limit: float,
+    batch: Mapping[str, Pin],
 ) -> Searched:
     """The best choice on a mesh within a limit of memory.
 
     What is whole for moments only, and what is computed again, is in no sum that prices could see. So
     parameters in shares are a search of their own, and layers that are computed again another two: with all
-    of them first; then as few are as fit, those first that free the most for their time.
+    of them first; then as few are as fit, those first that free the most for their time. Where prices lead to
+    what does not fit, data parallelism may yet, with parameters in shares: so that is tried by itself.
 
     Args:
         graph: with fan-out nodes.
@@ -56,6 +68,7 @@ def best_on(
         options: of the mesh.
         pins: by node, which states may be chosen.
         limit: bytes of a rank.
+        batch: by node, the states in which it computes its part of the batch.
 
     Returns:
         The fastest; if none fits, what needs the least memory of what was searched.
@@ -64,34 +77,35 @@ def best_on(
         KeyError: a pinned node has no such state on this mesh.
         TooWide: the graph is too connected for the search.
     """
+    search = _Search(graph, mesh, machine, pins, limit)
     found: list[Searched] = []
-    kept: dict[bool | str, Problem] = {}
-    for each in _holdings(options) if options.checkpoint_activations != ALWAYS else ():
-        problem = build(graph, mesh, machine, each, pins)
-        kept[each.shard_parameters] = problem
-        solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
-        found.append(Searched(each, problem, solution))
-        if solution is not None and solution.seconds <= solution.bound_s:
-            return found[-1]  # memory binds nothing
-    bounds = [each.solution.bound_s for each in found if each.solution is not None]
-    layers = worth_recomputing(graph) if options.checkpoint_activations else []
-    if layers and kept:
-        free = kept[found[0].options.shard_parameters]
-        bounds.append(free.seconds(Eliminator(free).best()))  # of some layers nothing better is known
-    for each in _holdings(options) if layers else ():
-        every = replace(each, recomputed=tuple(layer.name for layer in layers))
-        problem = build(graph, mesh, machine, every, pins)
-        solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
-        searched = Searched(every, problem, solution)
-        if solution is not None and kept:
-            searched = _fewer(searched, kept[each.shard_parameters], layers, machine, pins, limit)
-        elif solution is not None:
+    bounds: list[float] = []
+    always = options.checkpoint_activations == ALWAYS
+    for each in () if always else _holdings(options):
+        found.append(search.searched(each))
+        solution = found[-1].solution
+        if solution is not None:
+            if solution.seconds <= solution.bound_s:
+                return found[-1]  # memory binds nothing
             bounds.append(solution.bound_s)
-        found.append(searched)
+    layers = worth_recomputing(graph) if options.checkpoint_activations else []
+    names = tuple(layer.name for layer in layers)
+    if layers and found:
+        free = found[0].problem  # of some layers nothing better is known
+        bounds.append(free.seconds(Eliminator(free).best()))
+    for number, each in enumerate(_holdings(options)):
+        wanted = replace(each, recomputed=names)
+        every = search.searched(wanted) if names or always else found[number]
+        if always and every.solution is not None:
+            bounds.append(every.solution.bound_s)
+        if every.solution is None and batch:
+            with contextlib.suppress(KeyError):  # users fixed something else
+                every = search.searched(wanted, batch)
+        found.append(every if always else search.fewer(every, layers))
     best = min(reversed(found), key=lambda each: each.seconds)  # of none that fits the last
     if best.solution is None:
         return best
-    bound = min(best.solution.seconds, *bounds)
+    bound = min([best.solution.seconds, *bounds])
     return replace(best, solution=replace(best.solution, bound_s=bound))
 
 
@@ -103,48 +117,61 @@ def _holdings(options: Options) -> Iterator[Options]:
         yield options
 
 
-def _fewer(
-    every: Searched,
-    kept: Problem,
-    layers: Sequence[Layer],
-    machine: Hardware,
-    pins: Mapping[str, Pin],
-    limit: float,
-) -> Searched:
-    """The same choice with as few layers computed again as fit.
+class _Search:
+    """What all searches on a mesh share."""
 
-    Args:
-        every: all are.
-        kept: the same problem where none is.
-        layers: all.
-        machine: as for :func:`best_on`.
-        pins: likewise.
-        limit: likewise.
-    """
-    assert every.solution is not None
-    choice, graph, mesh = every.solution.choice, kept.graph, kept.mesh
-    worth = _worth(every.problem, kept, layers, choice)
-    order = sorted(layers, key=lambda layer: (-worth[layer.name], layer.first))
+    def __init__(
+        self, graph: Graph, mesh: Mesh, machine: Hardware, pins: Mapping[str, Pin], limit: float
+    ) -> None:
+        self.graph, self.mesh, self.machine, self.pins, self.limit = graph, mesh, machine, pins, limit
+        self._problems: dict[object, Problem] = {}
 
-    def fits(count: int) -> bool:
-        again = {index for layer in order[:count] for index in layer.indices}
-        states = [
-            (every.problem if index in again else kept).states[index][number]
-            for index, number in enumerate(choice)
-        ]
-        memory = step_memory(graph, states, mesh, optimizer_states=every.options.optimizer_states)
-        return memory.peak <= limit
+    def problem(self, options: Options, batch: Mapping[str, Pin]) -> Problem:
+        """The problem of some options."""
+        key = options, bool(batch)
+        if key not in self._problems:
+            pins = {**batch, **self.pins}
+            self._problems[key] = build(self.graph, self.mesh, self.machine, options, pins, limit=self.limit)
+        return self._problems[key]
 
-    few, many = 0, len(order)
-    while few < many:
-        middle = (few + many) // 2
-        few, many = (few, middle) if fits(middle) else (middle + 1, many)
-    chosen = {layer.name for layer in order[:many]}
-    options = replace(every.options, recomputed=tuple(each.name for each in layers if each.name in chosen))
-    problem = build(graph, mesh, machine, options, pins)
-    nbytes = peak_of(problem, options.optimizer_states)(choice)
-    seconds = problem.seconds(choice)
-    return Searched(options, problem, Solution(choice, seconds, nbytes, seconds))
+    def searched(self, options: Options, batch: Mapping[str, Pin] = _NOTHING) -> Searched:
+        """What is found with some options."""
+        problem = self.problem(options, batch)
+        solution = solve(problem, self.limit, peak_of(problem, options.optimizer_states))
+        return Searched(options, problem, solution, batch)
+
+    def fewer(self, every: Searched, layers: Sequence[Layer]) -> Searched:
+        """The same choice with as few layers computed again as fit.
+
+        Args:
+            every: all are.
+            layers: all.
+        """
+        if every.solution is None:
+            return every
+        kept = self.problem(replace(every.options, recomputed=()), every.batch)
+        choice = every.solution.choice
+        worth = _worth(every.problem, kept, layers, choice)
+        order = sorted(layers, key=lambda layer: (-worth[layer.name], layer.first))
+        few, many = 0, len(order)
+        while few < many:
+            middle = (few + many) // 2
+            again = {index for layer in order[:middle] for index in layer.indices}
+            states = [
+                (every.problem if index in again else kept).states[index][number]
+                for index, number in enumerate(choice)
+            ]
+            memory = step_memory(
+                self.graph, states, self.mesh, optimizer_states=every.options.optimizer_states
+            )
+            few, many = (few, middle) if memory.peak <= self.limit else (middle + 1, many)
+        chosen = {layer.name for layer in order[:many]}
+        names = tuple(each.name for each in layers if each.name in chosen)
+        options = replace(every.options, recomputed=names)
+        problem = self.problem(options, every.batch)
+        nbytes = peak_of(problem, options.optimizer_states)(choice)
+        seconds = problem.seconds(choice)
+        return Searched(options, problem, Solution(choice, seconds, nbytes, seconds), every.batch)
 
 
 def _worth(every: Problem, kept: Problem, layers: Sequence[Layer], choice: Sequence[int]) -> dict[str, float]:
