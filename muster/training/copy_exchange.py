@@ -313,13 +313,18 @@ class Keeper:
 
         def receive_lane(lane: int) -> None:
             under_way: collections.deque[tuple[int, Message]] = collections.deque()
-            for number in (*range(lane, len(parts), lanes), -1):
-                if number >= 0:
-                    under_way.append((number, self._receive(parts[number], tag, lane)))
-                while len(under_way) > 1 or (number < 0 and under_way):
-                    arrived, message = under_way.popleft()
-                    _wait(message)
-                    found[arrived] = copy.checksum(arrived)
+
+            def finish_oldest() -> None:
+                number, message = under_way.popleft()
+                _wait(message)
+                found[number] = copy.checksum(number)
+
+            for number in range(lane, len(parts), lanes):
+                under_way.append((number, self._receive(parts[number], tag, lane)))
+                if len(under_way) > 1:
+                    finish_oldest()
+            while under_way:
+                finish_oldest()
 
         _in_lanes(lanes, receive_lane, self._messages)
         return found
