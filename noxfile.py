@@ -195,7 +195,7 @@ def test_newest(session: nox.Session) -> None:
         install(session)
     except CommandFailed:
         session.skip(f"what the tests need cannot be installed for {session.python}")
-    session.run("python", "-m", "pytest", "-q", *session.posargs, *PURE)
+    session.run("python", "-m", "pytest", "-q", *PARALLEL, *session.posargs, *PURE)
 
 
 @nox.session(name="test-lowest", python=python_of(OLDEST_PYTHON, newest=OLDEST_PYTHON) or False)
@@ -206,7 +206,7 @@ def test_lowest(session: nox.Session) -> None:
     tools = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "PyYAML")
     install(session, *lowest_versions(), *tools, extras=",".join(LOWEST_EXTRAS))
     ignored = (f"--ignore={each}" for each in WITH_SPIFFE)
-    session.run("python", "-m", "pytest", "-q", *ignored, *session.posargs, *PURE)
+    session.run("python", "-m", "pytest", "-q", *PARALLEL, *ignored, *session.posargs, *PURE)
     session.run("python", "-m", "muster", "train", "-n", "2", "--epochs", "1")
 
 
