@@ -75,8 +75,8 @@ class ShardedSampler:
     It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating gives this rank's samples of
     each batch from the present position to the epoch's end, and consumes nothing, however far a loader looks
     ahead. An :class:`~muster.training.loop.ElasticLoop` drives such a loader; without one, call
-    ``advance()`` after each step, and take ``drop_last``: where a last batch has none for this rank, it is
-    left out here, and other ranks have one more.
+    ``advance()`` after each step, and set ``drop_last``: otherwise a last batch without samples for this rank
+    is left out here, and other ranks have one batch more.
 
     Args:
         size: samples in the data set, > 0.
@@ -118,7 +118,7 @@ class ShardedSampler:
         self.reshard(rank, world_size)
 
     def reshard(self, rank: int, world_size: int) -> None:
-        """Takes this process's place in a changed world; the position in the epoch stays."""
+        """Sets rank and world size after a change of members; the position in the epoch stays."""
         _require(world_size >= 1, "world_size", world_size, ">= 1")
         _require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}")
         self.rank, self.world_size = rank, world_size
@@ -166,7 +166,7 @@ class ShardedSampler:
         )
 
     def following(self) -> ShardedSampler:
-        """A sampler that is one batch further; this one stays."""
+        """A copy of the sampler that is one batch further."""
         ahead = copy.copy(self)
         ahead.advance()
         return ahead
