@@ -84,7 +84,7 @@ class BackwardPass:
             self._launch()
 
     def finish(self) -> None:
-        """Reduces the remaining buckets and the sparse gradients; the current stream waits for the result."""
+        """Reduces the remaining buckets and the sparse gradients, and waits like :meth:`CommStream.join`."""
         self._ends = True
         while self._launched < len(self._buckets):
             self._launch()

@@ -1,7 +1,7 @@
-"""``muster.capture_step``: a whole training step (forward, backward, AllReduce, optimizer) as one CUDA graph.
+"""``muster.capture_step``: a training step (forward, backward, all_reduce, optimizer) as one CUDA graph.
 
 With small batches a GPU waits for the host, which launches some thousand kernels per step. A captured step
-is launched once; the AllReduce of each bucket runs inside it, beside the rest of the backward pass.
+is launched once; the all_reduce of each bucket runs inside it, beside the rest of the backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAUNCH_WAIT_S = 0.02
 
 
 class CaptureError(WorkerError):
-    """A step cannot be captured into a CUDA graph; says why."""
+    """A step cannot be captured into a CUDA graph; the message says why."""
 
 
 class TrainingStep:
@@ -269,13 +269,13 @@ class TrainingStep:
         return [parameter._version for parameter in self._model.parameters()]
 
     def _drop(self) -> None:
-        """Gives up the graph and begins to warm up again."""
+        """Releases the graph; the next steps warm up again."""
         self._forget()
         self.release()
         self._held = []
 
     def _forget_gradients(self) -> None:
-        """Clears gradients after a capture that failed on some rank: it computed and sent nothing."""
+        """Clears gradients after a failed capture, which has computed and sent nothing."""
         self._optimizer.zero_grad(set_to_none=True)
         self._model.forget_backward()
 
@@ -286,7 +286,7 @@ class TrainingStep:
         return bool(flag.item())
 
     def _follow_communicator(self) -> None:
-        """Starts over with another generation's communicator, as newcomers do."""
+        """Warms up again with another generation's communicator, as newcomers do."""
         communicator = self._model.communicator
         if communicator is self._communicator:
             if self._graph is not None and any(

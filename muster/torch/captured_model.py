@@ -61,7 +61,7 @@ class CapturedModel(Protocol):
         """The objects whose memory a graph uses for gradients; once one is replaced, the graph is invalid."""
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that computed and sent nothing, and its gradients."""
+        """Drops a backward pass that was only recorded, by a failed capture, and its gradients."""
 
 
 class BareModule:

@@ -23,10 +23,11 @@ _MOST_NAMED = 256
 
 
 class RankComparison:
-    """One row of numbers of each rank and step: a checksum of its settings, and where its generators are.
+    """Exchanges an int64 row per rank and step: a checksum of its settings, and its generators' states.
 
-    It travels beside the next step: on a GPU on a stream of its own, and has come when the host has waited
-    for a mark that was set :meth:`beside` the step; on a CPU by the communicator's thread.
+    The rows are gathered while the next step runs. On a GPU that takes a stream of its own, and the rows are
+    there once the host has waited for a mark of the communicator that was set within :meth:`beside`; on a CPU
+    the communicator's thread does it.
 
     Args:
         optimizer: the optimizer; its settings and step counts must be the same on all ranks.
@@ -144,7 +145,7 @@ class RankComparison:
         return host, (torch.stack(values), list(device))
 
     def _with_settings(self, row: Any, host: dict[str, float], device: tuple[Any, list[str]] | None) -> Any:
-        """The row on the model's device, with the checksum. Numbers on a GPU are read there."""
+        """The row on the model's device, with the checksum added. Numbers on a GPU are read there."""
         row[_SETTINGS] = self._checksum(torch.tensor(list(host.values())), list(host))
         mine = row.to(self._device, non_blocking=True)
         if device is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in place: processes stay when a rank is lost, and it resumes from a checkpoint."""
+"""Recovers Hugging Face's Trainer in place: processes stay when a rank is lost; a checkpoint is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done once more."""
+"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done again."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class InPlaceTraining:
         except NoMoreBatchesError:
             if self._checkpoints:
                 self._checkpoints.wait()
-            dist.barrier()  # a rank that was lost in the last step needs the others to do it once more
+            dist.barrier()  # if a rank is lost in the last step, the others must do it again
             raise
 
     def _rehearse(self) -> Iterator[tuple[InPlaceStep, Any]]:

@@ -51,7 +51,7 @@ class InPlaceCheckpoints:
         self._last = step
 
     def write_due(self, copy: PartCopy) -> None:
-        """Begins to write this rank's part, if a checkpoint is due; all ranks call it at the same steps."""
+        """Starts to write this rank's part, if a checkpoint is due; all ranks call it at the same steps."""
         generation, step = copy.key.snapshot
         if step - self._last < self._every:
             return

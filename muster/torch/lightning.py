@@ -1,4 +1,4 @@
-"""Lightning's Trainer in place: processes stay when a rank is lost, and it resumes from a checkpoint."""
+"""Recovers Lightning's Trainer in place: processes stay when a rank is lost; it resumes from a checkpoint."""
 
 from __future__ import annotations
 

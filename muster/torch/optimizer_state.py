@@ -64,7 +64,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 class _FirstValues(dict[str, Any]):
-    """One parameter's state that remembers what each entry was when it was made."""
+    """One parameter's state, which also keeps a copy of each entry from when it was created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _check_dampening(optimizer: Any) -> None:
 
 
 def _check_tensors(optimizer: Any) -> None:
-    """Refuses state that is no tensor or number: it could not be sent or put back."""
+    """Refuses state that is not in tensors: it could not be sent or restored."""
     names = {
         str(name)
         for values in optimizer.state.values()

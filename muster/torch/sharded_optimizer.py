@@ -1,7 +1,7 @@
 """``muster.ShardedOptimizer``: each rank keeps and updates only its part of the optimizer's state (ZeRO-1).
 
 A step is one reduce_scatter of all gradients, an update of this rank's part of the parameters, and one
-all_gather of the updated parts: as many bytes as an AllReduce moves, with 1/n of the optimizer's memory.
+all_gather of the updated parts: as many bytes as an all_reduce moves, with 1/n of the optimizer's memory.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Reduces the gradients, updates this rank's part of the parameters and gathers the other parts.
 
         Args:
-            closure: computes the loss and its gradients once more; see torch's optimizers.
+            closure: computes the loss and its gradients again; see torch's optimizers.
 
         Returns:
             What ``closure`` returned; None without one.
@@ -350,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuses torch's GradScaler, which reads this before a step."""
+        """Refuses torch's GradScaler, which reads this attribute before a step."""
         raise SettingsError(
             "a GradScaler cannot work with a ShardedOptimizer, whose gradients are averaged within step()."
             " Train in bfloat16, which needs no loss scaling, or with muster.DataParallel."

@@ -48,7 +48,7 @@ class SnapshotTensor:
         return self.flat()[first : first + self.own.stop - self.own.start]
 
     def put(self, values: Any) -> None:
-        """Overwrites the tensor with the elements of ``wanted``."""
+        """Overwrites the tensor with ``values``, the elements of ``wanted``, 1-dim."""
         tensor = self.tensor.detach()
         if tensor.is_contiguous():
             tensor.view(-1)[: values.numel()].copy_(values)

@@ -134,7 +134,7 @@ class Snapshots:
         All ranks call it, after ``muster.init()`` and after each ``session.rejoin()``.
 
         Args:
-            state: the new objects, if they were created again since the snapshots were made.
+            state: the new objects, if those that the constructor got were created again.
 
         Returns:
             Number of finished steps in the state; None: there is no complete snapshot, because the job
@@ -329,7 +329,7 @@ class Snapshots:
 
     @property
     def complete(self) -> SnapshotId | None:
-        """The newest snapshot of which this rank has heard that it is complete everywhere."""
+        """The newest snapshot that is complete everywhere, as far as this rank has heard; or None."""
         agreed, word = self._retention.agreed, self._session.snapshot_word
         if word is None or word.complete < 0:
             return agreed

@@ -62,7 +62,7 @@ class StepBody:
         self._optimizer.step()
 
     def _passes(self, batch: Tensors) -> Any:
-        """Forward and backward passes over the parts of a batch; returns the loss."""
+        """Runs forward and backward passes over the parts of a batch; returns the loss."""
         parts = self._parts(batch)
         total = None
         for number, (share, part) in enumerate(parts, 1):

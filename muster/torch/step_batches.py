@@ -56,7 +56,7 @@ class StepBatches:
         return self._fetch()
 
     def place(self, number: int) -> dict[str, Any]:
-        """Where the batch of a step comes from, as JSON values, for :meth:`go_to`."""
+        """The place of a step's batch in the loader, as JSON values, for :meth:`go_to`."""
         if number - self._first < len(self._kept):
             return self._kept[number - self._first].place
         return self._place()

@@ -1,4 +1,4 @@
-"""Runs collectives on torch tensors: on a stream beside the backward pass (GPU), or in the background."""
+"""Runs collectives on torch tensors: on a side stream (GPU), or in the communicator's thread (CPU)."""
 
 from __future__ import annotations
 

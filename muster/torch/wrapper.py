@@ -223,7 +223,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             self._follow_structure()
 
     def _follow_structure(self) -> None:
-        """Follows an exchange of layers."""
+        """Adapts to replaced layers."""
 
     def _refuse_others(self) -> None:
         """Refuses parameters that were added or replaced after the wrapping."""

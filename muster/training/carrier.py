@@ -140,7 +140,7 @@ class Carrier:
         return [numbers[start : start + count] for start in range(0, len(numbers), count)]
 
     def gather_texts(self, text: str, *, length: int | None = None) -> list[str]:
-        """Every rank's text, by rank; ``length``: its bytes, if known to be equally many on all ranks."""
+        """Every rank's text, by rank; ``length``: in bytes, if it is known and the same on all ranks."""
         raw, library, world_size = text.encode(), self._library, self._communicator.world_size
         if length is None:
             length = max(row[0] for row in self.gather([len(raw)]))

@@ -538,7 +538,7 @@ class Folder:
             say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
-        """Where this run has saved before; else the directory, or a subdirectory beside an earlier run."""
+        """Where this run has saved before; else the directory or, beside an earlier run, a subdirectory."""
         root, launch, run = Path(self._directory), self._launch, self._state.run
         found = self._alike()
         for one in found:
@@ -575,7 +575,7 @@ def _program() -> str:
 
 
 def _model_of(description: str, derived: set[str]) -> str:
-    """Fingerprint of names, dtypes and shapes."""
+    """The model's fingerprint, of the names, dtypes and shapes of its arrays."""
     arrays = json.loads(description)["arrays"]
     text = json.dumps({name: arrays[name] for name in sorted(arrays) if name not in derived})
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

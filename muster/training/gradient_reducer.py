@@ -29,7 +29,7 @@ from muster.training.carrier import Carrier, NumpyLibrary, array_module, on_host
 
 
 class GradientError(WorkerError):
-    """The gradients of a step are not what the parameters ask for, on this rank or on another."""
+    """The gradients of a step do not match the parameters, on this rank or on another."""
 
 
 class HasCommunicator(Protocol):
@@ -114,7 +114,7 @@ class GradientReducer:
             self._accumulating = before
 
     def ready(self, name: str, gradient: Array) -> None:
-        """Hands in one gradient; when that fills a bucket, its AllReduce starts in the background.
+        """Hands in one gradient; when that fills a bucket, its all_reduce starts in the background.
 
         The gradient is copied: it may be reused at once.
 
@@ -156,7 +156,7 @@ class GradientReducer:
             self.reset()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """``ready`` for all gradients, then ``finish``."""
+        """Calls ``ready`` for all gradients, then ``finish``."""
         for name in reversed(list(gradients)):
             self.ready(name, gradients[name])
         return self.finish()

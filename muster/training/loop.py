@@ -66,7 +66,7 @@ class ElasticSession(StateHolder, Protocol):
         """A planned change of members that is to come; None: none is known."""
 
     def step_boundary(self, step: int) -> None:
-        """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
+        """Called between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
     def report(
         self, step: int, samples_per_s: float, *, steps: int, epoch: int, epochs: int, data_s: float
@@ -113,7 +113,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Counts the step, or recovers from a change of members; other errors pass."""
+        """Counts the step as finished, or recovers from a change of members; other errors pass."""
         if error is not None:
             return self._overcome(error)
         try:
@@ -250,7 +250,7 @@ class ElasticLoop:
         self.session.step_boundary(self.state.step)
 
     def _await_writes(self) -> None:
-        """Waits for checkpoints that are being written beside the training."""
+        """Waits for checkpoints that are being written while the training goes on."""
         for wait in self.state.writes:
             wait()
 

@@ -19,7 +19,7 @@ _KEY = struct.Struct("!QQII")
 
 
 class DamagedCopyError(WorkerError):
-    """A copy in memory is not what its rank held: flipped bits, parts of two steps, another step's bytes."""
+    """A copy does not match its checksums: flipped bits, parts of two steps, another step's bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The process that writes checkpoints beside the training; started by ``WriterProcess``.
+"""The process that writes checkpoints while the training goes on; started by ``WriterProcess``.
 
 It receives orders as lines of JSON over a socket, and answers each with a line. The contents are in memory
 that it shares with the training's process. When that process ends, in whatever way, the socket closes: this

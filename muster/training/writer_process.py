@@ -191,7 +191,7 @@ class WriterProcess:
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: Any) -> None:
-    """Ends a writer that has nothing to do."""
+    """Ends a writer process that has nothing to do, by closing its socket."""
     with contextlib.suppress(OSError):
         channel.shutdown(socket.SHUT_RDWR)
     for each in (answers, channel):
