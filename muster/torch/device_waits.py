@@ -17,10 +17,10 @@ They are kept for ever: launching a graph whose event is destroyed ends the proc
 """
 
 MOST_WAITS = 4096
-"""Most waits that are kept until they are over; beyond that the oldest are dropped."""
+"""Maximum number of waits that are kept until they are over; beyond it the oldest are dropped."""
 
 MOST_CAPTURED = 512
-"""Most waits of a captured step that are measured, from its beginning."""
+"""Maximum number of waits of a captured step that are measured, from its beginning."""
 
 
 class DeviceWaits:

@@ -41,7 +41,10 @@ def _replica_of_module(module: Any) -> list[int] | None:
 
 
 def _row_of(parameter: Any) -> list[int] | None:
-    """The ranks of a DTensor's mesh that differ from this one in sharded dimensions only; or None."""
+    """The ranks of a DTensor's mesh that differ from this one only in sharded dimensions.
+
+    None if the tensor is not replicated in any dimension, or its mesh lacks some ranks.
+    """
     if not is_dtensor(parameter):
         return None
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()

@@ -86,7 +86,7 @@ class SnapshotFolder:
         return newest
 
     def wait(self) -> None:
-        """Waits until this rank has written; tells the scheduler, so that this is no standstill to it."""
+        """Waits until this rank has written; the scheduler is told, and does not report a standstill."""
         if self._writer.is_writing:
             with self._busy():
                 self._writer.wait()

@@ -1,4 +1,4 @@
-"""Restores a state from the copies that ranks hold: they say what they hold, decide, and exchange parts."""
+"""Restores a state from the ranks' copies: all report what they hold, decide, and exchange parts."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ class Folder:
         self._room_bytes = 0
 
     def save(self) -> None:
-        """See :func:`save`; tells the scheduler, so that a long save is no standstill to it."""
+        """See :func:`save`; the scheduler is told, so that a long save is not reported as a standstill."""
         if not self._directory:
             return
         self.wait()
@@ -454,7 +454,7 @@ class Folder:
         return self._writer is not None and self._writer.is_writing
 
     def wait(self) -> None:
-        """Waits for what :meth:`save_beside` writes; tells the scheduler, so that this is no standstill."""
+        """Waits for what :meth:`save_beside` writes; the scheduler is told, and reports no standstill."""
         if self._writer is not None and self.is_writing:
             with self._busy("waits for a checkpoint that is being written"):
                 self._writer.wait()

@@ -47,7 +47,7 @@ size, rank; whether there is a snapshot that counts, and its generation and step
 the data. The checksums follow the data."""
 
 MOST_LANES = 4
-"""Most connections to one partner, each with a thread that computes checksums: one per four processors."""
+"""Maximum number of connections to one partner, each with a thread for checksums: one per four processors."""
 
 _ANSWERED = struct.Struct("!QQ?")
 _MOST_HEAD_BYTES = 256 << 20

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from muster.training.snapshots.parts import PartKey, SnapshotId
 
 MAX_HOLDINGS = 256
-"""Most parts of which one rank tells the others."""
+"""Maximum number of parts that one rank reports to the others."""
 
 _MAGIC = b"parts1"
 _HEAD = struct.Struct("<6s?QQI")
 _HOLDING = struct.Struct("<QQIIQQ?")
 
 MAX_BYTES = _HEAD.size + MAX_HOLDINGS * _HOLDING.size
-"""Most bytes that one rank tells the others: the size of each rank's piece in the all_gather."""
+"""Maximum number of bytes that one rank reports: the size of each rank's piece in the all_gather."""
 
 
 class Holding(NamedTuple):
@@ -190,7 +190,7 @@ def _missing(
 
 
 def _holders(told: Sequence[Told]) -> dict[PartKey, tuple[int, ...]]:
-    """By part of which any rank tells, the ranks with a copy that counts."""
+    """For each part that any rank has reported, the ranks with a copy that counts."""
     copies: dict[PartKey, list[tuple[int, Holding]]] = {}
     for rank, each in enumerate(told):
         for holding in each.holdings:
