@@ -22,7 +22,7 @@ Key = tuple[int, int]
 """Generation and step of a copy; the greater is the later."""
 
 Source = tuple[int, int]
-"""The owner of the part that a rank restores, and the rank that holds it."""
+"""The rank that owns the part to restore, and the rank that holds a copy of it."""
 
 _CPU = torch.device("cpu")
 

@@ -581,7 +581,7 @@ class TorchTrainingState(TrainingState):
         return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
 
     def derived(self) -> set[str]:
-        """Names of the weights that follow from masters, which are what the optimizer trains."""
+        """Names of the low-precision weights that follow from the masters that the optimizer trains."""
         low = self._model.weights_dtype
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 

@@ -122,7 +122,7 @@ class Carrier:
 
     Args:
         communicator: of all ranks.
-        library: the library of the arrays.
+        library: the operations on the arrays.
     """
 
     def __init__(self, communicator: Communicator, library: Library) -> None:
