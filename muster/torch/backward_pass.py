@@ -1,4 +1,4 @@
-"""One backward pass of a DataParallel: its gradients, and the buckets that are reduced while they come."""
+"""The gradients of one backward pass of a DataParallel, reduced bucket by bucket while the pass runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from muster.torch.transfer import CommStream
 
 
 class BackwardPass:
-    """Reduces buckets in their order, each as soon as its gradients are there. Made at the first gradient.
+    """Reduces the buckets of one backward pass in order, each as soon as all its gradients are ready.
+
+    An instance is made at the first gradient of its pass.
 
     Args:
-        buckets: all of them, in the order in which all ranks reduce them.
-        bucket_of: the number of each parameter's bucket, by the parameter's id; sparse ones have none.
-        comm_stream: where collectives run.
+        buckets: all buckets, in the order in which every rank reduces them.
+        bucket_of: number of each parameter's bucket, by ``id(parameter)``; sparse gradients have no bucket.
+        comm_stream: runs the collectives.
         op: MEAN or SUM.
         scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
-        sparse: the parameters whose gradients follow the buckets.
-        passes: the training passes that this rank has not finished, counted in the last bucket.
-        numbers: all ranks' counts of those.
-        module: in training mode its buffers travel with the last bucket.
-        flat_buffers: those buffers.
+        sparse: the parameters with sparse gradients, which are reduced after the buckets.
+        passes: counts this rank's unfinished training passes; the last bucket carries the count.
+        numbers: the counts of all ranks.
+        module: the wrapped module; in training mode its buffers are broadcast with the last bucket.
+        flat_buffers: the module's buffers, in flat tensors.
 
     Attributes:
-        seen: ids of the parameters whose gradients have come, in that order.
-        read_aside: tensors that the comm_stream may still read, kept while a CUDA graph is captured.
+        seen: ``id(parameter)`` of each gradient that is ready, in the order in which they became ready.
+        read_aside: tensors that the comm_stream may still read, kept alive while a CUDA graph is captured.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class BackwardPass:
         self.read_aside: list[Any] = []
 
     def add(self, parameter: Any) -> None:
-        """Takes in a parameter's complete gradient, and reduces what is full by it.
+        """Notes that a parameter's gradient is complete, and reduces the buckets that this completes.
 
         Raises:
-            WorkerError: it has come before, or the pass has broken off at its end.
+            WorkerError: this gradient has come before in this pass, or :meth:`finish` has been called.
         """
         if self._ends or id(parameter) in self.seen:
             raise WorkerError(
@@ -78,11 +80,11 @@ class BackwardPass:
             self._waiting[self._bucket_of[id(parameter)]] -= 1
         while self._launched < len(self._buckets) and self._waiting[self._launched] <= 0:
             if self._launched == len(self._buckets) - 1 and self._passes.waiting:
-                break  # whether this backward pass goes through it too is known only at the end
+                break  # only the end shows whether this backward pass covers the forward passes that wait
             self._launch()
 
     def finish(self) -> None:
-        """Reduces what is left, and lets what follows see the results."""
+        """Reduces the remaining buckets and the sparse gradients, and waits like :meth:`CommStream.join`."""
         self._ends = True
         while self._launched < len(self._buckets):
             self._launch()
@@ -113,7 +115,7 @@ class BackwardPass:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors that the communication stream reads alive, so that their memory is not reused."""
+        """Keeps alive the tensors that the communication stream reads, so that their memory is not reused."""
         if self._comm_stream.capturing():
             self.read_aside += tensors
         elif self._comm_stream.in_order:

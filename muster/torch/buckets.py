@@ -1,12 +1,12 @@
-"""Flat gradient buckets for torch: where gradients lie while they travel, and the views the optimizer sees.
+"""Flat gradient buckets for torch: what is all_reduced, and the views of it that the optimizer sees.
 
 A bucket's flat tensor holds its parameters' gradients one after the other and, behind them, one flag per
-parameter: 1 where this rank has a gradient. The flags are reduced with the gradients, so that a parameter
-that no rank used differs from one that only this rank did not use, at no extra collective. The last
-bucket also has one number per rank, in which each rank says how many training passes it has not finished.
+parameter: 1 where this rank has a gradient. The flags are reduced with the gradients: without a further
+collective they tell a parameter that no rank used from one that only this rank did not use. The last
+bucket also has one number per rank: how many training passes that rank has left unfinished.
 
-On a CPU a copy costs more than a collective's beginning. So a large gradient is reduced there where autograd
-has put it; the flat tensor has its flag, and no place for it.
+On a CPU a copy costs more than starting a collective. So large gradients are reduced in place there, where
+autograd has put them; the flat tensor holds only their flags.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from muster.training.buckets import Bucket, ParameterSpec, plan_buckets
 
 
 class GradientBucket:
-    """One bucket.
+    """Gradients that are reduced together, in a flat tensor.
 
     Args:
         parameters: the parameters, in the bucket's order.
-        wire_dtype: dtype in which gradients travel, but for complex ones; None: their own.
-        device: where an empty bucket is; others are where their parameters are.
-        ranks: how many numbers travel behind the flags, one per rank.
-        in_place_bytes: gradients of at least this size are reduced where they are, which goes with neither a
-            wire dtype nor masters; None: none.
+        wire_dtype: dtype in which gradients are communicated, except complex ones; None: their own dtype.
+        device: device of a bucket without parameters; other buckets are on their parameters' device.
+        ranks: number of elements behind the flags, one per rank.
+        in_place_bytes: gradients of at least this size, in bytes, are reduced in place; must be None with a
+            wire dtype or master weights. None: no gradient is.
 
     Attributes:
-        in_place: those of this pass, flat, from :meth:`fill` to :meth:`finish`.
+        in_place: this pass's gradients that are reduced in place, 1-dim, from :meth:`fill` to :meth:`finish`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradientBucket:
         self.master: Any = None
 
     def allocate(self, ranks: int) -> None:
-        """Makes the flat tensors, with a number for each of the ranks; gradients become others."""
+        """Allocates the flat tensors with one number per rank; views from before leave the bucket."""
         count = len(self.parameters)
         self.flat = torch.zeros(self.size + count + ranks, dtype=self._dtype, device=self._device)
         compressed = self._wire_dtype not in (None, self._dtype) and not self._dtype.is_complex
@@ -73,24 +73,24 @@ class GradientBucket:
         self.flags, self.numbers = self.wire[self.size :].split([count, ranks])
 
     def _places(self, flat: Any) -> list[Any]:
-        """Each parameter's view into ``flat``; None for one that has no place there."""
+        """Each parameter's view into ``flat``; None for one whose gradient is reduced in place."""
         views = iter(views_of(flat, self._packed))
         return [None if index in self._large else next(views) for index in range(len(self.parameters))]
 
     def fill(self, scale: Any | None) -> list[Any]:
-        """Packs the gradients there are, and zeros for the others, on the current stream.
+        """Packs the gradients into the bucket on the current stream; zeros where a parameter has none.
 
-        Large ones that stay where they are get ready there.
+        Large gradients are prepared in place.
 
         Args:
             scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
 
         Returns:
-            The gradients that were packed, whose places the views have taken: made on another stream, they
-            must not be reused before this one has read them.
+            The gradients that were packed and that ``parameter.grad`` no longer holds. They were made on
+            another stream: their memory must not be reused before the current stream has read it.
 
         Raises:
-            ArrayError: a gradient is sparse, or of another dtype or device than before.
+            ArrayError: a gradient is sparse, or its parameter was converted or moved since it was wrapped.
         """
         targets, sources = [], []
         self.in_place = []
@@ -111,7 +111,7 @@ class GradientBucket:
                 sources.append(gradient)
                 self._replace(parameter, index)
         if self.master is not None and self.master.grad is not None:
-            # Averaged before and not cleared: what comes now is added, as to any gradient.
+            # The master's gradient of an earlier pass was not cleared: this pass is added, as by autograd.
             self.wire[: self.size].copy_(self.master.grad)
             if sources:
                 torch._foreach_add_(targets, sources)
@@ -129,7 +129,7 @@ class GradientBucket:
         return sources
 
     def _flat_gradient(self, parameter: Any, index: int) -> Any:
-        """A large gradient, flat; a new one where there is none, or it lies otherwise than its parameter."""
+        """A large gradient as a 1-dim view; made new if it is missing or not laid out as its parameter."""
         dtype, device, strides = self._large[index]
         if (parameter.dtype, parameter.device, parameter.stride()) != self._large[index]:
             raise _converted(parameter, torch.empty(parameter.shape, dtype=dtype, device=device))
@@ -147,15 +147,15 @@ class GradientBucket:
             raise _converted(parameter, self.views[index]) from error
 
     def unpack(self) -> None:
-        """After the reduction: gradients in their own dtype, on the current stream."""
+        """Converts the reduced gradients from the wire dtype to their own, on the current stream."""
         if self.wire is not self.flat:
             self.flat.copy_(self.wire)
 
     def finish(self, *, capturing: bool = False) -> None:
-        """Hands the views to the parameters; those without a gradient on any rank get none.
+        """Gives the reduced gradients to the parameters, or to their master; None where no rank has one.
 
         Args:
-            capturing: nothing can be read now; what earlier steps have shown holds.
+            capturing: a CUDA graph is being captured, so flags cannot be read: those of earlier steps count.
         """
         unused = self._unused_now(capturing)
         self.forget()
@@ -168,7 +168,7 @@ class GradientBucket:
                 parameter.grad = self.views[index]
 
     def _unused_now(self, capturing: bool) -> frozenset[int]:
-        """Positions of what no rank has a gradient of; reads the device only if one is missing here."""
+        """Positions of parameters without a gradient on any rank; reads the device only if one lacks here."""
         if not self.missing:
             return frozenset()
         if not capturing:
@@ -177,7 +177,7 @@ class GradientBucket:
         return self._unused
 
     def forget(self) -> None:
-        """Lets go of gradients that are reduced where they are."""
+        """Drops the references to gradients that are reduced in place."""
         self.in_place = []
 
 
@@ -202,8 +202,9 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Packs parameters, given in the order in which their gradients become ready, into buckets.
 
-    The last ``last_bytes`` of them form buckets of their own: nothing is left to hide their reduction behind,
-    so there should be little of it. The last bucket has a number for each of ``ranks``; there is always one.
+    The last ``last_bytes`` bytes of them form buckets of their own: no computation is left to overlap their
+    reduction, so it should be short. The last bucket has a number for each of ``ranks``; at least one bucket
+    is returned.
     """
     if not named:
         return [GradientBucket([], wire_dtype=None, device=device, ranks=ranks)]

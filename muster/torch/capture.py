@@ -1,7 +1,7 @@
-"""``muster.capture_step``: a whole training step (forward, backward, AllReduce, optimizer) as one CUDA graph.
+"""``muster.capture_step``: a training step (forward, backward, all_reduce, optimizer) as one CUDA graph.
 
 With small batches a GPU waits for the host, which launches some thousand kernels per step. A captured step
-is launched once; the AllReduce of each bucket runs inside it, beside the rest of the backward pass.
+is launched once; the all_reduce of each bucket runs inside it, beside the rest of the backward pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from muster.torch.transfer import array_of
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.02
-"""Longer than a launch takes, unless it waits for a step that has broken."""
+"""Longer than a launch takes, in seconds, unless the launch waits for a broken step."""
 
 
 class CaptureError(WorkerError):
-    """A step cannot be captured into a CUDA graph; says why."""
+    """A step cannot be captured into a CUDA graph; the message says why."""
 
 
 class TrainingStep:
@@ -85,17 +85,17 @@ class TrainingStep:
 
         Args:
             batch: tensors for the loss function; none: those given to :meth:`feed` before.
-            samples: how many this rank has, where ranks have different numbers, as in the last batch of an
-                epoch: gradients are averaged over all samples then. 0: none, but take part. All ranks must
-                give it in such a step, which runs eagerly.
+            samples: number of samples in this rank's batch, for a step in which ranks have different numbers,
+                as in the last batch of an epoch: gradients are then averaged over all samples. 0: this rank
+                has none, but takes part. All ranks must give it in such a step, which runs eagerly.
 
         Returns:
             The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
             wait for it.
 
         Raises:
-            ArrayError: the batch is not all tensors; with ``accumulate``, their first axes differ.
-            SettingsError: there is no batch.
+            ArrayError: a part of the batch is no tensor; with ``accumulate``, their first axes differ.
+            SettingsError: no batch is given, and :meth:`feed` was given none.
         """
         if not batch and samples != 0:
             batch = self._take_fed()
@@ -127,7 +127,7 @@ class TrainingStep:
                 for static, given in zip(self._static, batch, strict=True):
                     static.copy_(given, non_blocking=True)
                 self._note("captured_step")
-                if not self._updates_last:  # another step of this model may have said so of itself
+                if not self._updates_last:  # the model's flag may be that of another captured step
                     self._model.before_update()
                 self._model.before_replay()
                 self._graph.replay()
@@ -138,7 +138,7 @@ class TrainingStep:
         return self._static_loss
 
     def feed(self, *batch: Any) -> None:
-        """Starts copying the next batch to the GPU, beside the running step; pin it for that to work."""
+        """Starts copying the next batch to the GPU; overlaps the running step if the batch is pinned."""
         if self.reason is not None:
             self._fed = (batch, None)
             return
@@ -147,13 +147,13 @@ class TrainingStep:
             self._fed = (copies, self._copies.record_event())
 
     def mean_over_ranks(self, loss: Any) -> float:
-        """The mean of the ranks' losses, for a line of progress. All ranks call it; the host waits.
+        """The mean of all ranks' losses, for progress output. All ranks call it; the host waits.
 
         Args:
-            loss: of one element, as a step returned it.
+            loss: one element, as a step returned it.
 
         Raises:
-            MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
+            MembershipChanged: the members changed; within ``with step`` an elastic loop redoes the step.
         """
         communicator = self._model.communicator
         mean = loss.detach().to(torch.float32, copy=True).reshape(1)
@@ -169,7 +169,7 @@ class TrainingStep:
         return self._graph is not None
 
     def release(self) -> None:
-        """Gives up the graph. Runs by itself on an abort, or before a close; idempotent."""
+        """Releases the graph; called by itself before the communicator is aborted or closed. Idempotent."""
         self._ended = True
         if not self._lock.acquire(timeout=_LAUNCH_WAIT_S):
             return  # a launch hangs until the abort frees it; that thread then releases the graph itself
@@ -187,7 +187,7 @@ class TrainingStep:
         self._updates_last = self._model.updates_last = updates_last
 
     def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
-        """Runs a step eagerly on the capture's stream, which makes what libraries create lazily for it."""
+        """Runs a step eagerly on the capture's stream, for which libraries lazily create what they need."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             loss = self._body.run(batch, samples)
@@ -265,17 +265,17 @@ class TrainingStep:
             self.release()
 
     def _versions(self) -> list[int]:
-        """Changes in place of each parameter so far."""
+        """Version counter of each parameter: how often it was changed in place."""
         return [parameter._version for parameter in self._model.parameters()]
 
     def _drop(self) -> None:
-        """Gives up the graph and begins to warm up again."""
+        """Releases the graph; the next steps warm up again."""
         self._forget()
         self.release()
         self._held = []
 
     def _forget_gradients(self) -> None:
-        """Clears gradients after a capture that failed on some rank: it computed and sent nothing."""
+        """Clears gradients after a failed capture, which has computed and sent nothing."""
         self._optimizer.zero_grad(set_to_none=True)
         self._model.forget_backward()
 
@@ -286,7 +286,7 @@ class TrainingStep:
         return bool(flag.item())
 
     def _follow_communicator(self) -> None:
-        """Starts over with another generation's communicator, as newcomers do."""
+        """Warms up again with another generation's communicator, as newcomers do."""
         communicator = self._model.communicator
         if communicator is self._communicator:
             if self._graph is not None and any(
@@ -347,10 +347,10 @@ def capture_step(
 
     The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
     captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
-    ``optimizer.param_groups`` or a scheduler. A graph holds fixed: other settings, what
-    ``optimizer.load_state_dict`` brings, which parameters are frozen, which modules are in training mode.
-    After a change of those, which all ranks must make, it is captured again. Where capture fails on any rank,
-    all ranks go on eagerly and ``step.reason`` says why.
+    ``optimizer.param_groups`` or a scheduler. The graph fixes all other settings, what
+    ``optimizer.load_state_dict`` loads, which parameters are frozen and which modules are in training mode.
+    After a change of these, which all ranks must make, the step is captured again. Where capture fails on any
+    rank, all ranks go on eagerly and ``step.reason`` says why.
 
     Args:
         loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
@@ -360,8 +360,8 @@ def capture_step(
         autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
         clip_norm: clip the averaged gradient to this norm.
         accumulate: cut each batch along the first axis into this many parts (fewer where it is too short),
-            and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the
-            whole batch would.
+            and all_reduce once. Parts are weighted by their number of samples, so that with a loss that is a
+            mean over samples the gradient is that of the whole batch.
         warmup_steps: eager steps before the capture, at least 2.
         capture: False: always run eagerly.
         strict: raise :class:`CaptureError` instead of running eagerly.
@@ -399,7 +399,7 @@ def free_generators(device: Any, others: Sequence[Any]) -> None:
 
 
 def is_recording(device: Any) -> bool:
-    """Whether what is called now is recorded into a graph, and computed by its replays only."""
+    """Whether the current stream is being captured: calls are recorded, and computed when replayed."""
     return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,4 +1,4 @@
-"""What a captured step asks of its model, and how a bare module answers."""
+"""The interface that a captured step needs of its model, and an adapter for modules that lack it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CapturedModel(Protocol):
     """A model whose training steps can be captured into CUDA graphs.
 
     Attributes:
-        updates_last: set by the step: its graphs change parameters in the last one alone.
+        updates_last: set by the step: only the last of its graphs changes parameters.
         before_update: called before parameters change.
     """
 
@@ -26,24 +26,24 @@ class CapturedModel(Protocol):
 
     @property
     def communicator(self) -> Communicator | None:
-        """That of all ranks that train the model; None: there are no others."""
+        """The communicator of all ranks that train the model; None: Muster runs no collectives for it."""
 
     @property
     def uneven(self) -> bool:
-        """Whether this is within :meth:`uneven_batch`."""
+        """Whether an :meth:`uneven_batch` context is active."""
 
     @property
     def capture_obstacle(self) -> str | None:
         """Why no CUDA graph can hold a step; None: no reason is known."""
 
     def parameters(self) -> Iterable[Any]:
-        """What the optimizer trains."""
+        """The parameters that the optimizer trains."""
 
     def check_step(self, *, begins: bool = False) -> None:
-        """Raises an error if a step that begins now would not be all ranks' same one."""
+        """Raises an error if this rank is not in the same step as the others, or its module has changed."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward passes only accumulate."""
+        """Context in which backward passes only accumulate gradients, and do not reduce them."""
 
     def uneven_batch(self, samples: int) -> AbstractContextManager[None]:
         """Context of a backward pass in which ranks have different numbers of samples."""
@@ -52,24 +52,24 @@ class CapturedModel(Protocol):
         """Scales the whole gradient down to a norm of at most ``max_norm``."""
 
     def captured_generators(self) -> list[Any]:
-        """Generators that a graph, whose capture begins now, draws from beside torch's own."""
+        """Random generators, besides torch's default ones, that a graph captured now draws from."""
 
     def before_replay(self) -> None:
         """Called before a captured step is launched."""
 
     def held_by_graphs(self) -> list[Any]:
-        """What gradients lie in: a graph uses its memory, and is of no use once it is another object."""
+        """The objects whose memory a graph uses for gradients; once one is replaced, the graph is invalid."""
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that computed and sent nothing, and its gradients."""
+        """Drops a backward pass that was only recorded, by a failed capture, and its gradients."""
 
 
 class BareModule:
-    """A module that is not wrapped, or that another library has wrapped, as a captured step needs it.
+    """Adapts a module that is not wrapped, or that another library has wrapped, to a captured step.
 
     Args:
-        module: of torch; its own ``no_sync`` and ``clip_grad_norm_`` are called where it has them.
-        optimizer: whose parameters' gradients are clipped else.
+        module: a torch module; its own ``no_sync`` and ``clip_grad_norm_`` are called where it has them.
+        optimizer: its parameters' gradients are clipped where the module has no ``clip_grad_norm_``.
     """
 
     communicator = capture_obstacle = None
@@ -121,8 +121,8 @@ class BareModule:
 
 
 def captured_model(module: Any, optimizer: Any) -> CapturedModel:
-    """The module itself where it answers a captured step's questions, compiled or not; else an adapter."""
-    compiled = getattr(module, "_orig_mod", module)  # which hands on what it is asked
+    """The module itself, compiled or not, if it is a :class:`CapturedModel`; otherwise an adapter."""
+    compiled = getattr(module, "_orig_mod", module)  # to which a compiled module forwards attributes
     if isinstance(compiled, CapturedModel):
         answers: CapturedModel = module
         return answers

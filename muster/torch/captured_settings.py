@@ -1,4 +1,4 @@
-"""What a captured step holds fixed of an optimizer and a model, and which optimizers no graph can hold."""
+"""Detects changes of what a captured step has fixed, and optimizers whose step no graph can hold."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
 
 
 class CapturedSettings:
-    """An optimizer's settings and a model's modes, so that a captured step notices what it would not follow.
+    """Detects changes of an optimizer's settings and a model's modes that a captured graph cannot follow.
 
-    Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
+    Learning rates become tensors on the GPU: the graph would fix a number for ever.
 
     Args:
-        optimizer: of torch.
-        model: which of its parameters are frozen, and which of its modules are in training mode, counts.
-        device: where the model is.
+        optimizer: a torch optimizer.
+        model: the model; its frozen parameters and its modules in training mode are watched.
+        device: the model's device.
     """
 
     def __init__(self, optimizer: Any, model: Any, device: Any) -> None:
@@ -37,7 +37,7 @@ class CapturedSettings:
         self._make_rates()
 
     def changed(self) -> bool:
-        """Whether modes, or other settings than learning rates, are not what they were at the last call."""
+        """Whether modes, or settings other than learning rates, have changed since the last call."""
         modes, self._modes = self._modes, self._modes_now()
         return self._settings_changed() or self._count(modes != self._modes, "which parts of the model train")
 
@@ -77,7 +77,7 @@ class CapturedSettings:
         self._changes = 0
 
     def update_rates(self) -> None:
-        """Brings learning rates that were set by hand, or by a scheduler, to where a graph reads them."""
+        """Copies learning rates that a script or scheduler has set into the tensors that the graph reads."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if group["lr"] is not rate:
                 rate.fill_(float(group["lr"]))

@@ -1,4 +1,4 @@
-"""Copies tensors into memory from which another process writes a checkpoint; on a GPU beside the training."""
+"""Copies tensors into memory from which another process writes a checkpoint, while training goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class CheckpointCopier:
-    """Copies a state's tensors in the order of the current stream; what follows may change them at once.
+    """Copies a state's tensors, in the order of the current stream: later work may change them at once.
 
     Args:
-        device: where they are.
+        device: the tensors' device.
     """
 
     def __init__(self, device: Any) -> None:
@@ -34,16 +34,16 @@ class CheckpointCopier:
     def copy(
         self, description: str, tensors: Mapping[str, Any], more: Mapping[str, NDArray[Any]], room: Room
     ) -> CheckpointCopy:
-        """Begins to copy.
+        """Starts to copy a state.
 
         Args:
-            description: of the state.
-            tensors: by name; what NumPy has no dtype for is copied in float32, which is exact.
-            more: arrays of the host that belong to it.
-            room: where to; it may be read once ``ready`` has returned.
+            description: the state's description, JSON.
+            tensors: its tensors by name; those whose dtype NumPy lacks are copied as float32, which is exact.
+            more: its arrays in host memory, by name.
+            room: the memory to copy to; it may be read once the copy's ``ready`` has returned.
 
         Raises:
-            OSError: there is not as much memory.
+            OSError: ``room`` has not enough memory.
             torch.OutOfMemoryError: the GPU has no room for a copy.
         """
         known = {
@@ -60,7 +60,7 @@ class CheckpointCopier:
         return CheckpointCopy(description, places, size, ready)
 
     def _host_of(self, data: memoryview) -> Any:
-        """The memory as a tensor, which the GPU may write to by itself."""
+        """The memory as a uint8 tensor, pinned so that a GPU may write to it by itself."""
         old = self._host
         host = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         if old is not None and (old.data_ptr(), len(old)) == (host.data_ptr(), len(host)):
@@ -68,7 +68,7 @@ class CheckpointCopier:
         if self._device.type == "cuda":
             runtime = torch.cuda.cudart()
             if old is not None:
-                torch.cuda.synchronize(self._device)  # it may be written to yet
+                torch.cuda.synchronize(self._device)  # a copy into it may still run
                 runtime.cudaHostUnregister(old.data_ptr())
             code = int(runtime.cudaHostRegister(host.data_ptr(), len(host), 0))
             if code:  # the copy then takes longer, and the training waits for it
@@ -78,7 +78,7 @@ class CheckpointCopier:
 
 
 def _whole(name: str, tensor: Any) -> SnapshotTensor:
-    """A tensor's elements, row by row."""
+    """A whole tensor for a PartCopier: its elements, row by row."""
     shape = tuple(tensor.shape)
     flat = tensor.detach().contiguous().reshape(-1)
     part = Part((0,), (flat.numel(),), 0, math.prod(shape))

@@ -18,19 +18,20 @@ from muster.torch.transfer import array_of, gather_rows
 
 _STEP, _SETTINGS, _HEAD = 0, 1, 2
 _MOST_RANKS_WITH_GENERATORS = 256
-"""Beyond that the generators, 5 KB a rank, stay where they are."""
+"""Largest world size at which ranks exchange the states of their generators, 5 KB per rank."""
 _MOST_NAMED = 256
 
 
 class RankComparison:
-    """One row of numbers of each rank and step: a checksum of its settings, and where its generators are.
+    """Exchanges an int64 row per rank and step: a checksum of its settings, and its generators' states.
 
-    It travels beside the next step: on a GPU on a stream of its own, and has come when the host has waited
-    for a mark that was set :meth:`beside` the step; on a CPU by the communicator's thread.
+    The rows are gathered while the next step runs. On a GPU that takes a stream of its own, and the rows are
+    there once the host has waited for a mark of the communicator that was set within :meth:`beside`; on a CPU
+    the communicator's thread does it.
 
     Args:
-        optimizer: whose settings and step counts must be the same on all ranks.
-        device: where the model is.
+        optimizer: the optimizer; its settings and step counts must be the same on all ranks.
+        device: the model's device.
     """
 
     def __init__(self, optimizer: Any, device: Any) -> None:
@@ -47,17 +48,17 @@ class RankComparison:
         self._last: list[tuple[str, Any]] = []
 
     def enter(self, communicator: Communicator) -> None:
-        """Starts over with a generation's communicator; what was under way is void."""
+        """Starts over with a new generation's communicator; drops an exchange that was under way."""
         self._communicator = communicator
         self._work = self._sent = self._table = self._arrived = None
         self._compared = True
 
     def send(self, step: int, generators: Any) -> None:
-        """Sends this rank's row; every rank calls it.
+        """Starts to exchange the ranks' rows; every rank calls it.
 
         Args:
-            step: steps finished.
-            generators: their state, uint8, a multiple of 8.
+            step: number of finished steps.
+            generators: states of this rank's generators: uint8, 1-dim, the length a multiple of 8.
         """
         communicator = self._communicator
         if communicator is None or communicator.world_size == 1:
@@ -77,18 +78,18 @@ class RankComparison:
             if on_gpu:
                 host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
                 table = host.copy_(table, non_blocking=True)
-        self._sent = row, mine, settings  # whose memory must stay until the row has gone
+        self._sent = row, mine, settings  # kept alive: their memory is read until the row is sent
         self._table = table.view(communicator.world_size, -1)
 
     @property
     def under_way(self) -> bool:
-        """Whether generators are on their way to hosts, so that a rank may be lost before its own arrive."""
+        """Whether generator states are being exchanged on the CPU; the loss of a rank may lose its states."""
         on_host = self._work is not None and self._stream is None
         return on_host and self._table.shape[1] > _HEAD
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Context in which a GPU works beside the current stream, once that has done what it has so far."""
+        """Context that runs GPU work on a side stream, after what is queued on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -100,8 +101,8 @@ class RankComparison:
         """Compares the rows that were sent last; on a GPU, after the host has waited for the current stream.
 
         Raises:
-            RanksDifferError: a setting is not the same on all ranks; raised on all of them.
-            MembershipChanged: the rows did not come.
+            RanksDifferError: a setting, or the number of finished steps, differs; raised on all ranks.
+            MembershipChanged: the members changed before the rows were exchanged.
         """
         self.arrive()
         if not self._compared:
@@ -111,7 +112,7 @@ class RankComparison:
                 raise self._difference([head[_STEP] for head in heads])
 
     def generators(self, step: int) -> Any:
-        """Every rank's generators after ``step``, uint8, by rank; None: they are not known."""
+        """Generator states of all ranks after ``step``, uint8 [world size, bytes]; None: not known."""
         if self._device.type == "cpu":  # on a GPU they are there only once the host has waited for the step
             with contextlib.suppress(WorkerError):
                 self.arrive()
@@ -121,7 +122,7 @@ class RankComparison:
         return table[:, _HEAD:].contiguous().view(torch.uint8)
 
     def arrive(self) -> None:
-        """Takes in the rows that were sent last, as :meth:`receive` does, and does not compare them."""
+        """Receives the rows that were sent last, as :meth:`receive` does, but does not compare them."""
         table, self._table = self._table, None
         work, self._work = self._work, None
         if table is not None and work is not None:
@@ -133,7 +134,7 @@ class RankComparison:
     def _settings(self) -> tuple[dict[str, float], tuple[Any, list[str]] | None]:
         """The numbers that must be the same on all ranks: those on the host, and those on a GPU with names.
 
-        The latter are copied: the next step may change them while they are on their way.
+        Those on a GPU are copied, because the next step may change them before they are sent.
         """
         self._last = [(label, _aside(value)) for label, value in self._numbers()]
         host = {label: value for label, value in self._last if not isinstance(value, torch.Tensor)}
@@ -144,7 +145,7 @@ class RankComparison:
         return host, (torch.stack(values), list(device))
 
     def _with_settings(self, row: Any, host: dict[str, float], device: tuple[Any, list[str]] | None) -> Any:
-        """The row on the model's device, with the checksum. Numbers on a GPU are read there."""
+        """The row on the model's device, with the checksum added. Numbers on a GPU are read there."""
         row[_SETTINGS] = self._checksum(torch.tensor(list(host.values())), list(host))
         mine = row.to(self._device, non_blocking=True)
         if device is not None:
@@ -176,10 +177,10 @@ class RankComparison:
                 count = self._optimizer.state.get(parameter, {}).get("step")
                 if count is not None and is_number(count):
                     yield f"the step count of parameter group {index}", count
-                    break  # a step that was left out shows in the first one
+                    break  # a missed step shows in the group's first parameter
 
     def _difference(self, steps: list[int]) -> RanksDifferError:
-        """Asks all ranks for their numbers, and names the first that differs."""
+        """Gathers all ranks' numbers, and makes an error that names the first that differs."""
         assert self._communicator is not None
         if len(set(steps)) > 1:
             what, values = "finished steps", [float(step) for step in steps]
@@ -203,7 +204,7 @@ class RankComparison:
 
 
 def _aside(value: Any) -> Any:
-    """A number as it is now; one on a GPU stays there, where the host need not wait for it."""
+    """The value as a float; a tensor on a GPU is returned as it is, so that the host does not wait."""
     return (
         value if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(number_of(value))
     )

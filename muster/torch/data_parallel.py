@@ -48,24 +48,26 @@ class DataParallel(ModuleWrapper):
         loss_function(model(images), labels).backward()   # gradients are averaged when this returns
         optimizer.step()
 
-    Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
-    is a view into its bucket, but for large ones on a CPU. Parameters without a gradient on this rank count
-    as zero; where no rank has one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after
-    every training step.
+    Gradients are reduced in flat buckets while the backward pass still runs; afterwards each
+    ``parameter.grad`` is a view into its bucket, except large ones on a CPU. A parameter without a gradient
+    on this rank counts as zero; where no rank has one, ``grad`` stays None. Buffers (BatchNorm statistics)
+    equal rank 0's after every training step.
     ``state_dict``, the names of parameters and the signature of ``forward`` are the bare module's. A
     parameter has one wrapper: a later one takes the earlier one's place. A hook of yours on a parameter sees
-    this rank's own gradient. What is unfrozen after the wrapping, on all ranks, is averaged from then on.
+    this rank's own gradient. Parameters that all ranks unfreeze later are averaged from then on.
 
-    ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` have sparse gradients, whose rows travel
-    after the buckets. ``copy.deepcopy`` copies the module into a wrapper of its own, and a pickle is read in
-    any job. ``torch.optim.swa_utils.AveragedModel(model)`` averages it; with masters, ``use_buffers=True``.
+    ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` have sparse gradients, whose rows are
+    exchanged after the buckets. ``copy.deepcopy`` copies the module into a wrapper of its own; a pickle can
+    be loaded in any job. ``torch.optim.swa_utils.AveragedModel(model)`` averages the model; with master
+    weights it needs ``use_buffers=True``.
 
     ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
     have different numbers, and in captured steps. All ranks must use the same ones in the same order.
 
     A rank that leaves a training pass unfinished (an error that the script catches, a batch that it skips)
-    and goes on with the next would be a step apart. The ranks compare that with their gradients: on a CPU in
-    that very backward pass; on a GPU without a wait, at the beginning of the next step that finds the result.
+    and goes on with the next would be out of step with the others. The ranks count unfinished passes and
+    compare the counts with each reduction: on a CPU in the same backward pass; on a GPU, where the host does
+    not wait, at the beginning of a later step.
     So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
 
     Within the training loop of Accelerate, Transformers or Lightning, which divide the data among the
@@ -79,34 +81,37 @@ class DataParallel(ModuleWrapper):
             cleared before the next pass; accumulate in :meth:`no_sync`.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         broadcast_buffers: keep buffers equal to rank 0's.
-        forward_sync_buffers: the same, by the name that torch 2.15 has for it; it decides where it is given.
-        elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
-        weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
-            masters, which ``parameters()`` gives to the optimizer then. Faster than autocast. All
-            parameters must be float32 and require gradients; what no rank used counts as having a gradient
-            of zero, so that weight decay and momentum go on. None: as they are.
-        compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
-        bucket_bytes: cap of a bucket, in bytes.
-        first_bytes: cap of the first one.
-        last_bytes: cap of the final one, so that little communication remains after the backward pass.
-        in_place_bytes: on a CPU gradients of at least this size are reduced one by one where autograd has put
-            them, because copying costs more; unless they are compressed or have masters.
+        forward_sync_buffers: torch 2.15's name for ``broadcast_buffers``, which it overrides where given.
+        elastic: send nothing now, because other members may train already; all ranks call :meth:`join` later.
+        weights: "bf16": compute with bfloat16 weights (except in normalisation layers) and keep float32
+            master weights, which ``parameters()`` then gives to the optimizer. Faster than autocast. All
+            parameters must be float32 and require gradients; one that no rank used counts as having a
+            gradient of zero, so that weight decay and momentum go on. None: compute with the parameters.
+        compression: "bf16": communicate gradients as bfloat16, except complex ones; None: in their own dtype.
+        bucket_bytes: size cap of a bucket, in bytes.
+        first_bytes: size cap of the first bucket, in bytes.
+        last_bytes: size cap of the final bucket, in bytes, so that little communication remains after the
+            backward pass.
+        in_place_bytes: on a CPU, gradients of at least this size, in bytes, are reduced in place, one by one,
+            because copying costs more; not with compression or master weights.
 
     Attributes:
-        updates_last: the next step's graphs change parameters in the last one alone, and ``before_update`` is
-            called before that.
-        before_update: a state that copies parameters beside the step lets the stream wait for that.
+        updates_last: set by a captured step: only the last of its graphs changes parameters, and
+            ``before_update`` is called before that one.
+        before_update: called before parameters change; a state that copies them beside the step makes the
+            stream wait here.
 
     Raises:
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient that no layer announces, or a
             parameter or buffer that was converted since; in the forward pass: ranks have unfrozen others.
-        SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
-            parallelism divides them among ranks; in the backward pass:
-            the module was moved since, away from its masters.
-        CollectiveMismatchError: in the forward or backward pass, on all ranks: one of them is a step apart.
-        WorkerError: nothing to train; in the backward pass: the one before it broke off; in the forward
-            pass: a later wrapper has some of the parameters, or the module has got others since.
+        SettingsError: ``compression`` or ``weights`` has no such value, these parameters cannot have masters,
+            or FSDP or tensor parallelism shards them; in the backward pass: the module was moved since, away
+            from its masters.
+        CollectiveMismatchError: in the forward or backward pass, on all ranks: a rank went on after an
+            unfinished training pass.
+        WorkerError: no parameter requires a gradient; in the backward pass: the one before it broke off; in
+            the forward pass: a later wrapper has some of the parameters, or the module has got others since.
     """
 
     def __init__(
@@ -176,7 +181,7 @@ class DataParallel(ModuleWrapper):
         self._made = frozenset(vars(self)) | {"_made"}
 
     def _before_the_first_pass(self) -> None:
-        """Sets what passes change."""
+        """Sets the attributes that forward and backward passes change."""
         self._synchronize = True
         self._scale: Any = None
         self._task = -1  # the last pass's number
@@ -190,7 +195,8 @@ class DataParallel(ModuleWrapper):
     def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
         """Compares the ranks' modules, and takes rank 0's values if wanted.
 
-        Only here what is frozen counts: members that join later may have frozen something by then.
+        Only here must the ranks agree on what is frozen: a newcomer may have frozen what the others have
+        unfrozen since.
         """
         follow = parameter_broadcast or broadcast_buffers
         sent = [*self._named_and_frozen(), *(self.module.named_buffers() if follow else ())]
@@ -223,13 +229,14 @@ class DataParallel(ModuleWrapper):
         return output
 
     def check_step(self, *, begins: bool = False) -> None:
-        """Makes sure that the module is what was wrapped, and that all ranks are in the same step.
+        """Checks that the module is the one that was wrapped, and that all ranks are in the same step.
 
         Args:
-            begins: a step begins that may be a captured one: no forward pass waits for its backward pass.
+            begins: a training step begins here, maybe a captured one: forward passes that still lack their
+                backward pass count as unfinished.
 
         Raises:
-            WorkerError: parameters have been added or exchanged, or a later wrapper has some of them.
+            WorkerError: parameters have been added or replaced, or a later wrapper has some of them.
             CollectiveMismatchError: a rank went on after a training pass that it did not finish.
         """
         if self._apart is not None:
@@ -244,7 +251,7 @@ class DataParallel(ModuleWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one outside reduces the sum."""
+        """Context in which backward passes only accumulate; the first one after it reduces the sum."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -253,14 +260,17 @@ class DataParallel(ModuleWrapper):
 
     @contextlib.contextmanager
     def uneven_batch(self, samples: int) -> Iterator[None]:
-        """For one backward pass in which ranks have different numbers of samples, possibly none.
+        """Context of one backward pass in which ranks have different numbers of samples, possibly none.
 
         Gradients (of losses that are means over the rank's samples) are weighted by the number of samples,
-        so that the average is over all samples; with them, what :meth:`no_sync` has accumulated before. A
-        rank with none does nothing inside. Every rank must enter.
+        so that the average is over all samples; so are those that were accumulated before in
+        :meth:`no_sync`. A rank without samples does nothing inside. Every rank must enter.
 
         Args:
-            samples: how many this rank has, >= 0.
+            samples: number of this rank's samples, >= 0.
+
+        Raises:
+            SettingsError: ``samples`` is negative; or a rank has none, and a SyncBatchNorm layer needs all.
         """
         if samples < 0:
             raise SettingsError(f"a batch has at least 0 samples, not {samples}")
@@ -284,17 +294,17 @@ class DataParallel(ModuleWrapper):
 
     @property
     def comm_stream(self) -> CommStream | None:
-        """The comm_stream for layers that compute with all ranks; None in a world of one."""
+        """The comm_stream for layers that compute with all ranks; None at world size 1 or before joining."""
         return self._comm_stream if self._joined and self.communicator.world_size > 1 else None
 
     @property
     def share(self) -> Any | None:
-        """A 0-dim tensor by which this rank's gradients are multiplied, in :meth:`uneven_batch`; or None."""
+        """Weight of this rank's gradients in :meth:`uneven_batch`, 0-dim float64; None outside it."""
         return self._scale
 
     @property
     def uneven(self) -> bool:
-        """Whether this is within :meth:`uneven_batch`."""
+        """Whether an :meth:`uneven_batch` context is active."""
         return self._scale is not None
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
@@ -330,10 +340,10 @@ class DataParallel(ModuleWrapper):
         broadcast_tensors(self.communicator, tensors, source)
 
     def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
-        """Goes on with another generation's communicator, without gradients: a pass may have broken off.
+        """Switches to another generation's communicator and drops gradients: a pass may have broken off.
 
         Args:
-            communicator: the new one.
+            communicator: the new generation's.
             source: take parameters and buffers from this rank; None: they are the same already.
         """
         changed, self.communicator = communicator is not self.communicator, communicator
@@ -346,9 +356,9 @@ class DataParallel(ModuleWrapper):
             self.broadcast_parameters(source)
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that broke off, and all gradients: what came of its AllReduces is void.
+        """Drops a backward pass that broke off, and all gradients: results of its all_reduces are void.
 
-        Right if all ranks do so, and the communicator has nothing of it under way.
+        All ranks must call it, when no collective of that pass is under way.
         """
         for bucket in self.buckets:
             bucket.forget()
@@ -361,12 +371,12 @@ class DataParallel(ModuleWrapper):
     def join(self, communicator: Communicator, source: int) -> None:
         """Joins a generation that may have newcomers: compares modules, agrees on buckets; all ranks call it.
 
-        Parameters and buffers are not sent: ``TorchTrainingState`` does that. What one rank trains is
-        averaged by all: newcomers may still have frozen what others have unfrozen.
+        Parameters and buffers are left to ``TorchTrainingState``, which sends them. A parameter that any rank
+        trains is averaged by all: newcomers may still have frozen what others have unfrozen.
 
         Args:
             communicator: the generation's.
-            source: the rank that all follow in how gradients are put into buckets.
+            source: the rank whose assignment of gradients to buckets all ranks take.
         """
         self.rebind(communicator)
         check_same_tensors(self.communicator, self.device, self._wrapped.items())
@@ -382,14 +392,14 @@ class DataParallel(ModuleWrapper):
         self._settled = bool(theirs_settled)
 
     def bucket_order(self) -> list[int]:
-        """The parameters' numbers in the order in which they lie in buckets, but for those of sparse ones."""
+        """Parameter numbers in bucket order, with those of sparse gradients, which are in no bucket."""
         return list(self._built)
 
     def follow_order(self, order: list[int]) -> None:
-        """Puts parameters into buckets in this order, from now on.
+        """Rebuilds the buckets in this order of parameters.
 
-        With more than two ranks the sums of an AllReduce depend on it, by rounding. Masters, and another
-        number of parameters than these, leave it as it is.
+        With more than two ranks the rounding of an all_reduce's sums depends on the order. Nothing changes if
+        there are master weights, or if ``order`` is of another number of parameters.
         """
         if self._masters is None and sorted(order) == list(range(len(self._named))):
             if order != self.bucket_order():
@@ -399,7 +409,7 @@ class DataParallel(ModuleWrapper):
     # ------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """The module, how it is wrapped, and what users have added; without the communicator."""
+        """The module, the wrapper's settings and attributes that users have set; no communicator."""
         torchs = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
         return {
             "module": self.module,
@@ -415,7 +425,7 @@ class DataParallel(ModuleWrapper):
         """Wraps the module as it was wrapped, in the job of this process.
 
         Raises:
-            NotInitializedError: there is none.
+            NotInitializedError: this process is in no job.
         """
         self._restore(state, communicator_of(None))
 
@@ -444,7 +454,7 @@ class DataParallel(ModuleWrapper):
         self._shares_statistics = adopt(self.module, self)
 
     def _index(self) -> None:
-        """Numbers the parameters, and puts them into buckets as the backward pass probably finishes them."""
+        """Numbers the parameters, and makes buckets in the order in which backward probably finishes them."""
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
 
@@ -466,7 +476,7 @@ class DataParallel(ModuleWrapper):
         self._follow_world()
 
     def _follow_world(self) -> None:
-        """Fits the last bucket to the number of ranks, of which each has a number there."""
+        """Fits the last bucket's tail to the world size: one number per rank."""
         last = self.buckets[-1]
         if len(last.numbers) != self.communicator.world_size:
             last.allocate(self.communicator.world_size)
@@ -476,7 +486,7 @@ class DataParallel(ModuleWrapper):
         self._read_later = False
 
     def _follow_thawed(self) -> None:
-        """Takes in what was frozen until now and requires a gradient; all ranks must have unfrozen it."""
+        """Begins to average parameters that were unfrozen since; all ranks must have unfrozen the same."""
         if self._thawed():
             trained = [p for _, p in self._named] + [p for p in self._without_hook if p.requires_grad]
             if self._take_in(trained) and self._joined:
@@ -484,13 +494,13 @@ class DataParallel(ModuleWrapper):
             self._hook_what_trains()
 
     def _named_and_frozen(self) -> list[tuple[str, Any]]:
-        """All parameters, those of which gradients are averaged first; the names of the others say so."""
+        """All parameters by name: first those whose gradients are averaged, then the others, so marked."""
         named = {name for name, _ in self._named}
         others = [(name + FROZEN, each) for name, each in self._wrapped.items() if name not in named]
         return [*self._named, *others]
 
     def _take_in(self, trained: list[Any]) -> bool:
-        """Averages the gradients of these parameters from now on; returns whether there are new ones."""
+        """Averages these parameters' gradients from now on; returns whether any of them is new."""
         wanted = {id(parameter) for parameter in trained}
         if wanted <= self._indices.keys():
             return False
@@ -518,10 +528,10 @@ class DataParallel(ModuleWrapper):
         if self._masters is not None:
             self._masters.check_in_place()
         self._follow_thawed()
-        if not self._whole:  # compiled, or called past this wrapper
+        if not self._whole:  # the forward pass was compiled, or bypassed this wrapper
             self.check_step()
-        # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
-        # was reduced too early. A mean bears to be taken twice.
+        # Autograd numbers its tasks: a lower number than the last pass's shows that the last pass was part of
+        # this one, and was reduced too early. Averaging twice does no harm.
         before, self._task = self._task, torch._C._current_graph_task_id()
         exact = self._op is ReduceOp.MEAN and self._masters is None and self._scale is None
         if self._task < before and not exact:
@@ -548,7 +558,7 @@ class DataParallel(ModuleWrapper):
         )
 
     def _finish(self) -> None:
-        """Ends a backward pass; on a rank without samples it is called instead of one."""
+        """Ends a backward pass; on a rank without samples it takes the place of one."""
         if self.backward_pass is None:
             self.backward_pass = self._new_pass()
         self.backward_pass.finish()
@@ -573,7 +583,7 @@ class DataParallel(ModuleWrapper):
             raise
 
     def _reorder(self, seen: list[int]) -> None:
-        """Makes new buckets in the order in which rank 0's gradients became ready."""
+        """Rebuilds the buckets in the order in which rank 0's gradients became ready."""
         self._settled = True
         planned = list(reversed(range(len(self._named))))
         known = set(seen)

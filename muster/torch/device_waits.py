@@ -1,4 +1,4 @@
-"""For how long a GPU waited for other ranks: by two events around each wait of a stream."""
+"""Measures how long a GPU waits for other ranks, by two events around each wait of its stream."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 _KEPT: list[Any] = []
 """The events that graphs record, two for each wait in a captured step of a model in a generation.
 
-None is ever destroyed: a graph that is launched with one that is gone ends the process.
+They are kept for ever: launching a graph whose event is destroyed ends the process.
 """
 
 MOST_WAITS = 4096
-"""So many waits are kept until they are over; the oldest are given up first."""
+"""Maximum number of waits that are kept until they are over; beyond it the oldest are dropped."""
 
 MOST_CAPTURED = 512
-"""So many waits of a captured step are measured, the first ones."""
+"""Maximum number of waits of a captured step that are measured, from its beginning."""
 
 
 class DeviceWaits:
-    """Measures how long a training stream stood still while it waited for others; the host never waits.
+    """Measures how long a training stream waits for other ranks; the host never waits.
 
-    A rank whose GPU computes longer finds the others' gradients there already, and waits less than they do.
-    What the last bucket needs to travel counts as well, on all ranks alike.
+    A slower rank finds the others' gradients ready, and so waits less than they do. The communication of the
+    last bucket counts as well, equally on all ranks.
 
     Args:
-        device: whose current stream waits.
+        device: the device; its current stream is measured.
     """
 
     def __init__(self, device: Any) -> None:
@@ -45,10 +45,10 @@ class DeviceWaits:
 
     @contextlib.contextmanager
     def measuring(self, *, capturing: bool) -> Iterator[None]:
-        """Context in which the current stream is made to wait for others; one within another counts once.
+        """Context that measures the current stream's waits for other ranks; a nested one counts once.
 
         Args:
-            capturing: a CUDA graph is captured, which measures that at each of its replays.
+            capturing: a CUDA graph is being captured, which measures them at each of its replays.
         """
         events = None if self._measures else self._next_captured() if capturing else self._next_eager()
         if events is None:
@@ -68,9 +68,9 @@ class DeviceWaits:
             self._eager.append(events)
 
     def within_step(self, tensor: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which the current stream waits until others have come for this tensor.
+        """Context that measures the current stream's wait for a collective on this tensor.
 
-        For one in the host's memory the host waits, and nothing is measured here.
+        Nothing is measured for a tensor in host memory, for which the host waits.
         """
         if not tensor.is_cuda:
             return contextlib.nullcontext()
@@ -81,7 +81,7 @@ class DeviceWaits:
         self._is_launched = self._replayed = self._recorded > 0
 
     def take(self) -> float | None:
-        """How long the waits were that have ended since the last call, in seconds; None: none has."""
+        """Total duration, in seconds, of the waits that have ended since the last call; None: none has."""
         found = [self._take_replayed()]
         with contextlib.suppress(RuntimeError):  # of a step that broke
             while self._eager and self._eager[0][1].query():
@@ -109,7 +109,7 @@ class DeviceWaits:
         return self._spare.pop() if self._spare else self._new()
 
     def _next_captured(self) -> tuple[Any, Any] | None:
-        """The events of a captured step's next wait; None: no graph can record any, or they are too many."""
+        """The events of a captured step's next wait; None: graphs cannot record any, or there are enough."""
         if self._is_launched:  # another step is captured now
             self._recorded, self._is_launched = 0, False
         if self._recorded == len(self._captured) < MOST_CAPTURED and self._graphs_record is not False:

@@ -18,15 +18,15 @@ from muster.torch.optimizer_state import make_optimizer_state
 class ExtraState:
     """Objects with ``state_dict()`` and ``load_state_dict()``, by name.
 
-    A module on the model's device gives its tensors to the state's arrays. Of everything else the state is
-    taken and put back as a whole.
+    The tensors of a module on the model's device are read and written in place. Any other object's state is
+    saved and loaded as a whole.
 
     Args:
-        objects: by name.
-        device: where the model is.
+        objects: the objects, by name.
+        device: the model's device.
 
     Raises:
-        SettingsError: an object has no such methods, or its state holds what no other process could read.
+        SettingsError: an object lacks these methods, or its state holds more than numbers, texts and tensors.
     """
 
     def __init__(self, objects: Mapping[str, Any], device: Any) -> None:
@@ -64,7 +64,7 @@ class ExtraState:
         return {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
 
     def put_back(self, kept: dict[str, Any]) -> None:
-        """Gives the others the states of that :meth:`keep`."""
+        """Loads the states that :meth:`keep` has returned."""
         for name, state in kept.items():
             self._others[name].load_state_dict(copy.deepcopy(state))
 
@@ -73,13 +73,13 @@ class ExtraState:
         return {name: self._written(each.state_dict()) for name, each in self._others.items()}
 
     def load(self, dumped: Mapping[str, bytes]) -> None:
-        """Gives each of the others its state."""
+        """Loads the states that :meth:`dump` has returned; names that are unknown here are left out."""
         for name, data in dumped.items():
             if name in self._others:
                 self._others[name].load_state_dict(self._read(data))
 
     def _written(self, state: Any) -> bytes:
-        on_device: list[bool] = []  # of each tensor: devices of one kind differ in number from rank to rank
+        on_device: list[bool] = []  # for each tensor; a device's index differs from rank to rank
 
         def plain(value: Any) -> Any:
             if isinstance(value, np.generic):

@@ -10,7 +10,7 @@ import torch
 from muster.training.parts import Box
 
 ALIGNMENT = 64
-"""Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
+"""Alignment of views, in elements: tensor-core kernels are far slower if not aligned to 16 bytes."""
 
 _DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -29,7 +29,7 @@ def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
 
 
 def padded(count: int) -> int:
-    """A number of elements, and the gap behind them."""
+    """The number of elements, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
@@ -47,7 +47,7 @@ def kind_text(tensor: Any) -> str:
 
 
 def elements_within(flat: Any, box: Box, both: Box) -> Any:
-    """Of a rank's flat tensor the elements of its box ``box`` that lie in the box ``both``: a view."""
+    """A view of those elements of a rank's flat tensor, which holds ``box``, that lie in ``both``."""
     found = flat.view(-1)[box.start : box.start + box.numel].view(box.sizes)
     for dim, (outer, offset, size) in enumerate(zip(box.offsets, both.offsets, both.sizes, strict=True)):
         found = found.narrow(dim, offset - outer, size)

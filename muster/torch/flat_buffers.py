@@ -22,8 +22,8 @@ class FlatBuffers:
         self._entries = []
         for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
             part.copy_(tensor.detach())
-            # The tensors stay the objects they are: a module may hold them under other names too. And they do
-            # not become views, which autograd would all take for changed by each one's update.
+            # The tensor objects stay: a module may hold them under other names too. They do not become views
+            # of one tensor either, because autograd would take an update of one for a change of all.
             tensor.data = part
             self._entries += [(owner, name, tensor) for owner, name in owners]
 
@@ -31,7 +31,7 @@ class FlatBuffers:
         """Copies buffers that the module has replaced since into the flat tensor, and returns them.
 
         Raises:
-            ArrayError: one became something else.
+            ArrayError: a buffer has another dtype, shape or device now, or is gone.
         """
         replaced = []
         for owner, name, kept in self._entries:

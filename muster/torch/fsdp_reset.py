@@ -1,7 +1,7 @@
 """Drops what a broken step has left in a module of torch's FSDP2, so that the next one begins cleanly.
 
-torch 2.14 does this itself (``_reset_iter_state``). For the releases before it the same is done here, by the
-names that they have for it; where one is missing, nothing is touched.
+torch 2.14 does this itself (``_reset_iter_state``). For earlier releases the same is done here, by their
+private names; where one is missing, nothing is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What a step leaves: in what a state's groups share, in each state, and in each group of parameters.
+# What a step leaves behind: in the context that all groups share, and in each group of parameters.
 _LISTS_OF_ALL = ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order")
 _GROUP_RESULTS = (
     "_all_gather_result",
@@ -27,10 +27,10 @@ def reset_fsdp(state: Any) -> bool:
 
     Args:
         state: ``module._get_fsdp_state()`` of any module that ``fully_shard`` was called with. The root's
-            resets all: its own, and those of the modules within it.
+            state resets itself and those of all modules within it.
     """
     for group in _groups(state):
-        group._all_gather_result = None  # it has failed, and would say so
+        group._all_gather_result = None  # it has failed: waiting for it would raise
     if not state._is_root:
         return True
     if hasattr(state, "_reset_iter_state"):
@@ -45,7 +45,7 @@ def _reset_by_hand(root: Any) -> bool:
     known = all(hasattr(group, name) for group in groups for name in (*_GROUP_RESULTS, "_to_sharded"))
     if not known or not hasattr(common, "all_gather_state"):
         return False
-    if groups:  # what was on its way on other streams reads memory that is freed below
+    if groups:  # work on other streams may still read memory that is freed below
         torch.get_device_module(groups[0].device).synchronize()
     common.all_gather_state = None
     if hasattr(common, "reduce_scatter_state"):  # torch 2.11 keeps one

@@ -1,7 +1,7 @@
 """``torch.func.functional_call`` on a DataParallel: a forward pass with the caller's tensors as parameters.
 
-As in DDP a gradient is averaged where it reaches a parameter that is wrapped, also through what is computed
-from it. Tensors of the caller's own have each rank's own gradients. Names may be those of the wrapper's
+As in DDP, a gradient is averaged where it reaches a wrapped parameter, also through tensors computed from it.
+The caller's own tensors get each rank's own gradients. Names may be those of the wrapper's
 ``named_parameters()``, or DDP's, which begin with "module.".
 """
 
@@ -21,7 +21,7 @@ _plain_call: Any = stateless._functional_call
 
 
 def let_functional_call_know() -> None:
-    """Lets torch's functional_call know the wrapper, as it knows how to refuse torch.nn.DataParallel."""
+    """Replaces torch's ``functional_call`` by one that knows the wrapper."""
     stateless._functional_call = functional_call
 
 
@@ -37,7 +37,7 @@ def functional_call(
     """Calls a module, or one that holds a DataParallel, with these tensors in the place of its own.
 
     Raises:
-        SettingsError: it computes with weights in bfloat16, which follow from masters.
+        SettingsError: the module computes with bfloat16 weights, which follow from float32 masters.
     """
     options: dict[str, Any] = {"tie_weights": tie_weights, "strict": strict}
     with parameters_are_lent():
@@ -58,7 +58,7 @@ def functional_call(
 
 @contextlib.contextmanager
 def _named_as_within(module: Any, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tensors by the module's own names; what a forward pass puts in their place goes back."""
+    """Context with the tensors by the module's names; replacements by a forward pass go into ``tensors``."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     names = {name: name if name in known else name.removeprefix(_PREFIX) for name in tensors}

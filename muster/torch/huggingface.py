@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in place: processes stay when a rank is lost, and it resumes from a checkpoint."""
+"""Recovers Hugging Face's Trainer in place: processes stay when a rank is lost; a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRITTEN_LAST = "trainer_state.json"
 
 
 def train(trainer: Any, **options: Any) -> Any:
-    """``trainer.train()`` that goes on in the same processes when ranks are lost.
+    """Runs ``trainer.train()``, which goes on in the same processes when ranks are lost.
 
     ::
 
@@ -20,21 +20,20 @@ def train(trainer: Any, **options: Any) -> Any:
         ...
         muster.torch.huggingface.train(trainer)
 
-    The Trainer's loop cannot be wound back: it goes on from its last checkpoint (``save_steps``), as with
-    ``resume_from_checkpoint``, and without one all processes start again.
+    The Trainer's loop cannot go back to an earlier step: it resumes from its last checkpoint
+    (``save_steps``), as with ``resume_from_checkpoint``; without one all processes are restarted.
 
     Args:
-        trainer: made, and not trained yet; ``output_dir`` is on a file system that all hosts share.
-        options: further ones of its ``train()``.
+        trainer: a Trainer that has not trained yet; its ``output_dir`` is on a file system that all hosts
+            share.
+        options: further arguments of ``trainer.train()``.
 
     Returns:
-        What that returns.
+        What ``trainer.train()`` returns.
     """
 
     def begin(checkpoint: str | None) -> Any:
-        trainer.model_wrapped = (
-            trainer.model
-        )  # else it keeps the wrapper of before, which a new process lacks
+        trainer.model_wrapped = trainer.model  # else it keeps its earlier wrapper, which a new process lacks
         trainer.model.zero_grad()
         return trainer.train(resume_from_checkpoint=checkpoint, **options)
 
@@ -42,7 +41,7 @@ def train(trainer: Any, **options: Any) -> Any:
 
 
 def whole_checkpoints(directory: Path) -> Sequence[str]:
-    """The folders of a Trainer's checkpoints that are written to their end, the latest last."""
+    """The folders of a Trainer's complete checkpoints, the latest last."""
     found = [
         (int(number), path)
         for path in directory.glob("checkpoint-*")

@@ -1,4 +1,4 @@
-"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done once more."""
+"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from muster.training.snapshots.parts import PartKey, SnapshotId
 log = logging.getLogger("muster.worker")
 
 REHEARSED_STEPS = 2
-"""The steps after which all exists that modules make as they go: optimizers' state, DDP's second buckets."""
+"""Number of steps that create all lazily created objects: optimizer state, DDP's rebuilt buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """What a program has made for another number of ranks; see ``reshard`` of :func:`steps`.
+    """What a program has created for another world size; see ``reshard`` of :func:`steps`.
 
     Attributes:
-        state: as for :func:`steps`, filled from a checkpoint, or as at the program's beginning.
-        loader: gives the batches that are left, this rank's.
-        step: the number of the step that comes next; 0: there is no checkpoint.
-        epochs: how often the loader is iterated.
+        state: as for :func:`steps`, loaded from a checkpoint, or as at the program's beginning.
+        loader: gives this rank's remaining batches.
+        step: number of the next step; 0: there is no checkpoint.
+        epochs: number of times that the loader is iterated.
     """
 
     state: Mapping[str, Any]
@@ -73,7 +73,7 @@ def steps(
     first: int = 0,
     reshard: Callable[[], Resharded] | None = None,
 ) -> Iterator[tuple[InPlaceStep, Any]]:
-    """The steps of a training that goes on in the same processes when ranks are lost.
+    """Yields the steps of a training that goes on in the same processes when ranks are lost.
 
     ::
 
@@ -85,29 +85,29 @@ def steps(
                 loss = train(batch)
 
     Every ``every`` steps each rank copies its part of the state into its own memory and that of a partner, on
-    another host where there is one. When ranks are lost, what their loss makes the others raise within
-    ``with step`` is dropped; all go back to the newest copy that is whole, and so does the process that takes
-    a lost rank's place. That one first does two steps for itself, the results of which are overwritten
-    (``step.rehearses``). So a step may be done several times: what it leaves anywhere but in ``state`` stays
-    there. All of it belongs within ``with``.
+    another host where there is one. When ranks are lost, the errors that this causes on the others within
+    ``with step`` are suppressed; all ranks, and the processes that replace the lost ones, go back to the
+    newest complete copy. A replacement first does two steps by itself, whose results are overwritten
+    (``step.rehearses``). So a step may run several times: its effects outside ``state`` are not undone. The
+    whole step belongs within ``with``.
 
-    Without :func:`keep_alive`, or where that has said no, it is a loop like any other.
+    Without :func:`keep_alive`, or where that has returned False, this is a plain loop over the batches.
 
     Args:
         state: objects by name: modules, as they are called (DDP's, too), optimizers, tensors, dictionaries of
             tensors and numbers, torch generators, and what has ``state_dict()`` and ``load_state_dict()``.
-        loader: gives an epoch's batches each time that it is iterated, this rank's; a DataLoader, say.
-        epochs: how often it is iterated.
+        loader: gives this rank's batches of one epoch each time that it is iterated; a DataLoader, say.
+        epochs: number of times that the loader is iterated.
         every: steps between two copies; the same on all ranks.
-        copies: partners that hold each rank's part. Any that many ranks can be lost at once.
-        checkpoint: a directory that all hosts share. There, too, each rank writes its part, and a thread does
-            it. A run that begins, or one whose parts are in nobody's memory, goes on from the latest.
-        checkpoint_every: steps between two of those, at least.
-        first: the number of the first step, where the program has taken its state from a checkpoint.
-        reshard: called where the ranks have become fewer or more and are not whole replicas of the model: on
-            all ranks, with the new ``RANK`` and ``WORLD_SIZE``, when all process groups are destroyed. It
-            makes groups, modules and optimizer as the program did, and fills them from a checkpoint of its
-            own (torch.distributed.checkpoint). Without it the program is started again.
+        copies: partners that hold each rank's part; any that many ranks can be lost at once.
+        checkpoint: a directory that all hosts share, into which a thread of each rank also writes its part. A
+            run resumes from the latest checkpoint there when it begins, or when a part is in nobody's memory.
+        checkpoint_every: least number of steps between two checkpoints.
+        first: number of the first step, if the program has loaded its state from a checkpoint.
+        reshard: called on all ranks when the world size has changed and the model has no whole replicas that
+            could go on: with the new ``RANK`` and ``WORLD_SIZE``, after all process groups were destroyed. It
+            creates groups, modules and optimizer as the program did, and loads them from a checkpoint of its
+            own (torch.distributed.checkpoint). Without it the program is restarted.
 
     Yields:
         The step, to be entered by ``with``, and its batch.
@@ -127,12 +127,12 @@ def steps(
 
 
 class InPlaceStep:
-    """One step of :func:`steps`: ``int(step)`` is its number, from 0.
+    """One step of :func:`steps`, used as a context; ``int(step)`` is its number.
 
     Attributes:
-        number: the same.
-        rehearses: its results will be overwritten: this process only makes what the others have already.
-        is_broken: it has not been done, because a rank was lost; it comes once more.
+        number: the step's number, from 0.
+        rehearses: whether its results will be overwritten, because it only creates what other ranks have.
+        is_broken: whether a rank was lost in it, so that it is done again.
     """
 
     def __init__(self, number: int, program: LivingProgram | None = None, *, rehearses: bool = False) -> None:
@@ -141,19 +141,19 @@ class InPlaceStep:
         self._program = program
 
     def __int__(self) -> int:
-        """Its number."""
+        """The step's number."""
         return self.number
 
     __index__ = __int__
 
     def __enter__(self) -> InPlaceStep:
-        """Begins it."""
+        """Begins the step."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Ends it; drops what the loss of a rank has brought about."""
+        """Ends the step; suppresses an error that the loss of a rank has caused."""
         if self._program is None or self._program.rehearses:
             return False
         if error is None:
@@ -180,12 +180,12 @@ def _plain_steps(loader: Any, epochs: int, number: int) -> Iterator[tuple[InPlac
 
 
 class InPlaceTraining:
-    """What :func:`steps` does in a process that lives on.
+    """The loop of :func:`steps` in a process that survives the loss of other ranks.
 
     Args:
-        program: this process.
-        begun: what :func:`steps` was given of that.
-        copying: when copies are made.
+        program: this process, as the job knows it.
+        begun: state, loader, first step and epochs, as given to :func:`steps`.
+        copying: when copies are made, and where they are kept.
         reshard: see :func:`steps`.
     """
 
@@ -201,7 +201,7 @@ class InPlaceTraining:
         self._hold(begun)
 
     def _hold(self, begun: Resharded) -> None:
-        """Takes what is trained from now on, among the ranks that the world has."""
+        """Sets up what is trained from now on, at the current world size."""
         self._objects = dict(begun.state)
         self._parts = ObjectParts(opened(begun.state))
         self._random = RandomState(self._parts.device)
@@ -225,7 +225,7 @@ class InPlaceTraining:
         self._taken: tuple[int, int] | None = None
 
     def run(self) -> Iterator[tuple[InPlaceStep, Any]]:
-        """The steps."""
+        """Yields the steps, each with its batch."""
         if self._program.rehearses:
             if not self._program.is_resharding:
                 yield from self._rehearse()
@@ -252,7 +252,7 @@ class InPlaceTraining:
                 self._number += 1
 
     def _begin_with_checkpoint(self) -> Iterator[tuple[InPlaceStep, Any]]:
-        """Goes on from the latest checkpoint, after two steps by which all comes to exist that it fills."""
+        """Resumes from the latest checkpoint, after rehearsed steps that create what is to be loaded."""
         try:
             if not self._checkpoints or not self._checkpoints.exists():
                 return
@@ -280,7 +280,7 @@ class InPlaceTraining:
         except NoMoreBatchesError:
             if self._checkpoints:
                 self._checkpoints.wait()
-            dist.barrier()  # a rank that was lost in the last step needs the others to do it once more
+            dist.barrier()  # if a rank is lost in the last step, the others must do it again
             raise
 
     def _rehearse(self) -> Iterator[tuple[InPlaceStep, Any]]:
@@ -296,10 +296,10 @@ class InPlaceTraining:
     # ------------------------------------------------------------ copies
 
     def _take_due(self) -> None:
-        """Copies the state when a copy is due, after the first steps."""
+        """Copies the state if a copy is due; the first one is due after the rehearsed steps."""
         number, rehearsed = self._number, self._rehearsed
         is_due = number == rehearsed or (number > rehearsed and number % self._every == 0)
-        if is_due and self._taken != (self._program.generation, number):  # as on going back to it
+        if is_due and self._taken != (self._program.generation, number):  # as after going back to it
             self._take(self._encode())
 
     def _take(self, part: PartCopy) -> None:
@@ -311,17 +311,17 @@ class InPlaceTraining:
         self._program.note_state()
 
     def _encode(self) -> PartCopy:
-        """This rank's state before the next step."""
+        """Copies this rank's state before the next step."""
         on_gpu = self._parts.device.type == "cuda"
         copier = PartCopier(self._parts.snapshot_tensors(0, 1), self._parts.device)
         room = OwnRoom(copier.size, pinned=on_gpu)
-        copier.take(room, lambda tensor: tensor)()  # waited for, so the tensors themselves are read
+        copier.take(room, lambda tensor: tensor)()  # waits at once, so the tensors themselves are read
         notes = {"state": self._parts.snapshot_notes(), "place": self._batches.place(self._number)}
         key = PartKey(SnapshotId(self._program.generation, self._number), self._size, self._rank)
         return PartCopy(key, encode_head(copier.tensors, copier.places, notes), room.data[: copier.size])
 
     def _decode(self, part: PartCopy, *, is_newcomer: bool, is_own: bool) -> None:
-        """Puts the state in place; of a replica's, generators stay as they are: each rank has its own."""
+        """Restores the state from a copy; generators only from this rank's own copy, not from a replica's."""
         head = decode_head(part.head.decode())
         with torch.no_grad():
             for each, span in zip(self._parts.snapshot_tensors(0, 1), head.tensors, strict=True):
@@ -337,7 +337,7 @@ class InPlaceTraining:
     # ------------------------------------------------------------ another generation
 
     def _recover(self, *, is_newcomer: bool = False) -> None:
-        """Enters the next generation, in which all go back to the newest copy that is whole."""
+        """Enters the next generation, in which all ranks go back to the newest complete copy."""
         enters = not is_newcomer
         while True:
             try:
@@ -362,19 +362,19 @@ class InPlaceTraining:
                 self._program.break_off()
 
     def _reshard(self) -> None:
-        """Has the program make groups, modules and optimizer for the ranks that there are."""
+        """Has the program create groups, modules and optimizer for the new world size."""
         if self._reshard_function is None:
             raise SettingsError("steps: reshard is not given on all ranks.")
         self._program.leave_groups()
         made = self._reshard_function()
         self._hold(made)
-        if made.step:  # what an optimizer makes in its first step is there
+        if made.step:  # loaded from a checkpoint, so the optimizer's state exists
             self._take(self._encode())
         self._program.settle()
         log.info("%d ranks go on with step %d, resharded", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
-        """What the others are to know of this rank."""
+        """What this rank tells the others: the copies that it holds, what its part is like, its replica."""
         return {
             "copies": self._copies.holds,
             "like": what_it_holds(self._parts.snapshot_tensors(0, 1)),
@@ -401,12 +401,12 @@ class InPlaceTraining:
                 log.warning("The state is that of rank %d, a replica", sources[self._rank][0])
             self._put(found, is_newcomer=is_newcomer, is_own=is_own)
         else:
-            # A survivor's kept batches begin with its last copy, and a checkpoint is older.
+            # As a newcomer: a survivor has kept batches since its last copy only, and a checkpoint is older.
             self._put(self._from_checkpoint(_what_lacks(holds, meeting.active)), is_newcomer=True)
         log.info("generation %d goes on with step %d in place", meeting.generation, self._number)
 
     def _from_checkpoint(self, why: str) -> Found:
-        """The latest checkpoint where the copies in memory are not whole; without one, a new start."""
+        """Loads the latest checkpoint, as no copy in memory is whole; without one, restarts the program."""
         if self._checkpoints is None:
             self._program.restart(why)
         log.warning("%s", why)
@@ -416,7 +416,7 @@ class InPlaceTraining:
         return found
 
     def _put(self, found: Found, *, is_newcomer: bool, is_own: bool = True) -> None:
-        """Goes back to a step, of which this rank and its partners then have the copy."""
+        """Goes back to a step; this rank and its partners hold the copy of it afterwards."""
         self._number, part = found
         if self._checkpoints:
             self._checkpoints.go_on_from(self._number)
@@ -424,7 +424,7 @@ class InPlaceTraining:
         self._take(part if is_own else self._encode())
 
     def _settle_modules(self) -> str:
-        """Drops what a broken step has left in modules and schedules; says why, if that cannot be."""
+        """Drops what a broken step has left in modules and pipelines; returns why that cannot be, or ""."""
         if not reset_pipelines():
             return "This torch's pipelines cannot drop a broken step."
         for module in self._objects.values():

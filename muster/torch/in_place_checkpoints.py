@@ -1,4 +1,4 @@
-"""Durable checkpoints of a program that lives on: each rank's copy of its part is also written to a file."""
+"""Durable checkpoints of in-place training: each rank's copy of its part is also written to a file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Found = tuple[int, PartCopy]
 class InPlaceCheckpoints:
     """The checkpoints of one training in a directory that all hosts share.
 
-    A thread writes each part from the copy in memory, which later copies leave alone.
+    A thread writes each part from the copy in memory, which later copies do not overwrite.
 
     Args:
-        directory: where they are.
-        every: least number of steps between two.
-        device: where the world's group takes tensors.
+        directory: the shared directory.
+        every: least number of steps between two checkpoints.
+        device: the device whose tensors the default process group communicates.
 
     Raises:
         SettingsError: ``every`` is below 1.
@@ -47,11 +47,11 @@ class InPlaceCheckpoints:
         self._writer: threading.Thread | None = None
 
     def go_on_from(self, step: int) -> None:
-        """Counts the steps to the next checkpoint from this one; all ranks say the same."""
+        """Counts the steps to the next checkpoint from ``step``, which is the same on all ranks."""
         self._last = step
 
     def write_due(self, copy: PartCopy) -> None:
-        """Begins to write this rank's part, if a checkpoint is due; all ranks call it at the same steps."""
+        """Starts to write this rank's part, if a checkpoint is due; all ranks call it at the same steps."""
         generation, step = copy.key.snapshot
         if step - self._last < self._every:
             return
@@ -72,18 +72,18 @@ class InPlaceCheckpoints:
         self._writer = start_thread(write, name="muster-checkpoint")
 
     def wait(self) -> None:
-        """Waits until this rank has written."""
+        """Waits until this rank's part is written."""
         if self._writer is not None:
             self._writer.join()
 
     def exists(self) -> bool:
-        """Whether there is any that looks whole; all ranks call it, and hear what rank 0 sees."""
+        """Whether rank 0 sees a checkpoint that looks complete; all ranks call it and get rank 0's answer."""
         seen = torch.tensor([int(bool(whole_checkpoints(self.directory)))], device=self._device)
         dist.broadcast(seen, 0)
         return bool(seen)
 
     def load(self, rank: int, size: int) -> Found | None:
-        """The latest of which every rank finds its part sound; all ranks call it. None: there is none."""
+        """The latest checkpoint whose part each rank finds sound; None: there is none. All ranks call it."""
         self.wait()
         names: list[Any] = [whole_checkpoints(self.directory) if rank == 0 else None]
         dist.broadcast_object_list(names, 0)
@@ -112,7 +112,7 @@ class InPlaceCheckpoints:
 
 
 def _own_generator(device: Any) -> Any:
-    """One that the training does not draw from."""
+    """A newly seeded generator that the training does not draw from."""
     generator = torch.Generator(device)
     generator.seed()
     return generator

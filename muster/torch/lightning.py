@@ -1,4 +1,4 @@
-"""Lightning's Trainer in place: processes stay when a rank is lost, and it resumes from a checkpoint."""
+"""Recovers Lightning's Trainer in place: processes stay when a rank is lost; it resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.torch.resumed_training import resumed
 
 
 def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path) -> Any:
-    """``trainer.fit(module, *data)`` that goes on in the same processes when ranks are lost.
+    """Runs ``trainer.fit(module, *data)``, which goes on in the same processes when ranks are lost.
 
     ::
 
@@ -24,18 +24,18 @@ def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path
         muster.torch.keep_alive()
         trainer = muster.torch.lightning.fit(make, loader, checkpoints="kept")
 
-    Lightning's loop cannot be wound back: a new Trainer goes on from the last checkpoint, as with
-    ``ckpt_path``; process groups stay. Without a checkpoint all processes start again. Lightning, when it
-    resumes within an epoch, takes that epoch's data from the beginning: numbers are the same as without a
-    loss where checkpoints are those of an epoch's end.
+    Lightning's loop cannot go back to an earlier step: a new Trainer resumes from the last checkpoint, as
+    with ``ckpt_path``; process groups stay. Without a checkpoint all processes are restarted. If Lightning
+    resumes within an epoch, it begins that epoch's data again: only with checkpoints at the end of an epoch
+    are the results the same as without a loss.
 
     Args:
-        make: makes the Trainer and the module, the same on all ranks.
-        data: what ``fit`` takes besides.
+        make: creates the Trainer and the module, the same on all ranks.
+        data: further arguments of ``trainer.fit``.
         checkpoints: the folder of the ModelCheckpoint, which all hosts share.
 
     Returns:
-        The Trainer that came to the end.
+        The Trainer that finished.
     """
 
     if living_program() is not None and not dist.is_initialized():
@@ -50,6 +50,6 @@ def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path
 
 
 def whole_checkpoints(directory: Path) -> Sequence[str]:
-    """The files of a ModelCheckpoint, which get their names once they are whole; the latest last."""
+    """A ModelCheckpoint's files, the latest last; a file gets its name once it is complete."""
     found = [(path.stat().st_mtime_ns, str(path)) for path in directory.glob("*.ckpt")]
     return [path for _, path in sorted(found)]

@@ -1,4 +1,4 @@
-"""Float32 masters of weights that are computed with in bfloat16."""
+"""Float32 master weights of a module that computes with bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class MasterWeights:
         self.refresh()
 
     def check_in_place(self) -> None:
-        """Makes sure that the module computes with what the optimizer trains.
+        """Checks that the module still computes with copies of the masters that the optimizer trains.
 
         Raises:
-            SettingsError: its parameters were moved or converted.
+            SettingsError: the module's parameters were moved or converted.
         """
         if any(parameter.data_ptr() != place for parameter, place in self._places):
             raise SettingsError(
@@ -75,7 +75,7 @@ class MasterWeights:
             )
 
     def refresh(self) -> None:
-        """Brings the weights for computing up to the masters."""
+        """Copies the masters into the bfloat16 weights."""
         with torch.no_grad():
             for low, master in self._pairs:
                 low.copy_(master)

@@ -1,9 +1,9 @@
 """Creates a torch optimizer's state before its first step.
 
-Optimizers make their state lazily, within the step. A run whose state is shared must have it before: so one
-step is done without a gradient, what each entry was at the moment it was made is kept, and all else that the
-step did is undone. Zeros would be right for most optimizers, not for all: Rprop's step sizes begin as the
-learning rate, NAdam's product of momenta as one.
+Optimizers create their state lazily, within the first step. A run whose state is shared needs it before: so
+one step is done with gradients of zero, each entry is kept as it was when it was created, and everything else
+that the step did is undone. Zeros would be right for most optimizers, not for all: Rprop's step sizes begin
+as the learning rate, NAdam's product of momenta as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_STEP = "Do one step before you make the training state"
 
 
 def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
-    """Makes sure that the optimizer and the model belong together.
+    """Checks that the optimizer trains parameters of the model.
 
     Raises:
         SettingsError: no parameter of the model is the optimizer's.
@@ -36,19 +36,19 @@ def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
 
 
 def make_optimizer_state(optimizer: Any) -> None:
-    """Gives each parameter that has no state yet the one that it would have in its first step.
+    """Creates the optimizer state of each parameter that has none, as its first step would create it.
 
     Parameters, gradients and settings stay as they are.
 
     Args:
-        optimizer: of torch, or made like those: it writes ``state[parameter][name]`` when it first sees a
-            gradient, and then updates in place.
+        optimizer: a torch optimizer, or one that works alike: it writes ``state[parameter][name]`` when it
+            first sees a gradient, and then updates in place.
 
     Raises:
         SettingsError: this optimizer's state cannot be made beforehand, or cannot be shared: it is not all
             tensors.
     """
-    _check_tensors(optimizer)  # of what is there already: nothing else could be done about it
+    _check_tensors(optimizer)  # the state that exists already is not created again, only checked
     lacking = [
         parameter
         for group in optimizer.param_groups
@@ -64,7 +64,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 class _FirstValues(dict[str, Any]):
-    """One parameter's state that remembers what each entry was when it was made."""
+    """One parameter's state, which also keeps a copy of each entry from when it was created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _check_dampening(optimizer: Any) -> None:
 
 
 def _check_tensors(optimizer: Any) -> None:
-    """Refuses state that is no tensor or number: it could not be sent or put back."""
+    """Refuses state that is not in tensors: it could not be sent or restored."""
     names = {
         str(name)
         for values in optimizer.state.values()
@@ -172,5 +172,5 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> Any:
-    """A number as Python has it."""
+    """The value as a Python number."""
     return value.item() if isinstance(value, torch.Tensor) else value

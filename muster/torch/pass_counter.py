@@ -1,10 +1,10 @@
 """Counts training passes that a rank began and never finished, and compares them among ranks.
 
 A rank that catches the error of a step, or skips one, and goes on with the next batch sends the same
-AllReduces as before: they meet those of the others' step before, and all would average gradients of different
-steps. So each rank counts such passes, and the count travels with the last bucket of gradients, in a place of
-its own. On a GPU nobody waits for the result: it is copied to the host beside the step, captured or not, and
-read before a later one.
+all_reduces as ever: they would be combined with those of the other ranks' earlier step, and average gradients
+of different steps. So each rank counts such passes, and the count is reduced with the last bucket of
+gradients, in a place of its own. On a GPU nobody waits for the result: it is copied to the host beside the
+step, captured or not, and read before a later step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError
 
 _MODULUS = 64
-"""Counts travel modulo this: whole numbers that bfloat16 represents, divided by the world size too."""
+"""Counts are sent modulo this: smaller integers differ in bfloat16, also divided by the world size."""
 
 
 class UnfinishedPasses:
-    """Counts forward passes whose output no backward pass went through, or only one that broke off."""
+    """Counts forward passes without a backward pass, or with one that broke off."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +34,7 @@ class UnfinishedPasses:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a forward pass without its backward pass."""
+        """Whether a forward pass still lacks its backward pass."""
         return bool(self._waiting)
 
     def follow(self, output: Any) -> None:
@@ -55,14 +55,14 @@ class UnfinishedPasses:
         self.count += 1
 
     def settle(self) -> int:
-        """Counts what waits for a backward pass as unfinished, and returns the count."""
+        """Counts forward passes that still lack their backward pass as unfinished; returns the count."""
         self.count += len(self._waiting)
         self._waiting.clear()
         self._count_broken()
         return self.count % _MODULUS
 
     def forget(self) -> None:
-        """Starts over, as all ranks do."""
+        """Resets the count; all ranks do so together."""
         self.count = 0
         self._waiting.clear()
         self._under_way.clear()
@@ -80,11 +80,11 @@ class UnfinishedPasses:
 
 
 class RankNumbers:
-    """One small number of each rank, in the tail of a bucket, on their way from rank to rank.
+    """Exchanges one small number per rank, in the tail of a gradient bucket.
 
     Args:
-        communicator: over which the bucket is reduced.
-        tail: of a bucket; what is added to it on other ranks comes out there, one number per rank.
+        communicator: the communicator that reduces the bucket.
+        tail: the bucket's tail, one element per rank, which is reduced with the bucket.
     """
 
     def __init__(self, communicator: Communicator, tail: Any) -> None:
@@ -92,8 +92,8 @@ class RankNumbers:
         self._tail = tail
         self._mine = 0
         self._sent = torch.zeros_like(tail)
-        # Memory that the host can read while a GPU goes on, and so during a copy. Hence two copies, one after
-        # the other, of which the host reads the later one first: where they agree, neither was half written.
+        # The host may read this memory while a GPU copies into it. Hence two copies, one after the other, of
+        # which the host reads the later one first: where they agree, neither was half written.
         self._seen = [torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda) for _ in range(2)]
 
     def serve(self, communicator: Communicator, tail: Any) -> bool:
@@ -107,7 +107,7 @@ class RankNumbers:
             self._sent[self._communicator.rank].fill_(number)
 
     def forget(self) -> None:
-        """Drops the numbers that have come so far."""
+        """Drops the numbers received so far."""
         for seen in self._seen:
             seen.zero_()
 
@@ -121,14 +121,14 @@ class RankNumbers:
             seen.copy_(tail, non_blocking=True)
 
     def check(self) -> None:
-        """Compares the numbers that have come so far.
+        """Compares the numbers received so far.
 
         Raises:
-            CollectiveMismatchError: ranks have different numbers; the same on all ranks.
+            CollectiveMismatchError: ranks have different numbers; raised on all ranks.
         """
         first, last = self._seen
         seen = last.clone()
-        # Equal numbers were rounded equally. What differs once goes on to differ: none can be missed.
+        # Equal numbers are rounded equally. Numbers that differ stay different: no difference can be missed.
         if bool((seen != seen[0]).any()) and torch.equal(seen, first):
             raise _apart(self._communicator, seen)
 

@@ -1,4 +1,4 @@
-"""Copies of each rank's state in its own memory and in a partner's, for who takes a lost rank's place."""
+"""Copies of each rank's state in its own and its partners' memory, for processes that replace lost ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[int, int]
 """Generation and step of a copy; the greater is the later."""
 
 Source = tuple[int, int]
-"""Whose part a rank takes over, and which rank has it."""
+"""The rank that owns the part to restore, and the rank that holds a copy of it."""
 
 _CPU = torch.device("cpu")
 
@@ -30,15 +30,14 @@ _CPU = torch.device("cpu")
 def newest_whole(
     holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int], like: Sequence[str]
 ) -> tuple[Key, dict[int, Source]] | None:
-    """The latest copy of which some rank holds what each active rank needs: whose part that is, and who.
+    """The latest copy that is complete for the active ranks, and the source of each rank's part; or None.
 
-    A copy that has each one's own part goes before one in which a replica's part has to do.
+    A copy with each rank's own part is preferred, even to a later one in which replicas' parts stand in.
 
     Args:
-        holds: what each rank holds, by its number: owner, generation and step of each part; empty where a
-            rank is not there.
+        holds: by rank, the (owner, generation, step) of each part that it holds; empty if it is absent.
         active: the ranks that go on.
-        like: of each rank what its part holds; the same for replicas.
+        like: by rank, what its part contains; the same text for replicas.
     """
     holders: dict[Key, dict[int, int]] = {}
     for holder, parts in enumerate(holds):
@@ -58,7 +57,7 @@ def newest_whole(
 
 
 def _owner_for(rank: int, owners: Collection[int], like: Sequence[str]) -> int | None:
-    """Whose part does for a rank: its own, or a replica's."""
+    """The owner of a part that suits a rank: itself or a replica; None: there is none."""
     if rank in owners:
         return rank
     return next((each for each in sorted(owners) if like and like[each] == like[rank]), None)
@@ -67,7 +66,9 @@ def _owner_for(rank: int, owners: Collection[int], like: Sequence[str]) -> int |
 def parts_that_lack(
     holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int]
 ) -> tuple[int, list[int]] | None:
-    """The step of the copy that lacks least, the later of two, and whose parts it lacks; None: no copy.
+    """The step of the most complete copy (the latest of these), and the ranks whose parts it lacks.
+
+    None if there is no copy.
 
     Args:
         holds: as for :func:`newest_whole`.
@@ -84,15 +85,15 @@ def parts_that_lack(
 
 
 class PeerCopies:
-    """What this rank holds: its own state at a step, and that of those whose partner it is.
+    """The copies that this rank holds: of its own part of the state, and of the parts of its wards.
 
-    Partners are on other hosts where there are some. Each copy has the checksums of what its owner took, so
-    that one that is flipped, torn or of another step is noticed, and not used.
+    A rank's wards are those whose partner it is; partners are on other hosts where there are some. Each copy
+    has its owner's checksums, so that a corrupted or incomplete one is detected, and not used.
 
     Args:
-        rank: this one.
-        size: how many ranks there are.
-        copies: partners of each rank.
+        rank: this process's rank.
+        size: the world size.
+        copies: number of partners of each rank.
     """
 
     def __init__(self, rank: int, size: int, copies: int = 1) -> None:
@@ -104,7 +105,7 @@ class PeerCopies:
 
     @property
     def holds(self) -> list[list[int]]:
-        """Owner, generation and step of each part that is as it was taken, for :func:`newest_whole`."""
+        """Owner, generation and step of each part whose checksums are right, for :func:`newest_whole`."""
         found = []
         for copy in self._held.all():
             try:
@@ -116,11 +117,11 @@ class PeerCopies:
         return found
 
     def take(self, key: Key, part: PartCopy) -> PartCopy:
-        """Keeps this rank's part, at its partners too; all ranks call it, and all hold it when it returns.
+        """Keeps this rank's part here and at its partners. All ranks call it, and return once all are done.
 
         Args:
-            key: of the copy.
-            part: what this rank holds; of another key, if it is taken once more.
+            key: generation and step of the copy.
+            part: this rank's part; it may have another key, as when it was restored.
 
         Returns:
             This rank's copy, with checksums.
@@ -132,23 +133,23 @@ class PeerCopies:
             wards = [rank for rank in self._active if self._rank in table[rank]]
             for copy in self._exchange(key, dict.fromkeys(table[self._rank], mine), {w: w for w in wards}):
                 self._held.keep(copy)
-            dist.barrier()  # who has passed it knows that all have come to it
+            dist.barrier()  # a rank that has passed it knows that all ranks have exchanged their copies
         self._held.drop([copy.key for copy in self._held.all() if copy.key.snapshot != mine.key.snapshot])
         return mine
 
     def among(self, active: Sequence[int]) -> None:
-        """These ranks go on in this generation."""
+        """Sets the ranks that go on in this generation."""
         self._active = active
 
     def restore(self, key: Key, sources: Mapping[int, Source]) -> PartCopy:
-        """The part of a copy that this rank goes back to; those who lack theirs get it; all ranks call it.
+        """Returns the part that this rank goes back to; ranks that lack theirs receive it. All ranks call it.
 
         Args:
-            key: of the copy.
-            sources: whose part each rank takes, and who has it.
+            key: generation and step of the copy.
+            sources: by rank, the owner of the part that it restores, and the rank that holds it.
 
         Raises:
-            DamagedCopyError: the part that was handed over is not what its owner took.
+            DamagedCopyError: the part that was received does not match its owner's checksums.
         """
         for rank, (owner, holder) in sorted(sources.items()):
             if rank == holder:
@@ -170,7 +171,7 @@ class PeerCopies:
         return PartKey(SnapshotId(*key), self._size, owner)
 
     def _partners_of(self, generation: int) -> Mapping[int, Sequence[int]]:
-        """Each rank's partners in a generation; all ranks call it, and tell each other where they are."""
+        """Each active rank's partners in a generation; all ranks call it, and tell each other their hosts."""
         if self._partners_in != generation:
             host = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))], device=collective_device())
             hosts = [torch.zeros_like(host) for _ in range(self._size)]
@@ -184,10 +185,10 @@ class PeerCopies:
         return self._partners
 
     def _exchange(self, key: Key, sent: Mapping[int, PartCopy], coming: Mapping[int, int]) -> list[PartCopy]:
-        """Sends copies to ranks while others come: ``coming`` says from which rank, and whose.
+        """Sends copies, by receiver, and receives others: ``coming`` maps each sender to the copy's owner.
 
         Returns:
-            Those that are what their owners took.
+            The received copies whose checksums are right.
         """
         device = collective_device()
         numbers = {
@@ -220,11 +221,11 @@ class PeerCopies:
 
 
 def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """For each rank those that keep a copy of its part: on other hosts, where there are some.
+    """By rank, the partners that keep a copy of its part: on other hosts, where there are some.
 
     Args:
-        hosts: each rank's, by number.
-        copies: how many, as far as there are as many other hosts, or other ranks on a single one.
+        hosts: by rank, the number of its host.
+        copies: partners of a rank; fewer if there are fewer other hosts, or ranks on a single host.
     """
     members = [
         Member(rank, f"{rank:09d}", rank, Host(f"{host:09d}", "", ""), Device(), 0, 1)
@@ -234,14 +235,14 @@ def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...],
 
 
 def _tensor_of(data: Any) -> Any:
-    """The bytes as a tensor, which shares their memory if that can be written to."""
+    """The bytes as a uint8 tensor, which shares their memory if that is writable."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
 def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
-    """Sends tensors while others come; of those without elements both sides know."""
+    """Sends and receives tensors, by rank; both sides leave out those without elements."""
     works = [dist.isend(tensor, to) for to, tensor in sent.items() if tensor.numel()]
     works += [dist.irecv(tensor, source) for source, tensor in found.items() if tensor.numel()]
     for work in works:
@@ -249,7 +250,7 @@ def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None
 
 
 def collective_device() -> Any:
-    """Where the world's group takes tensors: in the host's memory, if it can."""
+    """The device whose tensors the default process group communicates: the CPU, if it can."""
     configs: Mapping[Any, Any] = dist.distributed_c10d._world.pg_backend_config
     if "cpu:" in str(configs.get(dist.group.WORLD, "cpu:")):
         return _CPU

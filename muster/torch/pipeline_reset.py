@@ -1,4 +1,4 @@
-"""Drops what a broken step has left in the schedules of torch's pipelines: the next one begins cleanly."""
+"""Drops what a broken step has left in schedules of torch's pipelines, so that the next begins cleanly."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 _LEFT_BY_A_STEP = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
-"""What schedules of several stages keep besides, as far as this torch has it."""
+"""What multi-stage schedules keep besides, in the releases of torch that have it."""
 
 
 def reset_pipelines() -> bool:
     """Drops this process's part of a broken step; returns False where this torch cannot do it.
 
     A schedule's ``step()`` clears its stages as it begins, but not the losses of a step that raised: the next
-    one would run backward through these. No object of a program's state leads to a schedule, so all that
-    there are in this process are reset.
+    step would run backward through these. No object of a program's state leads to a schedule, so all
+    schedules of this process are reset.
     """
     for schedule in _schedules():
         if not hasattr(schedule, "_internal_losses"):

@@ -1,4 +1,4 @@
-"""Keeps torch's random generators right through broken steps and changes of members."""
+"""Keeps torch's random generators consistent through broken steps and changes of members."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class RandomState:
-    """What this rank draws next from torch's default generators: the CPU's, and its GPU's if it has one.
+    """The states of torch's default generators on this rank: the CPU's, and its GPU's if it has one.
 
     Each rank keeps its own: dropout and augmentation differ between ranks. Reading and setting a state costs
     some microseconds and never waits for the GPU, whose generator is a seed and a count on the host; a CUDA
-    graph that draws takes both at each launch.
+    graph that draws reads both at each launch.
 
     Args:
-        device: where the model is.
+        device: the model's device.
     """
 
     def __init__(self, device: Any) -> None:
@@ -25,20 +25,20 @@ class RandomState:
             self._generators.append(torch.cuda.default_generators[device.index])
 
     def keep(self) -> list[Any]:
-        """Where the generators are, for :meth:`put_back`."""
+        """The generators' states, for :meth:`put_back`."""
         return [generator.get_state() for generator in self._generators]
 
     def put_back(self, kept: list[Any]) -> None:
-        """Sets the generators to where they were at that :meth:`keep`."""
+        """Restores the states that :meth:`keep` has returned."""
         for generator, state in zip(self._generators, kept, strict=True):
             generator.set_state(state)
 
     def now(self) -> Any:
-        """Where the generators are: uint8, one after the other."""
+        """The generators' states in one tensor, one after the other: uint8, 1-dim."""
         return torch.cat([generator.get_state() for generator in self._generators])
 
     def set(self, states: Any) -> bool:
-        """Sets the generators to what :meth:`now` gave; False: that is of other kinds of generators."""
+        """Restores what :meth:`now` has returned; False: those states are of other kinds of generators."""
         sizes = [generator.get_state().numel() for generator in self._generators]
         if states.numel() != sum(sizes):
             return False
@@ -47,10 +47,10 @@ class RandomState:
         return True
 
     def begin(self, rank: int, step: int) -> None:
-        """Seeds the generators again for a rank that takes up a run at ``step``.
+        """Seeds the generators again for a rank that enters a run at ``step``.
 
-        With the seed that this process was started with it would draw once more what its rank drew in the
-        run's first steps. The new seed depends on that one, so a seeded run stays repeatable.
+        With the seed that this process was started with, it would draw again what its rank drew in the run's
+        first steps. The new seed is derived from that one, so a seeded run stays repeatable.
         """
         seed = seed_of(torch.initial_seed(), rank, step)
         for generator in self._generators:

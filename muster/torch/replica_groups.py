@@ -1,4 +1,4 @@
-"""Which ranks can go on when some are missing: whole replicas of the model."""
+"""Finds the ranks that can go on when others are missing: those of complete replicas of the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from muster.torch.snapshot_tensors import SnapshotTensor, is_dtensor
 
 
 def replica_of(objects: Mapping[str, Any]) -> list[int] | None:
-    """The ranks that together have this rank's replica of the model; None: there is none but of all ranks.
+    """The ranks that together hold this rank's replica of the model; None: only all ranks together hold one.
 
-    A DDP module over all ranks has one on each. FSDP2 on a mesh with a replicate dimension (HSDP) has one on
-    each row of the other dimensions.
+    A DDP module over all ranks has a replica on each. FSDP2 on a mesh with a replicate dimension (HSDP) has
+    one on each row of the other dimensions.
 
     Args:
-        objects: the state's, by name.
+        objects: the objects of the state, by name.
     """
     modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
     found = [_replica_of_module(each) for each in modules]
@@ -41,7 +41,10 @@ def _replica_of_module(module: Any) -> list[int] | None:
 
 
 def _row_of(parameter: Any) -> list[int] | None:
-    """The ranks of a DTensor's mesh that differ from this one in dimensions that are divided."""
+    """The ranks of a DTensor's mesh that differ from this one only in sharded dimensions.
+
+    None if the tensor is not replicated in any dimension, or its mesh lacks some ranks.
+    """
     if not is_dtensor(parameter):
         return None
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -53,16 +56,16 @@ def _row_of(parameter: Any) -> list[int] | None:
 
 
 def active_ranks(replicas: Sequence[Sequence[int] | None]) -> list[int]:
-    """The ranks of which all that share their replica are there, too.
+    """The ranks whose replica of the model is complete.
 
     Args:
-        replicas: each rank's, by number; None: the rank is not there.
+        replicas: by rank, the ranks that hold its replica; None: the rank is absent.
     """
     there = {rank for rank, each in enumerate(replicas) if each is not None}
     return [rank for rank, each in enumerate(replicas) if each is not None and there >= set(each)]
 
 
 def what_it_holds(tensors: Sequence[SnapshotTensor]) -> str:
-    """Names which parts of which tensors a rank has: the same for those that are replicas of each other."""
+    """A hash of which parts of which tensors a rank holds; the same for replicas of each other."""
     parts = [[each.name, each.shape, astuple(each.wanted)] for each in tensors]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

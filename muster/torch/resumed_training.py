@@ -1,4 +1,4 @@
-"""For trainers whose loop cannot be wound back: they resume from a checkpoint in the same process."""
+"""Resumes training from a checkpoint in the same process, for trainers that cannot go back to a step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence[str]]) -> T:
-    """Calls ``train`` until it returns, in the same process and with its groups when ranks are lost.
+    """Calls ``train``, again whenever ranks are lost, until it returns; process and groups stay.
 
-    ``train`` is called with the latest checkpoint that all ranks see, or with None where there is none, and
-    has to take all of its state from that. What the loss of a rank makes it raise is dropped. It is called
-    then on all ranks and in the process that takes the lost one's place, which all do the same from there on.
-    Processes are started again where there is no checkpoint yet, or ``keep_alive()`` has not said yes.
+    ``train`` gets the latest checkpoint that all ranks see, or None where there is none, and must load all of
+    its state from it. An error that the loss of a rank causes in it is suppressed; ``train`` is then called
+    again on all ranks and in the process that replaces the lost one. Processes are restarted instead where
+    there is no checkpoint yet, or ``keep_alive()`` has not returned True.
 
     Args:
         train: trains to the end.
-        checkpoints: the names of those that are whole, the latest last.
+        checkpoints: gives the names of the complete checkpoints, the latest last.
 
     Returns:
         What ``train`` returns.
 
     Raises:
-        Exception: what ``train`` raises by itself.
+        Exception: ``train`` has raised it, and not because a rank was lost.
     """
     program = living_program()
     if program is None:
@@ -58,5 +58,5 @@ def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence
 
 
 def latest(told: Sequence[Any]) -> str | None:
-    """The last name that all have told."""
+    """The last name that is in every rank's list; None: there is none."""
     return next((name for name in reversed(told[0]) if all(name in each for each in told)), None)

@@ -1,7 +1,7 @@
 """``muster.ShardedOptimizer``: each rank keeps and updates only its part of the optimizer's state (ZeRO-1).
 
 A step is one reduce_scatter of all gradients, an update of this rank's part of the parameters, and one
-all_gather of the updated parts: as many bytes as an AllReduce moves, with 1/n of the optimizer's memory.
+all_gather of the updated parts: as many bytes as an all_reduce moves, with 1/n of the optimizer's memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Group:
         self._places = [parameter.data_ptr() for parameter in self.parameters]
         length = total // ranks
         self._mine = slice(rank * length, (rank + 1) * length)
-        # Within the flat tensor: what is written into the module's parameters counts, a loaded state say.
+        # A view of the flat tensor: what is written into the module's parameters counts (a loaded state).
         self.part.grad = None
         self.part.data = self.flat[self._mine]
         self.part.grad = torch.zeros_like(self.part)
@@ -86,7 +86,7 @@ class _Group:
     def snapshot_tensors(
         self, name: str, state: Mapping[str, Any], rank: int, ranks: int
     ) -> Iterator[SnapshotTensor]:
-        """The parameters, of which all ranks need all and each copies its part, and this rank's state."""
+        """The parameters, which each rank needs whole and copies in part, and this rank's optimizer state."""
         shape = (self._length,)
         whole = Part((0,), shape, 0, self._length)
         own = Part((0,), shape, *(min(each, self._length) for each in (self._mine.start, self._mine.stop)))
@@ -104,7 +104,11 @@ class _Group:
             parameter.grad = view
 
     def collect(self) -> None:
-        """Copies gradients into the flat tensor that others have set elsewhere."""
+        """Brings all gradients into the flat tensor, with zeros for a parameter that has none.
+
+        Raises:
+            SettingsError: the module was moved or converted since.
+        """
         if any(each.data_ptr() != place for each, place in zip(self.parameters, self._places, strict=True)):
             raise SettingsError(
                 "the module was moved or converted after its ShardedOptimizer was made, and would compute"
@@ -118,7 +122,7 @@ class _Group:
             parameter.grad = view
 
     def whole(self, communicator: Communicator, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Each parameter's whole state, put together from the ranks' parts."""
+        """Each parameter's whole state, gathered from the ranks' parts."""
         found: list[dict[str, Any]] = [{} for _ in self.parameters]
         for name, value in state.items():
             if self.is_divided(value):
@@ -133,7 +137,7 @@ class _Group:
         return found
 
     def is_divided(self, value: Any) -> bool:
-        """Whether this entry of the inner optimizer's state is a number for each element of the part."""
+        """Whether this entry of the inner optimizer's state has one value for each element of the part."""
         return isinstance(value, torch.Tensor) and value.shape == self.part.shape
 
     def part_of(self, states: Sequence[Mapping[str, Any]], first: int) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class _Group:
 
         Args:
             states: by parameter.
-            first: number of the first parameter, for what is said about it.
+            first: number of the first parameter, for error messages.
         """
         part: dict[str, Any] = {}
         for name in dict.fromkeys(name for state in states for name in state):
@@ -172,7 +176,7 @@ class _Group:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer whose state is divided among the ranks.
+    """An optimizer whose state is sharded over the ranks.
 
     ::
 
@@ -196,32 +200,32 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. Where
     that matters, broadcast rank 0's before evaluating and before a checkpoint.
 
-    When a member is lost, so is its part of the state, which nobody else has, and the step that broke may
-    have updated some parts and not others. With :class:`muster.torch.Snapshots` the parts are in other ranks'
-    memory too, and an :class:`~muster.training.loop.ElasticLoop` goes on from there: make it with
-    ``elastic=True`` and give it to a :class:`muster.torch.SnapshotTrainingState`. Without, it belongs to one
-    generation: after ``session.rejoin()`` build module and optimizer again, and load what was saved, the
-    module's ``state_dict()`` and this one's, with which any number of ranks goes on.
+    A lost member takes its part of the state with it, and the step that broke may have updated some parts and
+    not others. With :class:`muster.torch.Snapshots` the parts are in other ranks' memory too, and an
+    :class:`~muster.training.loop.ElasticLoop` goes on from those: make the optimizer with ``elastic=True``
+    and give it to a :class:`muster.torch.SnapshotTrainingState`. Without snapshots it belongs to one
+    generation: after ``session.rejoin()`` create module and optimizer again, and load the ``state_dict()`` of
+    both that was saved, at any world size.
 
     Args:
         module: on one device; rank 0's parameters are taken.
         session: whose communicator to use; None: that of ``muster.init()``.
-        make: gets what an optimizer gets, with one flat parameter in place of a group's parameters, and
-            returns the optimizer: a list of one parameter or, with ``groups``, of dictionaries.
-        groups: as for an optimizer of torch: dictionaries with "params" and what else holds for them. Each
+        make: makes the inner optimizer, with one flat parameter in place of a group's parameters: it gets a
+            list of one parameter or, with ``groups``, of dictionaries.
+        groups: as for a torch optimizer: dictionaries with "params" and the settings of the group. Each
             parameter that requires a gradient is in one of them. None: one group.
         communicator: use this one instead of a session's.
         gradients_mean: average gradients over ranks; False: sum.
-        elastic: talk to no other rank yet: :meth:`join` does, which a training state calls.
+        elastic: send nothing yet: :meth:`join` does, which a training state calls.
 
     Attributes:
         inner: the optimizer that ``make`` made.
 
     Raises:
-        ArrayError: a group with parameters of several dtypes or devices, or different from another rank's.
-        SettingsError: nothing to train; a parameter in no group, or in several; a DataParallel around the
-            module, or within it; ``make`` does not use what it gets, or its optimizer is known not to treat
-            each element by itself (LBFGS, Adafactor).
+        ArrayError: a group's parameters have several dtypes or devices, or differ from another rank's.
+        SettingsError: no parameter requires a gradient; one is in no group, or in several; a DataParallel is
+            around the module, or within it; ``make`` does not use what it gets, or its optimizer is known not
+            to treat each element by itself (LBFGS, Adafactor).
     """
 
     def __init__(
@@ -267,10 +271,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduces the gradients, updates this rank's parts and gathers everybody's.
+        """Reduces the gradients, updates this rank's part of the parameters and gathers the other parts.
 
         Args:
-            closure: computes the loss and its gradients once more; see torch's optimizers.
+            closure: computes the loss and its gradients again; see torch's optimizers.
 
         Returns:
             What ``closure`` returned; None without one.
@@ -297,7 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Scales the averaged gradient down to a norm of at most ``max_norm``; between backward and step.
 
-        ``torch.nn.utils.clip_grad_norm_`` would see only what this rank computed. All ranks must call it.
+        All ranks must call it. ``torch.nn.utils.clip_grad_norm_`` would see only this rank's own gradients.
 
         Returns:
             The norm before, a 0-dim tensor; the host does not wait for it.
@@ -316,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return norm
 
     def _reduce(self) -> None:
-        """Puts this rank's parts of the averaged gradient where the inner optimizer finds them."""
+        """Reduces the gradients by reduce_scatter, into the ``grad`` of this rank's part of each group."""
         communicator = self._communicator
         for group in self._groups:
             group.collect()
@@ -328,17 +332,17 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Sets the module's gradients to zero; backward adds to them in place.
 
         Args:
-            set_to_none: taken as torch's optimizers do; the gradients' memory stays in any case.
+            set_to_none: accepted, as by torch's optimizers, but the gradients' memory stays in any case.
         """
         self._reduced = False
         for group in self._groups:
             group.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses.
+        """Refuses another group: the parameters are sharded when the optimizer is made.
 
         Raises:
-            SettingsError: parameters are divided when this is made.
+            SettingsError: the optimizer has been made.
         """
         if self._made:
             raise SettingsError("a ShardedOptimizer takes all its groups when it is made: make it again")
@@ -346,14 +350,14 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuses torch's GradScaler, which reads this before a step."""
+        """Refuses torch's GradScaler, which reads this attribute before a step."""
         raise SettingsError(
             "a GradScaler cannot work with a ShardedOptimizer, whose gradients are averaged within step()."
             " Train in bfloat16, which needs no loss scaling, or with muster.DataParallel."
         )
 
     def state_bytes(self) -> tuple[int, int]:
-        """Bytes of optimizer state on this rank, and what they would be undivided."""
+        """Bytes of sharded optimizer state: on this rank, and on all ranks together."""
         held = sum(
             value.numel() * value.element_size()
             for group in self._groups
@@ -363,9 +367,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return held, held * self._communicator.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank, as the undivided optimizer would have it of the same groups.
+        """Gathers the whole state on every rank, as an unsharded optimizer with these groups would have it.
 
-        For checkpoints. **All ranks must call it**, and it takes the memory that the division saves.
+        For checkpoints. **All ranks must call it**, and it takes the memory that sharding saves.
         """
         states: dict[int, dict[str, Any]] = {}
         groups = []
@@ -379,11 +383,11 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state: of any number of ranks, or of an undivided optimizer.
+        """Loads this rank's part of a whole state, saved at any world size or by an unsharded optimizer.
 
         Args:
-            state_dict: what :meth:`state_dict` gave, on any device, or an optimizer of torch of the same
-                parameters in the same groups.
+            state_dict: what :meth:`state_dict` has returned, on any device, or that of a torch optimizer of
+                the same parameters in the same groups.
 
         Raises:
             ArrayError: it is the state of other parameters, or of other groups; nothing was changed.
@@ -402,22 +406,21 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             mine = group.part_of(given, sum(own[:index]))
             states |= {index: mine} if mine else {}
             groups.append(dict(state_dict["param_groups"][index]) | {"params": [index]})
-        # The optimizer knows on which device and in which dtype it needs its step count, say.
+        # The inner optimizer converts entries to the device and dtype that it needs (its step count).
         self.inner.load_state_dict({"state": states, "param_groups": groups})
         self._follow_inner()
 
     def join(self, communicator: Communicator) -> None:
-        """Divides parameters and state again among the ranks of another generation.
+        """Shards parameters and state again, over the ranks of another generation; all ranks call it.
 
-        The state's values are lost with that: they come from a snapshot, or from a state that is loaded.
-
-        All ranks call it.
+        Values of the state are lost where the rank or the world size changes: restore them from a snapshot,
+        or load a state.
 
         Args:
             communicator: of that generation.
 
         Raises:
-            ArrayError: another rank's parameters are others.
+            ArrayError: the parameters differ from another rank's.
         """
         check_same_tensors(communicator, self._described[0][1].device, self._described)
         make_optimizer_state(self.inner)
@@ -441,7 +444,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             yield from group.snapshot_tensors(f"{name}.{number}", state, rank, ranks)
 
     def _follow_inner(self) -> None:
-        """Takes over the inner optimizer's groups and state, so that schedulers change its rates."""
+        """Shares the inner optimizer's groups and state, so that schedulers change its learning rates."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 

@@ -1,4 +1,4 @@
-"""Copies of a rank's own parts in host memory: beside the training on a GPU, at once on a CPU."""
+"""Copies a rank's own parts into host memory: while training goes on on a GPU, at once on a CPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from muster.training.shared_room import SharedRoom
 _ALIGNMENT = 64
 
 Source = Callable[[Any], Any]
-"""Finds a copy of a tensor of the GPU that is kept there anyhow; None: there is none."""
+"""Finds the copy of a GPU tensor that is kept on the GPU for another purpose; None: there is none."""
 
 
 class OwnRoom:
-    """Host memory for one copy; its address stays, so that a GPU may write there by itself.
+    """Host memory for one copy, at a fixed address, so that a GPU may write there by itself.
 
     Args:
         size: in bytes.
-        pinned: a GPU writes there.
-        host: the memory, where it is there already.
+        pinned: pin the memory, for a GPU that writes there.
+        host: use this memory, a uint8 tensor, instead of new memory.
 
     Attributes:
-        shared: the memory for another process of this host; None: it is this process's alone.
+        shared: the memory as another process of this host can map it; None: it is private.
     """
 
     def __init__(self, size: int, *, pinned: bool, host: Any = None) -> None:
@@ -40,10 +40,10 @@ class OwnRoom:
 
     @classmethod
     def in_shared_memory(cls, size: int) -> OwnRoom:
-        """A room of the host, 1 byte or more, that another process reads, too.
+        """A room of 1 byte or more in shared memory, which another process of this host can read.
 
         Raises:
-            OSError: there is not as much shared memory.
+            OSError: there is not enough shared memory.
         """
         shared = SharedRoom()
         room = cls(size, pinned=False, host=torch.frombuffer(shared.take(size), dtype=torch.uint8))
@@ -52,21 +52,21 @@ class OwnRoom:
 
 
 def room_bytes(size: int, *, pinned: bool) -> int:
-    """Memory that a room of this many bytes takes: torch rounds pinned memory up to a power of two."""
+    """Bytes that a room of ``size`` bytes takes: torch rounds pinned memory up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 class KeptRead:
-    """The copying of what is kept on the GPU into host memory, which any thread begins.
+    """Copies what is kept on the GPU into host memory; any thread may start it.
 
-    Hundreds of copies take the host milliseconds, which the training need not wait for.
+    To start hundreds of copies takes the host milliseconds, for which the training need not wait.
 
     Args:
         source: where ``kept`` was found.
-        kept: flat tensors of the GPU.
-        after: events on the GPU that the reading waits for.
-        copy: copies them, on the current stream.
-        stream: that the copies run on.
+        kept: 1-dim tensors on the GPU.
+        after: events on the GPU that the copies wait for.
+        copy: copies the tensors, on the current stream.
+        stream: the stream on which the copies run.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class KeptRead:
         self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """Begins, unless it has begun or was dropped; an event behind which nothing is read, or None."""
+        """Starts the copies, unless started or dropped; returns an event at their end, None if dropped."""
         with self._lock:
             if self._end is None and self._kept is not None:
                 with torch.cuda.stream(self._stream):
@@ -101,13 +101,13 @@ class KeptRead:
             end.synchronize()
 
     def drop(self) -> None:
-        """Nothing is read, if it has not begun."""
+        """Cancels the copies if they have not been started."""
         with self._lock:
             if self._end is None:
                 self._kept = None
 
     def is_over(self) -> bool:
-        """Whether nothing will be read any more."""
+        """Whether the copies have ended or were cancelled."""
         with self._lock:
             return self._kept is None if self._end is None else bool(self._end.query())
 
@@ -115,14 +115,14 @@ class KeptRead:
 class PartCopier:
     """Copies the ``own`` elements of tensors, one behind the other, into host memory.
 
-    On a GPU they are first gathered there, in the order of the current stream, so that what follows may
-    change the tensors at once; then a stream of its own takes them to the host. Where a copy of all of them
-    is kept on the GPU anyhow, that is read instead, by the thread that waits for it; whoever writes there
-    again calls :meth:`wait_until_read` first.
+    From a GPU they are first gathered in GPU memory, in the order of the current stream, so that later work
+    may change the tensors at once; then a side stream copies them to the host. Where copies of all of them
+    are kept on the GPU anyhow, those are read instead, by the thread that waits for the result; before they
+    are written again, :meth:`wait_until_read` must be called.
 
     Args:
-        tensors: in an order that stays.
-        device: where they are.
+        tensors: the tensors, in a fixed order.
+        device: their device.
     """
 
     def __init__(self, tensors: Sequence[SnapshotTensor], device: Any) -> None:
@@ -153,15 +153,15 @@ class PartCopier:
     def take(
         self, room: OwnRoom, source: Source | None = None, *, after: Sequence[Any] = ()
     ) -> Callable[[], None]:
-        """Begins to copy the tensors as they are now, or as ``source`` has them.
+        """Starts to copy the tensors as they are now, or as ``source`` has them.
 
         Args:
-            room: where to.
+            room: the memory to copy to.
             source: see :data:`Source`.
-            after: events on the GPU that the reading of ``source`` waits for.
+            after: events on the GPU that reading from ``source`` waits for.
 
         Returns:
-            What waits until the copy is in host memory; any thread may call it.
+            A function that waits until the copy is in host memory; any thread may call it.
         """
         if not self._on_gpu:
             self._gather(self._flats, room.host)
@@ -185,17 +185,17 @@ class PartCopier:
         return self._staged_read_end.synchronize  # type: ignore[no-any-return]
 
     def beside(self) -> AbstractContextManager[Any]:
-        """What runs on the GPU within it does not wait for the training."""
+        """Context whose GPU work runs on the copies' stream, and so does not wait for the training."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait_until_read(self, source: Source) -> None:
-        """Lets the current stream wait until nothing of what ``source`` finds is read any more."""
+        """Makes the current stream wait until nothing that ``source`` finds is being read any more."""
         for read in self._reads:
             if read.source == source and (end := read.begin()) is not None:
                 torch.cuda.current_stream(self.device).wait_event(end)
 
     def drop_waiting(self) -> None:
-        """Nobody waits any more for what has not begun to be read."""
+        """Cancels the copies that have not been started, for which nobody waits any more."""
         for read in self._reads:
             read.drop()
 

@@ -1,4 +1,4 @@
-"""Durable checkpoints from the copies that snapshots keep in memory: the state is not copied once more."""
+"""Durable checkpoints from the copies that snapshots keep in memory: the state is not copied again."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class SnapshotFolder:
-    """Where the checkpoints of a state with :class:`muster.torch.Snapshots` are; all ranks have one.
+    """A directory of checkpoints, written from copies of :class:`muster.torch.Snapshots`; all ranks have one.
 
     Args:
         directory: on a file system that all hosts share.
-        snapshots: whose copies are written.
-        mbytes_per_s: the most that each rank writes, in 10**6 bytes a second; 0: no bound.
+        snapshots: the snapshots whose copies are written.
+        mbytes_per_s: most that each rank writes, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address.
@@ -54,27 +54,27 @@ class SnapshotFolder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's process is at work."""
+        """Whether this rank's writer process is at work."""
         return self._writer.is_writing
 
     def save_beside(self, session: CheckpointSession, communicator: Communicator) -> SnapshotId | None:
-        """Begins to write the newest snapshot that counts; all ranks call it between the same two steps.
+        """Starts to write the newest snapshot that counts; all ranks call it between the same two steps.
 
-        The write before is waited for first. A write that fails is a sentence in the log.
+        Waits for the previous write first. A write that fails is logged.
 
         Args:
-            session: of this generation; hears what was written.
+            session: the session of this generation, to which what was written is reported.
             communicator: of all ranks.
 
         Returns:
-            What is being written; None: no snapshot of this generation counts yet.
+            The snapshot that is being written; None: no snapshot of this generation counts yet.
         """
         self._session = session
         self.wait()
         before = self._own()
         agreed = self._snapshots.complete or SnapshotId(-1, 0)
         heard = Carrier(communicator, NumpyLibrary(np)).gather([agreed.generation + 1, agreed.step])
-        # Who has heard the latest knows: all keep that one, or did until they heard of a later one.
+        # The latest that any rank has heard of counts: all keep it, or did until they heard of a later one.
         newest = max(SnapshotId(generation - 1, step) for generation, step in heard)
         generation, world_size = communicator.membership.generation, communicator.world_size
         if newest.generation != generation:
@@ -86,7 +86,7 @@ class SnapshotFolder:
         return newest
 
     def wait(self) -> None:
-        """Waits until this rank has written; that is no standstill to the scheduler."""
+        """Waits until this rank has written; the scheduler is told, and does not report a standstill."""
         if self._writer.is_writing:
             with self._busy():
                 self._writer.wait()
@@ -96,13 +96,13 @@ class SnapshotFolder:
         self._writer.close()
 
     def load(self, communicator: Communicator, parts: GivesParts) -> SnapshotId | None:
-        """Brings the state back to the latest checkpoint that is sound; all ranks call it.
+        """Restores the state from the latest checkpoint that is sound; all ranks call it.
 
         Returns:
-            The snapshot that it was written from; None: there is none.
+            The snapshot that the checkpoint was written from; None: there is no sound checkpoint.
 
         Raises:
-            StateMismatchError: it is of another state.
+            StateMismatchError: the checkpoint is of another state.
             MembershipChanged: the members have changed.
         """
         mine = json.dumps(whole_checkpoints(self._root) if communicator.rank == 0 else [])
@@ -151,7 +151,7 @@ class SnapshotFolder:
         )
 
     def _brought_over(self, data: memoryview) -> Callable[[], None]:
-        """Pinned memory is no other process's to read: the thread that waits for the write copies it."""
+        """A function that copies the data to where the writer process can read it, unlike pinned memory."""
 
         def copy() -> None:
             np.copyto(

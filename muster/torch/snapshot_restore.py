@@ -1,4 +1,4 @@
-"""Brings a state back from the copies that ranks hold: what they tell, what is decided, what travels."""
+"""Restores a state from the ranks' copies: all report what they hold, decide, and exchange parts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class CopyHead(NamedTuple):
-    """What a copy says of its data.
+    """The head of a copy, which describes its data.
 
     Attributes:
-        tensors: where each lies, in order.
-        layout: name, dtype and shape of each, in words.
-        notes: what is no tensor.
+        tensors: where each tensor lies, in order.
+        layout: dtype and shape of each tensor, as text, by name.
+        notes: the rest of the state, as JSON values.
     """
 
     tensors: list[TensorSpan]
@@ -51,7 +51,7 @@ class CopyHead(NamedTuple):
 def encode_head(
     tensors: Sequence[SnapshotTensor], places: Sequence[tuple[int, int]], notes: dict[str, Any]
 ) -> bytes:
-    """The head of a copy of these tensors, each of which lies at its own offset, in bytes."""
+    """Encodes the head of a copy of these tensors; ``places`` are their offsets and sizes, in bytes."""
     rows = [
         [each.name, _kind(each), [each.own.offsets, each.own.sizes, each.own.start, each.own.stop], *place]
         for each, place in zip(tensors, places, strict=True)
@@ -79,10 +79,10 @@ def _part(row: Sequence[Any]) -> Part:
 
 
 class Restorer:
-    """Decides with all ranks of a new generation, and brings the state back.
+    """Decides with all ranks of a new generation which snapshot to restore, and restores it.
 
     Args:
-        communicator: of all ranks; takes arrays of the host.
+        communicator: of all ranks; takes arrays in host memory.
         held: the copies that this rank holds.
     """
 
@@ -92,11 +92,11 @@ class Restorer:
         self._carrier = Carrier(communicator, NumpyLibrary(np))
 
     def decide(self, agreed: SnapshotId | None, *, check: bool = True) -> Restoration | PartsMissing:
-        """Tells what is here, hears what the others hold, and decides as they do.
+        """Gathers what all ranks hold, and decides from that, with the same result on all ranks.
 
         Args:
             agreed: the newest snapshot of which this rank has heard that it is complete everywhere.
-            check: compare all copies with their checksums, which takes a second for a gigabyte or two.
+            check: compare all copies with their checksums, which takes a second per one or two gigabytes.
         """
         holdings = []
         for copy in self._held.all():
@@ -113,10 +113,10 @@ class Restorer:
         return decide(everybody, lambda then, now: [range(then)] * now)
 
     def restore(self, decision: Restoration, parts: GivesParts) -> None:
-        """Overwrites this rank's tensors, and what is no tensor, with those of the snapshot.
+        """Overwrites this rank's tensors, and the rest of its state, with those of the snapshot.
 
         Raises:
-            StateMismatchError: it is of another state.
+            StateMismatchError: the snapshot is of another state.
             MembershipChanged: the members have changed again; nothing was overwritten.
         """
         communicator = self._communicator
@@ -152,7 +152,7 @@ class Restorer:
         return heads
 
     def _move(self, decision: Restoration, transfer: Transfer, source: int) -> Any:
-        """The transfer's bytes on the ranks that need them; where they come from others, a copy."""
+        """Sends the transfer's bytes to the ranks that need them, and returns them there."""
         rank, communicator = self._communicator.rank, self._communicator
         receivers = [target for target in transfer.targets if target != source]
         data: Any = None
@@ -174,7 +174,7 @@ class Restorer:
 
 
 class _Fresh:
-    """This rank's tensors of the snapshot, put together beside the present ones."""
+    """Assembles this rank's tensors of the snapshot in new memory, and then overwrites the present ones."""
 
     def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
         self._tensors = {each.name: each for each in tensors}
@@ -185,7 +185,7 @@ class _Fresh:
         self._missing = {name: values.numel() for name, values in self._values.items()}
 
     def take(self, transfer: Transfer, data: Any) -> None:
-        """Takes what is wanted of a transfer's bytes."""
+        """Copies the elements that this rank wants out of a transfer's bytes."""
         whole = torch.from_numpy(data.copy())  # aligned, and writable
         for placed in transfer.tensors:
             tensor = self._tensors[placed.name]
@@ -239,6 +239,6 @@ def _check_same(tensors: Sequence[SnapshotTensor], heads: Sequence[CopyHead]) ->
 
 
 def _sources(decision: Restoration, ranks: int) -> list[int]:
-    """Who hands out each part: as was decided, or, where all hold it, anybody."""
+    """The rank that sends each part: the one decided on or, where all hold the part, any of them."""
     lacking: Mapping[int, int] = {each.part.rank: each.source for each in decision.handings}
     return [lacking.get(rank, rank % ranks) for rank in range(decision.world_size)]

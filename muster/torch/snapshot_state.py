@@ -23,7 +23,7 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class SnapshotTrainingState(TrainingState):
-    """Objects of which each rank has its part, as with a ShardedOptimizer.
+    """The training state of objects of which each rank has its part, as of a ShardedOptimizer.
 
     ::
 
@@ -37,20 +37,20 @@ class SnapshotTrainingState(TrainingState):
             with step:
                 ...
 
-    After each change of members, a planned one too, all go back to the newest snapshot that is found whole:
-    nobody could tell which parts a step that broke has updated. A ShardedOptimizer is divided again among the
-    ranks there are.
+    After each change of members, also a planned one, all ranks go back to the newest complete snapshot,
+    because nobody can tell which parts a broken step has updated. A ShardedOptimizer is sharded again over
+    the new number of ranks.
 
     Args:
-        objects: by name; see :class:`muster.torch.Snapshots`. Give it no ``DataParallel``, whose state is
-            whole on each rank: that has ``muster.torch.TorchTrainingState``.
+        objects: by name; see :class:`muster.torch.Snapshots`. A ``DataParallel``, whose state is whole on
+            each rank, takes ``muster.torch.TorchTrainingState`` instead.
         sampler: deals out the samples.
         snapshots: made without a state.
-        take_up: reads the last durable checkpoint into the objects, and returns whether there was one; all
-            ranks call it, where parts are nowhere in memory, nor in ``checkpoint``.
-        checkpoint: a directory that all hosts share, for :meth:`save_beside`; "": none. A run that begins
-            goes on from the latest one there.
-        mbytes_per_s: the most that a rank writes there, in 10**6 bytes a second; 0: no bound.
+        take_up: loads the last durable checkpoint into the objects, and returns whether there was one; all
+            ranks call it if no complete snapshot is left in memory, nor in ``checkpoint``.
+        checkpoint: a directory that all hosts share, for :meth:`save_beside`; "": none. A new run resumes
+            from the latest checkpoint there.
+        mbytes_per_s: most that a rank writes there, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: an object cannot be part of a snapshot.
@@ -88,14 +88,14 @@ class SnapshotTrainingState(TrainingState):
     # ------------------------------------------------------------ what users call
 
     def save_beside(self) -> bool:
-        """Lets each rank's process write the newest complete snapshot; all ranks call it, in a step's block.
+        """Starts to write the newest complete snapshot to disk; all ranks call it, in a step's block.
 
-        Nothing is copied for it, where the tensors are on a CPU. The write before is waited for first. A
-        write that fails is a sentence in the log. Changes of members by plan and the end of an ElasticLoop
-        wait for what is being written.
+        A process of each rank writes that rank's part; tensors on a CPU are not copied for it. Waits for the
+        previous write first. A write that fails is logged. Planned changes of members and the end of an
+        ElasticLoop wait for what is being written.
 
         Returns:
-            Whether there is something to write: no snapshot of this generation may be complete yet.
+            Whether a write has started; False: no snapshot of this generation is complete yet.
 
         Raises:
             StateLostError: the state was given no directory.
@@ -123,13 +123,13 @@ class SnapshotTrainingState(TrainingState):
         super().commit()
 
     def share(self, session: StateHolder) -> int:
-        """Brings all ranks to the newest whole snapshot.
+        """Brings all ranks to the newest complete snapshot.
 
         Returns:
-            0: no rank alone has the state.
+            0, as no single rank is the source of the state.
 
         Raises:
-            StateLostError: parts are nowhere, and there is no checkpoint.
+            StateLostError: no complete snapshot is left in memory, and there is no checkpoint.
             StateMismatchError: a rank trains another model.
             MembershipChanged: the members changed again.
         """
@@ -149,7 +149,7 @@ class SnapshotTrainingState(TrainingState):
         return 0
 
     def _start(self, communicator: Communicator, *, has_begun: bool) -> None:
-        """Begins a run with rank 0's values, or goes on from a durable checkpoint."""
+        """Begins a run with rank 0's values, or resumes from a durable checkpoint."""
         taken_up = self._take_up(communicator) if has_begun or not self.shared else False
         if has_begun and not taken_up:
             raise StateLostError(
@@ -176,15 +176,15 @@ class SnapshotTrainingState(TrainingState):
 
     @property
     def device(self) -> Any:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self._parts.device
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """This rank's tensors among this number of ranks."""
+        """The tensors of this rank at this world size."""
         return self._parts.snapshot_tensors(rank, world_size)
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else, as JSON values."""
+        """The rest of the state, as JSON values."""
         position = {
             "step": self.step,
             "run": self.run,
@@ -195,7 +195,7 @@ class SnapshotTrainingState(TrainingState):
         return {**self._parts.snapshot_notes(), "position": position}
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """Takes over what :meth:`snapshot_notes` gave."""
+        """Restores what :meth:`snapshot_notes` has returned."""
         self._parts.put_snapshot_notes(notes, same_rank=same_rank)
         position = notes["position"]
         self.step, self.run, self.extra = int(position["step"]), position["run"], position["extra"]

@@ -1,4 +1,4 @@
-"""What a rank copies of its state, and what it needs when the state comes back: tensors, and what is none."""
+"""What a rank copies of its state, and needs when the state is restored: tensors, and notes of the rest."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SnapshotTensor:
     Attributes:
         name: the same on all ranks.
         shape: of the whole tensor.
-        tensor: what this rank holds of it; its elements, row by row, are those of ``wanted``, or begin so.
-        wanted: which elements of the whole tensor these are.
-        own: those of them that this rank copies: what several ranks hold is divided among them.
+        tensor: this rank's part of it; its elements, row by row, begin with those of ``wanted``.
+        wanted: the elements of the whole tensor that this rank holds.
+        own: those of them that this rank copies: ranks that hold the same elements share them out.
     """
 
     name: str
@@ -39,16 +39,16 @@ class SnapshotTensor:
     own: Part
 
     def flat(self) -> Any:
-        """The elements of ``wanted``, flat: a view, if the tensor's memory is in order."""
+        """The elements of ``wanted``, 1-dim; a view if the tensor is contiguous."""
         return self.tensor.detach().reshape(-1)[: self.wanted.stop - self.wanted.start]
 
     def own_flat(self) -> Any:
-        """The elements of ``own``, flat."""
+        """The elements of ``own``, 1-dim."""
         first = self.own.start - self.wanted.start
         return self.flat()[first : first + self.own.stop - self.own.start]
 
     def put(self, values: Any) -> None:
-        """Overwrites the tensor with the elements of ``wanted``."""
+        """Overwrites the tensor with ``values``, the elements of ``wanted``, 1-dim."""
         tensor = self.tensor.detach()
         if tensor.is_contiguous():
             tensor.view(-1)[: values.numel()].copy_(values)
@@ -57,7 +57,7 @@ class SnapshotTensor:
 
 
 def whole_tensor(name: str, tensor: Any, rank: int, world_size: int) -> SnapshotTensor:
-    """A tensor that is the same on all ranks: each copies its piece, in the order of memory."""
+    """Describes a tensor that is the same on all ranks: each copies its piece, in the order of memory."""
     flat = tensor.detach()
     if is_dense(flat) and not flat.is_contiguous():
         flat = flat.as_strided((flat.numel(),), (1,))
@@ -67,9 +67,9 @@ def whole_tensor(name: str, tensor: Any, rank: int, world_size: int) -> Snapshot
 
 
 class TensorMemo:
-    """Makes SnapshotTensors of whole tensors; for those of the pass before it gives the same ones again.
+    """Makes SnapshotTensors of whole tensors, and uses those of the previous pass again.
 
-    Making them takes ten times as long. It refers to the tensors of the last two passes alone.
+    Making them takes ten times as long. Only the tensors of the last two passes are referred to.
     """
 
     def __init__(self) -> None:
@@ -94,31 +94,31 @@ class TensorMemo:
 
 @runtime_checkable
 class GivesTensors(Protocol):
-    """An object that says itself which parts of its state a rank holds, as a ShardedOptimizer does."""
+    """An object that itself describes this rank's tensors of its state, as a ShardedOptimizer does."""
 
     def snapshot_tensors(self, name: str) -> Iterator[SnapshotTensor]:
-        """The tensors of which ranks have parts of their own, or which follow from such."""
+        """This rank's sharded tensors and those that follow from such; their names begin with ``name``."""
 
 
 class GivesParts(Protocol):
     """A state of which snapshots are taken."""
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """This rank's tensors among this number of ranks."""
+        """The tensors of this rank at this world size."""
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else, as JSON values, or as functions that give such and may wait for the GPU."""
+        """The rest of the state, as JSON values or as functions that return such and may wait for the GPU."""
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """Takes over what :meth:`snapshot_notes` gave, on this rank or, if not ``same_rank``, on rank 0."""
+        """Restores what :meth:`snapshot_notes` returned on this rank or, if not ``same_rank``, on rank 0."""
 
     @property
     def device(self) -> Any:
-        """Where the tensors are."""
+        """The tensors' device."""
 
 
 class ObjectParts:
-    """The parts of objects, by name: see :class:`muster.torch.Snapshots` for which.
+    """The parts of a state that is given as objects by name; :class:`muster.torch.Snapshots` says which.
 
     Args:
         objects: by name.
@@ -197,7 +197,7 @@ class ObjectParts:
         return notes
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """See :class:`GivesParts`; generators stay as they are where another rank's are all there is."""
+        """See :class:`GivesParts`; leaves generators as they are if the notes are another rank's."""
         self._extra.load({name: base64.b64decode(data) for name, data in notes["extra"].items()})
         if same_rank:
             self._random.put_back([_bytes(text) for text in notes["random"]])
@@ -213,14 +213,14 @@ class ObjectParts:
 
 
 def check_whole_or_dtensors(module: Any) -> None:
-    """Refuses a module whose parameters are divided in a way that they do not tell."""
+    """Refuses a module whose parameters are sharded, but are no DTensors."""
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         return
     check_whole(module, "Snapshots")
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether torch knows of this tensor how it is divided among ranks, as FSDP2's parameters are."""
+    """Whether this is a DTensor, which knows how it is sharded over ranks, as FSDP2's parameters are."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
@@ -242,7 +242,7 @@ def _of_tensor(name: str, tensor: Any, whole: Callable[[str, Any], SnapshotTenso
 def _of_module(
     name: str, module: Any, divided: set[int], whole: Callable[[str, Any], SnapshotTensor]
 ) -> Iterator[SnapshotTensor]:
-    """Its parameters and buffers, but those that a ShardedOptimizer among the objects gives."""
+    """A module's parameters and buffers, except those that a ShardedOptimizer among the objects gives."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         sharded = SHARDED.get(tensor, lambda: None)()
         if sharded is None or id(sharded) not in divided:
@@ -268,7 +268,7 @@ def _tensors_in(name: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any
 
 
 def _plain_values(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Numbers and texts of a dictionary, and of those within it."""
+    """The numbers and texts of a dictionary, and of dictionaries within it."""
     return {
         str(key): _plain_values(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -297,7 +297,7 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
-    """Gives the parameter groups what :func:`settings_of` gave."""
+    """Restores the settings that :func:`settings_of` has returned."""
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         for key, value in kept.items():
             if isinstance(group.get(key), torch.Tensor):

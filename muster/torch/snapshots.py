@@ -1,4 +1,4 @@
-"""Snapshots of a training's state in the memory of other ranks, from which it comes back without files."""
+"""Snapshots of a training state in other ranks' memory, from which it is restored without files."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class SnapshotSession(Protocol):
 
     @property
     def snapshot_word(self) -> messages.SnapshotWord | None:
-        """What the scheduler said last of snapshots, in this generation."""
+        """The scheduler's last message about snapshots in this generation; None: there is none."""
 
     def report_snapshot(self, report: messages.SnapshotReport) -> None:
-        """Says which snapshots this worker keeps."""
+        """Reports which snapshots this worker keeps."""
 
 
 class Snapshots:
@@ -68,22 +68,22 @@ class Snapshots:
             step += 1
             snapshots.step(step)
 
-    When ranks are lost, all go back to the newest step of which every part is in the memory of some rank that
-    is left, bit for bit, also as another number of ranks. docs/snapshots.md says what is promised.
+    When ranks are lost, all go back, bit for bit, to the newest step of which every part is in the memory of
+    a remaining rank, also at another world size. docs/snapshots.md says what is promised.
 
     Args:
         state: objects by name: modules, optimizers, :class:`muster.ShardedOptimizer`, tensors, dictionaries
             of tensors and numbers, torch generators, a ``ShardedSampler``, and what has ``state_dict()`` and
-            ``load_state_dict()`` (learning rate schedulers). Tensors are the same on all ranks, but DTensors
-            (FSDP2) and a ShardedOptimizer's, of which each rank has its part. None: a training state is given
-            these snapshots.
+            ``load_state_dict()`` (learning rate schedulers). Tensors are the same on all ranks, except
+            DTensors (FSDP2) and a ShardedOptimizer's, of which each rank has its part. None: the snapshots
+            are given to a training state.
         session: this worker's place in the job; None: that of ``muster.init()``.
         every: steps between two snapshots; the same on all ranks.
         copies: partners that hold each rank's part, on other hosts where there are some.
-        mbytes_per_s: most megabytes a second that a rank sends; 0: as fast as they go.
+        mbytes_per_s: most that a rank sends, in 10**6 bytes per second; 0: no limit.
 
     Attributes:
-        held: the whole copies that this process holds, its own and others'.
+        held: the complete copies that this process holds, its own and others'.
 
     Raises:
         SettingsError: a number is out of range, or an object cannot be part of a snapshot.
@@ -109,7 +109,7 @@ class Snapshots:
         self.held = HeldCopies()
         self._retention = Retention(every)
         self._lock = threading.Lock()
-        """Over the retention and what is reported of it."""
+        """Guards the retention and what is reported of it."""
         self._exchange: CopyExchange | None = None
         self._copier: PartCopier | None = None
         self._rooms: list[tuple[PartKey | None, OwnRoom]] = []
@@ -129,16 +129,16 @@ class Snapshots:
     # ------------------------------------------------------------ a loop of one's own
 
     def restore(self, state: Mapping[str, Any] | None = None) -> int | None:
-        """Brings the state back to the newest snapshot that is found whole, and begins with this generation.
+        """Restores the state from the newest complete snapshot, and begins to take snapshots again.
 
         All ranks call it, after ``muster.init()`` and after each ``session.rejoin()``.
 
         Args:
-            state: objects as at the beginning, where they were created again.
+            state: the new objects, if those that the constructor got were created again.
 
         Returns:
-            Steps finished in the state; None where there is no snapshot: the job begins, or parts are lost,
-            which the log then names. A durable checkpoint is the next best.
+            Number of finished steps in the state; None: there is no complete snapshot, because the job
+            begins, or parts are lost, which the log then names. Load a durable checkpoint in that case.
         """
         if state is not None:
             self._parts = ObjectParts(state)
@@ -150,10 +150,10 @@ class Snapshots:
         return None if snapshot is None else snapshot.step
 
     def step(self, step: int) -> None:
-        """Call after each step, with the number of finished ones: takes a snapshot where one is due.
+        """Takes a snapshot if one is due; call it after each step, with the number of finished steps.
 
         Raises:
-            MembershipChanged: on a GPU, the step before has broken.
+            MembershipChanged: on a GPU, the previous step has broken.
         """
         communicator = self._session.communicator
         if self._pending is not None:
@@ -164,7 +164,7 @@ class Snapshots:
             self.confirm()
 
     def close(self) -> None:
-        """Lets go of connections and copies; idempotent."""
+        """Closes connections and drops all copies; idempotent."""
         self.end_generation()
         self.held.drop([copy.key for copy in self.held.all()])
         self._rooms, self._copier = [], None
@@ -172,10 +172,10 @@ class Snapshots:
     # ------------------------------------------------------------ what training states call
 
     def follow(self, parts: GivesParts) -> None:
-        """These are the parts of which snapshots are taken.
+        """Sets the state of which snapshots are taken.
 
         Raises:
-            SettingsError: these snapshots are of another state.
+            SettingsError: these snapshots have a state already.
         """
         if self._parts is not None:
             raise SettingsError(
@@ -184,15 +184,15 @@ class Snapshots:
         self._parts = parts
 
     def use(self, session: SnapshotSession) -> None:
-        """This is the session from now on."""
+        """Sets the session that is used from now on."""
         self._given_session = session
 
     def is_whole(self, communicator: Communicator) -> bool:
-        """Whether all ranks together hold a whole snapshot; all call it. If not, the log says what lacks."""
+        """Whether all ranks together hold a complete snapshot; all call it. If not, the log says why."""
         return self._decide(communicator) is not None
 
     def go_back(self, communicator: Communicator) -> SnapshotId | None:
-        """Brings the state back to the newest snapshot that all ranks together hold; None: there is none.
+        """Restores the state from the newest snapshot that all ranks together hold; None: there is none.
 
         Raises:
             StateMismatchError: the copies are of another state.
@@ -213,7 +213,7 @@ class Snapshots:
         return decision.snapshot
 
     def _decide(self, communicator: Communicator, *, is_needed: bool = True) -> Restoration | None:
-        """What all ranks decide together; None: no snapshot is whole, which is said where one is needed."""
+        """Decides with all ranks which snapshot to restore; None: none is complete, logged if needed."""
         self.end_generation()
         decision = Restorer(communicator, self.held).decide(self._retention.agreed, check=is_needed)
         self._decided_in, self._decision, self._keep = communicator.membership.generation, None, None
@@ -230,11 +230,13 @@ class Snapshots:
         return None
 
     def enter(self, step: int) -> None:
-        """Begins with a generation in which all are at this step; the first snapshot is then due at once."""
+        """Begins a generation in which all ranks are at ``step``; its first snapshot is due at once."""
         session = self._session
         communicator = session.communicator
         if self._decided_in != communicator.membership.generation:
-            self._decide(communicator, is_needed=False)  # nobody goes back; what is kept all decide together
+            self._decide(
+                communicator, is_needed=False
+            )  # nobody goes back, but all ranks agree on what is kept
         self._decided_in = -1
         copier = self._copier_now()
         world_size, rank = communicator.world_size, communicator.rank
@@ -278,13 +280,13 @@ class Snapshots:
     def at_step(self, step: int, source: Source | None = None, *, after: Sequence[Any] = ()) -> None:
         """Takes a snapshot of the state as it is now, after ``step`` steps, if one is due.
 
-        What is taken goes out at the next :meth:`confirm`: a step on a GPU may turn out to have broken.
+        It is sent at the next :meth:`confirm`, because a step on a GPU may turn out to have broken.
 
         Args:
-            step: finished ones.
+            step: number of finished steps.
             source: finds copies that are kept on the GPU anyhow; see :class:`PartCopier`. Before these are
-                written again, :meth:`wait_until_read` is to be called.
-            after: events that the reading of these waits for.
+                written again, :meth:`wait_until_read` must be called.
+            after: events on the GPU that reading these copies waits for.
         """
         if self._exchange is None:
             return
@@ -296,20 +298,20 @@ class Snapshots:
             self._take_due(source, after)
 
     def confirm(self) -> None:
-        """Sends what was taken: the step before it has come to a good end."""
+        """Sends the snapshot that was taken last: the step before it has succeeded."""
         pending, self._pending = self._pending, None
         if pending is not None and self._exchange is not None:
             self._exchange.send(pending)
 
     def drop_unconfirmed(self) -> None:
-        """Gives up what was taken: the step before it has broken, or changed while it was copied."""
+        """Drops the snapshot taken last: the step before it broke, or the state changed during the copy."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
             self._on_failed(pending.key, "")
 
     def end_generation(self) -> None:
-        """Ends connections and threads, and what is under way; copies that are whole stay."""
+        """Ends connections and threads, and drops copies under way; complete copies stay."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
@@ -321,13 +323,13 @@ class Snapshots:
         self._due = None
 
     def wait_until_read(self, source: Source) -> None:
-        """Lets the GPU's current stream wait until no snapshot is read from what ``source`` finds."""
+        """Makes the GPU's current stream wait until no snapshot is being read from what ``source`` finds."""
         if self._copier is not None:
             self._copier.wait_until_read(source)
 
     @property
     def complete(self) -> SnapshotId | None:
-        """The newest snapshot of which this rank has heard that it is complete everywhere."""
+        """The newest snapshot that is complete everywhere, as far as this rank has heard; or None."""
         agreed, word = self._retention.agreed, self._session.snapshot_word
         if word is None or word.complete < 0:
             return agreed
@@ -336,20 +338,20 @@ class Snapshots:
     # ------------------------------------------------------------ what writes checkpoints calls
 
     def share_rooms(self) -> None:
-        """From now on copies of a CPU's tensors lie where another process of this host can read them."""
+        """Keeps copies of CPU tensors in shared memory from now on, for other processes of this host."""
         self._shares_rooms = True
 
     def lend(self, key: PartKey) -> SharedRoom | None:
         """Keeps the memory of this rank's copy as it is until :meth:`take_back`.
 
         Returns:
-            The memory, for another process; None: it is this process's alone.
+            The memory as another process can map it; None: it is private.
         """
         self._lent.add(key)
         return next((room.shared for old, room in self._rooms if old == key), None)
 
     def take_back(self, key: PartKey) -> None:
-        """That copy is read no more."""
+        """Ends :meth:`lend`: the copy is no longer read."""
         self._lent.discard(key)
 
     # ------------------------------------------------------------ taking
@@ -359,7 +361,7 @@ class Snapshots:
         return self._given_session or runtime.current()
 
     def _copier_now(self) -> PartCopier:
-        """The copier of the tensors as they are; a new one where they are others."""
+        """The copier of the state's current tensors; a new one if their device has changed."""
         assert self._parts is not None
         communicator = self._session.communicator
         tensors = self._parts.snapshot_tensors(communicator.rank, communicator.world_size)
@@ -395,9 +397,9 @@ class Snapshots:
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:
-        """Memory of this rank that no copy needs any more.
+        """Memory of this rank that no copy needs any more; None: all of it is in use.
 
-        Two rooms are all there is, and a third where one of a dropped copy is still being written to disk.
+        There are at most two rooms, and a third while a dropped copy is still being written to disk.
         """
         busy = set(self._lent)
         if self._exchange is not None and self._exchange.under_way is not None:
@@ -454,7 +456,7 @@ class Snapshots:
         self._report()
 
     def _report(self) -> None:
-        """Tells the scheduler, where it has not heard so."""
+        """Reports what is kept to the scheduler, if that has changed."""
         with self._lock:
             size = 0 if self._copier is None else self._copier.size
             report = self._retention.report().replaced(

@@ -16,12 +16,12 @@ _NONE = -1
 class SparseGradients:
     """The parameters of a module whose gradients are sparse, and how they are summed over ranks.
 
-    How many rows each rank has is not known before, so the host waits for their numbers: on a GPU too, which
-    is why such a step cannot be captured. Where a rank's gradient is dense after all (the weight is a dense
-    layer's too), it is dense on all.
+    The number of rows of each rank is not known beforehand, so the host waits for it, on a GPU too: such a
+    step cannot be captured. Where a rank's gradient is dense after all (a dense layer shares the weight), it
+    becomes dense on all ranks.
 
     Args:
-        module: whose ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` are looked for.
+        module: the module; its ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` count.
     """
 
     def __init__(self, module: Any) -> None:
@@ -35,10 +35,10 @@ class SparseGradients:
         return id(parameter) in self._known
 
     def reduce(self, comm_stream: CommStream, op: ReduceOp, scale: Any | None) -> None:
-        """Sums the gradients over ranks, which all call this; what no rank has stays None.
+        """Sums or averages the gradients over all ranks, which all call it; None where no rank has one.
 
         Args:
-            comm_stream: where collectives run.
+            comm_stream: runs the collectives.
             op: MEAN or SUM.
             scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
 
@@ -100,7 +100,7 @@ class SparseGradients:
 
 
 def _rows_of(gradient: Any) -> tuple[Any, Any] | None:
-    """Numbers of rows, int64, and the rows; None where there is no gradient."""
+    """Row numbers, int64, and the rows; None where there is no gradient."""
     if gradient is None:
         return None
     sparse = (gradient.to_sparse(1) if gradient.layout is torch.strided else gradient).coalesce()

@@ -1,13 +1,13 @@
-"""A torch model in an ``ElasticLoop``: its state outlives members, captured or not.
+"""The training state of a torch model in an ``ElasticLoop``, which outlives members, captured or not.
 
-On a GPU the host runs ahead, and what an aborted AllReduce leaves behind still flows into the optimizer's
-update, which may be part of a CUDA graph. So the state is copied aside before each step, and a step that
-broke is undone from that copy. Whether it broke the host learns while the GPU is at work on the next one,
-which is undone with it: there are two copies, in turns. What only the update changes (parameters, the
-optimizer's state) is copied beside the other passes of a captured step, and the update waits for that.
+On a GPU the host runs ahead, and what an aborted all_reduce leaves behind still reaches the optimizer's
+update, which may be part of a CUDA graph. So the state is copied before each step, and a broken step is
+undone from that copy. The host learns that a step broke only while the GPU works on the next one, which is
+undone with it: so there are two copies, used in turn. What only the update changes (parameters, optimizer
+state) is copied while a captured step's forward and backward passes run, and the update waits for the copy.
 
-On a CPU the second copy is for a rank that is lost before the others know where its random generators were
-after a step: to give them to a newcomer they go back to before that step.
+On a CPU the second copy is for a rank that is lost before the others know the states of its random generators
+after a step: to give these to a newcomer, all ranks go back to before that step.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from muster.training.state import StateHolder, StateMismatchError, TrainingState
 _log = logging.getLogger(__name__)
 _MOST_OF_MEMORY = 0.1
 _ALSO = "@also."
-"""Before the name of what ``also`` holds, where a file has it as an array of bytes."""
+"""Prefix of the names under which a file has the objects in ``also``, as arrays of uint8."""
 
 
 class TorchTrainingState(TrainingState):
-    """Parameters, buffers, the optimizer's state, and the position in the data.
+    """The state of a training with DataParallel: parameters, buffers, optimizer state, position in the data.
 
     ::
 
@@ -60,12 +60,12 @@ class TorchTrainingState(TrainingState):
             with step:
                 loss = train_step(images[step.batch.indices], labels[step.batch.indices])
 
-    Of torch's default generators, the CPU's and this GPU's, each rank has its own: a step that is redone
-    draws what it drew before. After each step all ranks know those of all (up to 256), and so does a
-    checkpoint: who takes a lost rank's place, or resumes the run with as many ranks, draws what that rank
-    would have drawn. Where the number of ranks is another one, newcomers seed them again, from the initial
-    seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
-    and so do parameters that it is given later, on all ranks. Generators of your own are not part of it:
+    Each rank has its own states of torch's default generators, the CPU's and its GPU's: a step that is redone
+    draws what it drew before. After each step all ranks (up to 256) know the states of all, and a checkpoint
+    has them too: a process that replaces a lost rank, or resumes the run at the same world size, draws what
+    that rank would have drawn. At another world size newcomers seed their generators again, from the initial
+    seed, the rank and the step. What ``optimizer.load_state_dict`` loads becomes part of the state, and so do
+    parameters that the optimizer is given later, on all ranks. Generators of your own are not part of it:
     seed them from (seed, step, rank).
 
     After each step the ranks compare the optimizer's settings (rates, betas, decay) and step counts. Where
@@ -73,15 +73,15 @@ class TorchTrainingState(TrainingState):
 
     Args:
         model: made with ``elastic=True``.
-        optimizer: of torch; its state is made now, as its first step would make it.
+        optimizer: a torch optimizer; its state is created now, as its first step would create it.
         sampler: deals out the samples.
-        samples_per_rank: keep this number per rank whatever the number of ranks, so that shapes, and with
-            them captured graphs and tuned kernels, stay the same; None: keep the global batch.
+        samples_per_rank: number of samples per rank, kept at any world size, so that shapes, and with them
+            captured graphs and tuned kernels, stay the same; None: keep the size of the global batch.
         also: what else is part of the state, by name: learning rate schedulers, a GradScaler, averaged
             parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. It is
             given to newcomers, saved, and put back after a broken step. The same on all ranks.
-        snapshots: keep the state in other ranks' memory, too, each rank its piece of it. Who is left has all
-            of it anyway; so this counts where nobody who has the state is left, but newcomers who do not yet.
+        snapshots: also keep the state in other ranks' memory, each rank a piece of it. Every remaining member
+            has the whole state anyway; so this helps where only newcomers without the state are left.
 
     Raises:
         SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
@@ -115,7 +115,7 @@ class TorchTrainingState(TrainingState):
         self._began: StateSnapshot | None = None
         self._committed: StateSnapshot | None = None
         self._unknown: StateSnapshot | None = (
-            None  # before a step after which not all know all generators yet
+            None  # from before a step after which not all ranks know all generators' states yet
         )
         self._room = True  # for two copies
         self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -147,7 +147,7 @@ class TorchTrainingState(TrainingState):
         return Carrier(communicator, TensorLibrary(self._model.device))
 
     def begin(self) -> None:
-        """Keeps the state aside; see :class:`TrainingState`."""
+        """Copies the state, for the case that the step breaks; see :class:`TrainingState`."""
         if self.in_step:
             self.roll_back()
         if _parameter_count(self._optimizer) != self._parameter_count:
@@ -185,7 +185,7 @@ class TorchTrainingState(TrainingState):
         return self._copies[-1]
 
     def _copy(self) -> tuple[CopiesAside, CopiesAside]:
-        """Copies of what only the update changes, and of the rest but what follows from the former."""
+        """Copies of what only the update changes, and of the rest except weights that follow from masters."""
         updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
         left_out = set(self._updated)
         if self._model.weights_dtype is not None:  # the module's parameters follow from their masters
@@ -196,7 +196,7 @@ class TorchTrainingState(TrainingState):
         return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
 
     def _take(self, copies: StateSnapshot) -> None:
-        """Copies the state as it is now; where the step is so made, partly beside the step."""
+        """Copies the current state; what only the update changes on a side stream, if the step allows it."""
         if self._snapshots is not None:
             self._snapshots.wait_until_read(copies.copy_of)
         copies.rest.take()
@@ -211,7 +211,7 @@ class TorchTrainingState(TrainingState):
             self._beside = self._stream.record_event()
 
     def _await_copy(self) -> None:
-        """Lets the current stream wait until nothing is read any more by a copy beside it."""
+        """Makes the current stream wait for the end of a copy on the side stream."""
         end, self._beside = self._beside, None
         if end is None:
             return
@@ -225,12 +225,12 @@ class TorchTrainingState(TrainingState):
         return sum(each._version for group in self._optimizer.param_groups for each in group["params"])
 
     def _has_room(self) -> bool:
-        """Whether two copies leave the model enough: what is larger also has longer steps, and gains less."""
+        """Whether there is memory for two copies; larger states have longer steps, which gain less by it."""
         size_bytes: int = sum(each.numel() * each.element_size() for each in self.arrays.values())
         return size_bytes <= memory_bytes(self._model.device) * _MOST_OF_MEMORY
 
     def _confirm_or_undo(self) -> bool:
-        """Undoes what was committed if it has broken, and says so; what begins then breaks with its group."""
+        """Undoes the committed step if it broke, and returns whether it did."""
         with contextlib.suppress(WorkerError):
             self.confirm()
         if self._committed is None:
@@ -239,11 +239,11 @@ class TorchTrainingState(TrainingState):
         return True
 
     def commit(self) -> None:
-        """Sees whether the step before broke on a GPU, and compares settings; see :class:`TrainingState`.
+        """Checks whether the previous step broke on a GPU, and compares settings; see :class:`TrainingState`.
 
         Raises:
-            MembershipChanged: this step broke, or the one before.
-            RanksDifferError: the ranks had different learning rates, say, in the step before.
+            MembershipChanged: this step broke, or the previous one.
+            RanksDifferError: a setting, such as a learning rate, differed between ranks in the previous step.
         """
         self.confirm()
         if self._snapshots is not None:
@@ -273,10 +273,10 @@ class TorchTrainingState(TrainingState):
             self._committed = None
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """See :class:`TrainingState`; draws nothing from torch's own generators, as a loader usually does.
+        """See :class:`TrainingState`; draws nothing from torch's default generators, as loaders usually do.
 
         The seeds of the loader's processes follow from the initial seed, the rank and the step instead,
-        unless it has a generator of its own. They lead process groups of their own: a signal to this
+        unless it has a generator of its own. Each of them leads a process group of its own: a signal to this
         process's group, by which a launcher asks it to leave, would end them during a step.
         """
         begin = getattr(loader, "worker_init_fn", None)
@@ -289,12 +289,12 @@ class TorchTrainingState(TrainingState):
         return iter(loader)
 
     def settle(self) -> None:
-        """Compares what the ranks said of their last step; see :class:`TrainingState`."""
+        """Compares the ranks' settings in their last step; see :class:`TrainingState`."""
         self.confirm()
         self._comparison.receive()
 
     def roll_back(self) -> None:
-        """Puts back what was kept, once nothing of the broken steps runs any more."""
+        """Restores the state from before the broken steps, once none of their work runs any more."""
         began = self._began if self.in_step else None
         super().roll_back()
         if not self._confirm_or_undo() and began is not None:
@@ -306,7 +306,11 @@ class TorchTrainingState(TrainingState):
             self._undo(self._unknown)
 
     def _undo(self, before: StateSnapshot) -> None:
-        """Goes back to before a step."""
+        """Restores the state of before a step.
+
+        Raises:
+            WorkerError: the parameters were changed while ``before`` was copied.
+        """
         if before.is_torn:
             raise WorkerError(
                 "a step that broke cannot be undone: its parameters were changed before its captured part",
@@ -358,7 +362,7 @@ class TorchTrainingState(TrainingState):
         return self._snapshots.go_back(session.communicator) is not None
 
     def _enter_generators(self, communicator: Communicator) -> None:
-        """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds again."""
+        """Restores the rank's generators, whichever process had it before; else a newcomer seeds its own."""
         rank, rows = communicator.rank, self._generator_rows()
         known = len(rows) == communicator.world_size
         if self._restored or self._model.communicator.rank != rank:
@@ -393,8 +397,8 @@ class TorchTrainingState(TrainingState):
         return found
 
     def _follow_optimizer(self) -> None:
-        """The optimizer's tensors are others now: it has loaded a state, or got more parameters."""
-        self.confirm()  # a step before could no more be undone
+        """Follows the optimizer to new tensors: it has loaded a state, or got more parameters."""
+        self.confirm()  # an earlier step cannot be undone afterwards
         make_optimizer_state(self._optimizer)
         self.arrays.clear()
         self.arrays.update(self._tensors())
@@ -402,18 +406,18 @@ class TorchTrainingState(TrainingState):
         self._await_copy()  # their memory may be reused at once
         self._copies.clear()
         self._unknown = None
-        if self._began is not None and self.in_step:  # what it goes back to if it breaks
+        if self._began is not None and self.in_step:  # the step goes back to this if it breaks
             self._began.updated, self._began.rest = self._copy()
             self._copies.append(self._began)
 
-    # ------------------------------------------------------------ what travels beside the tensors
+    # ------------------------------------------------------------ the state that is not in tensors
 
     def describe(self) -> str:
         """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
         return self._describer(self._optimizer.param_groups)()
 
     def _describer(self, groups: Sequence[Mapping[str, Any]]) -> Callable[[], str]:
-        """Gives the description as it is now; only what it returns waits for numbers on the GPU."""
+        """A function that returns the description as it is now, and waits for numbers on the GPU."""
         also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
         known = json.loads(super().describe())
         more = {"also": also, "generators": self._generator_rows()}
@@ -471,11 +475,11 @@ class TorchTrainingState(TrainingState):
 
     @property
     def device(self) -> Any:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self._model.device
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """All tensors but those that follow from others, of which each rank copies its piece."""
+        """All tensors except derived ones; each rank copies its piece of each."""
         derived = self.derived()
         self._tensor_memo.begin(rank, world_size)
         return [
@@ -485,7 +489,7 @@ class TorchTrainingState(TrainingState):
         ]
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else. Learning rates on the GPU are read later, from what is kept of them."""
+        """The rest of the state. Learning rates on the GPU are read later, from copies of them."""
         groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
         if self._began is not None and self.in_step:
             groups = [
@@ -495,7 +499,7 @@ class TorchTrainingState(TrainingState):
         return {"description": self._describer(groups), "generators": _packed(self._random.now())}
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """Takes over what :meth:`snapshot_notes` gave."""
+        """Restores what :meth:`snapshot_notes` has returned."""
         self._model.refresh_weights()
         self.restore(notes["description"])
         if same_rank and self._random.set(_unpacked(notes["generators"])):
@@ -504,15 +508,15 @@ class TorchTrainingState(TrainingState):
     # ------------------------------------------------------------ what a checkpoint holds
 
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
-        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact.
+        """See :class:`TrainingState`; tensors whose dtype NumPy lacks are given as float32, which is exact.
 
-        A step that was committed and broke is not in it.
+        A step that was committed but broke is undone before.
         """
         description, tensors, more = self._for_checkpoint()
         return description, {name: _to_host(tensor) for name, tensor in tensors.items()} | more
 
     def copy_for_checkpoint(self, room: Room) -> CheckpointCopy:
-        """See :class:`TrainingState`; a GPU without room for one more copy is waited for instead."""
+        """See :class:`TrainingState`; without GPU memory for one more copy, waits for a copy to the host."""
         description, tensors, more = self._for_checkpoint()
         if self._checkpoint_copier is None:
             self._checkpoint_copier = CheckpointCopier(self._model.device)
@@ -524,7 +528,7 @@ class TorchTrainingState(TrainingState):
             return super().copy_for_checkpoint(room)
 
     def _for_checkpoint(self) -> tuple[str, dict[str, Any], dict[str, NDArray[Any]]]:
-        """The description, the tensors, and what else is written as arrays."""
+        """The description, the tensors, and the other arrays that are written."""
         try:
             self.confirm()
         except MembershipChanged:
@@ -543,7 +547,7 @@ class TorchTrainingState(TrainingState):
         return json.dumps(values | {"generators": generators, "buckets": order}), tensors, arrays
 
     def _all_generators(self) -> list[Any]:
-        """Every rank's generators, by rank; none where those of the others are not known."""
+        """Generator states of all ranks, by rank; empty if those of the others are not known."""
         communicator = self._model.communicator
         known = self._comparison.generators(self.step)
         if known is None:
@@ -553,7 +557,7 @@ class TorchTrainingState(TrainingState):
         return rows
 
     def _generator_rows(self) -> list[str]:
-        """Every rank's generators after the last step, by rank, as a description has them; else none."""
+        """Generator states of all ranks after the last step, by rank, in base64; empty if not known."""
         known = self._comparison.generators(self.step)
         if known is not None:
             return [_packed(row) for row in known]
@@ -577,13 +581,13 @@ class TorchTrainingState(TrainingState):
         return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
 
     def derived(self) -> set[str]:
-        """The weights that are computed with, where the optimizer trains masters of them."""
+        """Names of the low-precision weights that follow from the masters that the optimizer trains."""
         low = self._model.weights_dtype
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 
 
 class StateSnapshot:
-    """All that a step may change as it was before, to go back to.
+    """A copy, from before a step, of everything that the step may change.
 
     Args:
         updated: copies of the arrays that only an update changes.
@@ -597,10 +601,10 @@ class StateSnapshot:
         self.updated, self.rest = updated, rest
         self.is_torn = False
         self.wait: Callable[[], None] = lambda: None
-        """Waits for the step's end, once it is committed; raises what broke it."""
+        """Waits for the step's end, once it is committed; raises the error that broke it."""
 
     def copy_of(self, view: Any) -> Any:
-        """What these copies hold of a flat part of a tensor; None: it is not in them."""
+        """The copy of a 1-dim part of a tensor; None: the tensor is not in these copies."""
         found = self.updated.copy_of(view)
         return self.rest.copy_of(view) if found is None else found
 
@@ -615,7 +619,7 @@ class StateSnapshot:
         also: dict[str, Any],
         settings: list[dict[str, tuple[Any, Any]]],
     ) -> None:
-        """Notes what is not in the arrays."""
+        """Keeps the state that is not in the arrays."""
         self.step, self.sampler, self.extra, self.rng = step, sampler, extra, rng
         self.random, self.also, self.settings = random, also, settings
 
@@ -633,7 +637,7 @@ def _raise(error: WorkerError) -> None:
 
 
 def _lead_group(then: Callable[[int], object] | None, number: int) -> None:
-    """Begins a process of a DataLoader."""
+    """Begins a process of a DataLoader, in a process group of its own."""
     os.setpgid(0, 0)
     if then is not None:
         then(number)
@@ -649,7 +653,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kept_settings(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """A group's settings, each with a copy if it is a tensor, which stays the one that a graph reads."""
+    """A group's settings, each with a copy if it is a tensor; a graph goes on reading the tensor itself."""
     return {
         key: (value, value.clone() if isinstance(value, torch.Tensor) else None)
         for key, value in group.items()

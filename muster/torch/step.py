@@ -42,14 +42,14 @@ class StepBody:
             The loss of this rank's samples, a 0-dim tensor.
 
         Raises:
-            ArrayError: it cannot be cut into parts.
+            ArrayError: with ``accumulate``, the batch cannot be cut into parts.
         """
         total = self.differentiate(batch, samples)
         self.update()
         return total
 
     def differentiate(self, batch: Tensors, samples: int | None = None) -> Any:
-        """The part of :meth:`run` that comes to gradients."""
+        """Computes the gradients, and clips them: the first part of :meth:`run`."""
         self._optimizer.zero_grad(set_to_none=True)
         with contextlib.nullcontext() if samples is None else self.model.uneven_batch(samples):
             total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
@@ -58,11 +58,11 @@ class StepBody:
         return total
 
     def update(self) -> None:
-        """The part of :meth:`run` that changes parameters."""
+        """Updates the parameters: the second part of :meth:`run`."""
         self._optimizer.step()
 
     def _passes(self, batch: Tensors) -> Any:
-        """Forward and backward passes over the parts of a batch; returns the loss."""
+        """Runs forward and backward passes over the parts of a batch; returns the loss."""
         parts = self._parts(batch)
         total = None
         for number, (share, part) in enumerate(parts, 1):

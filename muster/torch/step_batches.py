@@ -1,4 +1,4 @@
-"""A loader's batches by number: those of steps that may be done once more are kept."""
+"""A loader's batches by number; those of steps that may be done again are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NoMoreBatchesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A batch, where it came from, and torch's generators after it, if its epoch began with it."""
+    """A batch, its place in the loader, and torch's generators after it if it was an epoch's first."""
 
     batch: Any
     place: dict[str, Any]
@@ -30,7 +30,7 @@ class StepBatches:
     Args:
         loader: gives an epoch's batches each time that it is iterated, the same for the same generators.
             A ``set_epoch`` of its sampler, or of itself, is called before.
-        epochs: how many.
+        epochs: number of epochs.
         random: torch's generators; a loader that shuffles draws from them when an epoch begins.
     """
 
@@ -43,10 +43,10 @@ class StepBatches:
         self._iterator: Iterator[Any] | None = None
 
     def at(self, number: int) -> Any:
-        """The batch of a step, which comes after the last one that was asked for, or before it.
+        """The batch of a step: one that is kept, or the next of the loader.
 
         Raises:
-            NoMoreBatchesError: there is none.
+            NoMoreBatchesError: all epochs are over.
         """
         if number - self._first < len(self._kept):
             kept = self._kept[number - self._first]
@@ -56,20 +56,20 @@ class StepBatches:
         return self._fetch()
 
     def place(self, number: int) -> dict[str, Any]:
-        """Where the batch of a step comes from, as JSON values, for :meth:`go_to`."""
+        """The place of a step's batch in the loader, as JSON values, for :meth:`go_to`."""
         if number - self._first < len(self._kept):
             return self._kept[number - self._first].place
         return self._place()
 
     def forget_before(self, number: int) -> None:
-        """Lets go of the batches of earlier steps."""
+        """Drops the batches of earlier steps."""
         del self._kept[: max(0, number - self._first)]
         self._first = max(self._first, number)
 
     def go_to(self, number: int, place: dict[str, Any]) -> None:
-        """Begins with the batch of a step, as another process would have: what comes before it is skipped.
+        """Goes on with the batch of a step, from another process's :meth:`place`; skips what comes before.
 
-        The generators must be put back after that.
+        The caller must restore the generators afterwards.
         """
         self._kept, self._first = [], number
         self._epoch, self._iterator = place["epoch"], None

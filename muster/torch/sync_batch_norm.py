@@ -1,9 +1,9 @@
 """``torch.nn.SyncBatchNorm`` within a ``DataParallel``: statistics of all ranks' samples.
 
 torch's own goes through ``torch.distributed``, and without that each rank silently normalises with the
-statistics of its own samples. Here mean and variance of each rank's part, with the number of its elements,
-travel in one all_gather in the forward pass, and the two sums of the gradient in one AllReduce in the
-backward pass. No host waits for a GPU, so that the step can be captured.
+statistics of its own samples. Here one all_gather in the forward pass exchanges mean, variance and number of
+elements of each rank's part, and one all_reduce in the backward pass the two sums of the gradient. The host
+never waits for the GPU, so that the step can be captured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
     @property
     def comm_stream(self) -> CommStream | None:
-        """The stream in which collectives run; None in a world of one."""
+        """The stream in which collectives run; None at world size 1."""
 
     @property
     def share(self) -> Any | None:
@@ -32,14 +32,14 @@ class Ranks(Protocol):
 
 
 _RANKS: WeakKeyDictionary[Any, ref[Ranks]] = WeakKeyDictionary()
-"""Weakly, the wrapper of each layer."""
+"""The wrapper of each layer, by weak references."""
 
 
 class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
     """The class of a ``SyncBatchNorm`` in a wrapper. Copied or pickled it is a ``SyncBatchNorm`` again."""
 
     def forward(self, input: Any) -> Any:
-        """Normalises with the statistics of all ranks' samples; in evaluation mode with those it has kept."""
+        """Normalises with the statistics of all ranks' samples; in evaluation mode with the running ones."""
         ranks = _RANKS.get(self, _nobody)()
         comm_stream = None if ranks is None else ranks.comm_stream
         if ranks is None or comm_stream is None or not self.training:
@@ -67,7 +67,7 @@ class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
         return "SyncBatchNorm"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a layer of torch's class, which needs no Muster to be read."""
+        """Pickles it as a layer of torch's class, so that loading it does not need Muster."""
         make, (_, *arguments), *others = super().__reduce_ex__(1)  # later ones insist on this class
         return (make, (torch.nn.SyncBatchNorm, *arguments), *others)
 
@@ -84,7 +84,7 @@ def adopt(module: Any, ranks: Ranks) -> bool:
     """Lets all ``SyncBatchNorm`` layers of ``module`` compute with ``ranks``; returns whether there are any.
 
     Raises:
-        SettingsError: one is of a class of its own, which may compute otherwise.
+        SettingsError: a layer is of a subclass, which may compute something else.
     """
     found = False
     for name, layer in module.named_modules():
@@ -122,7 +122,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             mine[channels:-1] = variance * elements
             mine[-1].fill_(elements)
         rows = comm_stream.all_gather(mine)
-        # Chan's rule, which keeps its digits where squares of sums would lose them.
+        # Chan's rule, which stays accurate where a difference of squared sums would not.
         counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
         count = counts.sum().clamp(min=1)
         mean = (means * counts).sum(0) / count
@@ -149,8 +149,8 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             local, weighted, summed = input, torch.zeros_like(mean), torch.zeros_like(mean)
         into = None
         if context.needs_input_grad[0]:
-            # Gradients are weighted by this rank's share of the samples when they are packed, later. What is
-            # added to other ranks' must be weighted before, and what comes back be freed of it.
+            # Gradients are weighted by this rank's share of the samples only later, when they are packed. So
+            # the sums are weighted before the all_reduce, and its result is divided by the weight.
             share, sums = context.ranks.share, torch.stack([summed, weighted])
             if share is None:
                 sums = context.comm_stream.all_reduce(sums, ReduceOp.SUM)

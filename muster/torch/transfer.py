@@ -1,4 +1,4 @@
-"""Runs collectives on torch tensors: on a stream beside the backward pass (GPU), or in the background."""
+"""Runs collectives on torch tensors: on a side stream (GPU), or in the communicator's thread (CPU)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
     """The tensor as an array that the communicator takes; shares its memory.
 
     Raises:
-        ArrayError: the tensor is not where this communicator works, or has a dtype it does not know.
+        ArrayError: the tensor is on a device, or of a dtype, that this communicator does not take.
     """
     if communicator.on_device:
         if not tensor.is_cuda:
@@ -51,9 +51,9 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> Any:
-    """A dense tensor's memory as a flat one of uint8.
+    """A dense tensor's memory as a 1-dim uint8 tensor.
 
-    What is only moved needs no dtype with which the communicator can compute: bool or complex numbers, say.
+    A tensor that is only moved may thus have a dtype with which the communicator cannot compute: bool, say.
     """
     flat = tensor.detach().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as dense in any stride
@@ -102,18 +102,18 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source
 
 
 def memory_bytes(device: Any) -> float:
-    """The memory of a device; a host's counts as endless."""
+    """The memory of a device, in bytes; infinite for the CPU."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
 
 
 class CopiesAside:
-    """Copies of tensors as they are now, which can be taken again and put back, at little cost of the host.
+    """Copies of tensors, which can be taken again and put back, at little cost to the host.
 
     Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
     So each dtype has its list, made once: making them costs as much as the copies.
 
     Args:
-        tensors: which stay the same objects.
+        tensors: the tensors, which must stay the same objects.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
@@ -127,12 +127,12 @@ class CopiesAside:
         self._found: dict[tuple[int, int, Any], Any] = {}
 
     def take(self) -> None:
-        """Copies them once more."""
+        """Copies the tensors again."""
         for live, kept in self._groups:
             torch._foreach_copy_(kept, live)
 
     def copy_of(self, view: Any) -> Any:
-        """What was copied of a flat part of one of the tensors, in the order of its memory; None: nothing."""
+        """The copy of a 1-dim view of one of the tensors, in the order of memory; None: there is none."""
         key = view.data_ptr(), view.numel(), view.dtype
         if key not in self._found:
             self._found[key] = self._find(view)
@@ -155,7 +155,7 @@ class CopiesAside:
         return kept.as_strided(view.shape, view.stride(), kept.storage_offset() + offset)
 
     def put_back(self) -> None:
-        """Overwrites them with the copies."""
+        """Overwrites the tensors with the copies."""
         for live, kept in self._groups:
             torch._foreach_copy_(live, kept)
 
@@ -164,7 +164,7 @@ def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[
     """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
-        ArrayError: they differ; the same on all ranks, with the first that does.
+        ArrayError: they differ; raised on all ranks, and names the first that does.
     """
     text = "\n".join(f"{name}\t{_kind(tensor)}" for name, tensor in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -217,19 +217,19 @@ def gather_numbers(communicator: Communicator, device: Any, number: int) -> list
 
 
 def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list[list[int]]:
-    """Every rank's numbers (below 2**63, as many on each), on all ranks. The host waits."""
+    """Every rank's row of numbers (below 2**63, equally many on each), on all ranks. The host waits."""
     return Carrier(communicator, TensorLibrary(device)).gather(row)
 
 
 class CommStream:
-    """Where gradients are reduced: a stream of its own on a GPU, the communicator's thread on a CPU."""
+    """Runs the collectives of gradients: on a side stream on a GPU, in the communicator's thread on a CPU."""
 
     def __init__(self, communicator: Communicator, device: Any) -> None:
         self.communicator = communicator
         self.device = device
         self._works: list[Work] = []
         self.in_order = device.type == "cuda"
-        """Whether what is called after :meth:`reduce` sees its result."""
+        """Whether later work on the side stream sees the result of :meth:`reduce`, without :meth:`join`."""
         self._stream = torch.cuda.Stream(device, priority=-1) if self.in_order else None
         self.waits = DeviceWaits(device)
         if self.in_order:
@@ -240,7 +240,7 @@ class CommStream:
         """Context in which work runs beside the current stream, after its work so far.
 
         Args:
-            awaited: a tensor of which what follows on the current stream waits for the result.
+            awaited: a tensor for whose result later work on the current stream waits.
         """
         if self._stream is None:
             yield
@@ -267,7 +267,7 @@ class CommStream:
                 communicator.broadcast(each, 0)
 
     def all_gather(self, mine: Any) -> Any:
-        """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
+        """Every rank's ``mine``, as rows by rank; later work on the current stream sees them."""
         communicator = self.communicator
         rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
         with self.on_side_stream(awaited=mine):
@@ -275,7 +275,7 @@ class CommStream:
         return rows
 
     def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
-        """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
+        """Reduces ``mine`` over all ranks, in place; later work on the current stream sees the result."""
         array = array_of(self.communicator, mine)
         with self.on_side_stream(awaited=mine):
             self.communicator.all_reduce(array, array, op)

@@ -1,4 +1,4 @@
-"""The base of DataParallel: shows its module's interface, or its masters', and notices changes of it."""
+"""The base of DataParallel: shows its module's parameters, or their masters, and notices changes of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from muster.torch.master_weights import MasterWeights
 from muster.worker import runtime
 
 _WRAPPERS: Any = WeakIdKeyDictionary()
-"""Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
+"""The wrapper of each parameter, by weak references: an earlier one must stop reducing its gradient."""
 
 
 SHARDED: Any = WeakIdKeyDictionary()
-"""Weakly, the ShardedOptimizer of each parameter that has one: it averages the gradient by itself."""
+"""The ShardedOptimizer of each parameter that has one, by weak references; it averages the gradient."""
 
 
 _LENT: ContextVar[bool] = ContextVar("parameters are lent", default=False)
@@ -34,7 +34,7 @@ _LENT: ContextVar[bool] = ContextVar("parameters are lent", default=False)
 
 @contextlib.contextmanager
 def parameters_are_lent() -> Iterator[None]:
-    """Context of a call in which modules have other parameters for its time, by whoever asks for it."""
+    """Context in which a caller's tensors stand in for modules' parameters, as in functional_call."""
     token = _LENT.set(True)
     try:
         yield
@@ -52,7 +52,7 @@ def is_wrapped(parameter: Any) -> bool:
 
 
 class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
-    """A module within another one that sees its gradients.
+    """Wraps a module, to handle its gradients as they become ready.
 
     To optimizers and checkpoints it looks like the bare module, or like its masters where there are any.
 
@@ -60,9 +60,9 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         module: on one device.
 
     Raises:
-        ArrayError: it is on several devices, or parts of it have no shape or values yet.
-        SettingsError: a parameter is divided among ranks, by FSDP say.
-        WorkerError: nothing to train.
+        ArrayError: the module is on several devices, or a tensor of it has no shape or values yet.
+        SettingsError: a parameter is sharded, by FSDP say, or a ShardedOptimizer averages its gradient.
+        WorkerError: no parameter requires a gradient.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -92,32 +92,32 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     # ------------------------------------------------------------ parameters and states
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters by their names
-        there or, if there are any, their masters, of which each holds several parameters.
+        """The parameters that an optimizer trains, by name, as :meth:`parameters` gives them: the module's
+        own or, with master weights, the masters, each of which holds several parameters.
         """
         if self._masters is None:
             return self.module.named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
         return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
-        for masters.
+        """Clears all gradients. With master weights an optimizer's ``zero_grad`` clears averaged gradients,
+        but not those that :meth:`no_sync` has accumulated.
         """
         self.module.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
 
     @property
     def weights_dtype(self) -> Any:
-        """Of the weights that are computed with where they have masters; None where they have none."""
+        """The dtype of the weights that the module computes with, if they have masters; otherwise None."""
         return None if self._masters is None else self._masters.dtype
 
     def refresh_weights(self) -> None:
-        """Brings the weights that are computed with up to their masters, if they have any."""
+        """Copies the masters, if there are any, into the weights that the module computes with."""
         if self._masters is not None:
             self._masters.refresh()
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """The bare module's state; in float32 where there are masters."""
+        """The bare module's state, with float32 masters in the place of bfloat16 weights."""
         state = self.module.state_dict(*args, prefix=prefix, **kwargs)
         state.update({prefix + name: view for name, view in self._master_views().items()})
         return state
@@ -126,7 +126,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         """Loads a bare module's state.
 
         Raises:
-            SettingsError: with ``assign``, which would exchange the parameters for others.
+            SettingsError: ``assign`` is set, which would replace the parameters.
         """
         if assign:
             raise _cannot_assign()
@@ -135,7 +135,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         return result
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        """As a part of another module, in whose state this one has the names of the bare module."""
+        """Loads it as a part of another module, whose state has the bare module's names."""
         if metadata.get("assign_to_params_buffers"):
             raise _cannot_assign()
         self._load_masters(state, prefix)
@@ -144,7 +144,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint asks: states have the module's names, without ``module.``."""
+        """Tells torch.distributed.checkpoint that states have the module's names, without ``module.``."""
         tables = (self.module._modules, self.module._parameters, self.module._buffers)
         return {name: "module" for table in tables for name in table}
 
@@ -156,7 +156,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
                     view.copy_(value)
 
     def _master_views(self) -> dict[str, Any]:
-        """The masters by the module's names, of which shared parameters have several."""
+        """Views of the masters by the module's parameter names; a shared parameter has several."""
         views = {} if self._masters is None else self._masters.views
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
@@ -176,10 +176,10 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         function.__dict__["__signature__"] = shown.replace(parameters=[first, *shown.parameters.values()])
         self.__dict__["forward"] = MethodType(function, self)
 
-    # ------------------------------------------------------------ the bond
+    # ------------------------------------------------------------ hooks, and changes of the module
 
     def _hook(self, ready: Callable[[Any], None]) -> None:
-        """Calls ``ready`` with each parameter whose gradient is complete, and is the only one to do so."""
+        """Has ``ready`` called with each parameter whose gradient is complete, by this wrapper alone."""
         self._claim([parameter for _, parameter in self._named])
         self._ready_hook = ready
         self._without_hook = list(self.module.parameters())
@@ -200,7 +200,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         self._without_hook = [each for each in self._without_hook if not each.requires_grad]
 
     def _thawed(self) -> bool:
-        """Whether a parameter requires a gradient that did not, and has no hook yet."""
+        """Whether a parameter that was frozen requires a gradient now, and has no hook yet."""
         return any(map(_trains, self._without_hook))
 
     def _give_way(self, parameters: Iterable[Any]) -> None:
@@ -223,10 +223,10 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             self._follow_structure()
 
     def _follow_structure(self) -> None:
-        """Follows an exchange of layers."""
+        """Adapts to replaced layers."""
 
     def _refuse_others(self) -> None:
-        """Refuses parameters that nobody has wrapped."""
+        """Refuses parameters that were added or replaced after the wrapping."""
         wrapped = self._wrapped
         known = {id(parameter) for parameter in wrapped.values()}
         others = [name for name, each in self.module.named_parameters() if id(each) not in known]
@@ -257,7 +257,7 @@ class Structure:
         self._held = list(self._now())
 
     def changed(self) -> bool:
-        """Whether any layer or parameter was added, exchanged or removed."""
+        """Whether any layer or parameter was added, replaced or removed."""
         same = sum(map(len, self._tables)) == len(self._held) and all(map(is_, self._now(), self._held))
         return not same
 
@@ -277,10 +277,10 @@ def _cannot_assign() -> SettingsError:
 
 
 def check_whole(module: torch.nn.Module, what: str) -> None:
-    """Makes sure that each rank holds all of the parameters, which ``what`` asks for.
+    """Checks that each rank holds the whole of each parameter; ``what`` names the class that needs it.
 
     Raises:
-        SettingsError: a parameter is divided among ranks.
+        SettingsError: a parameter is sharded over ranks.
     """
     tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: no parameter is made by it
     kinds = tuple(filter(None, [getattr(tensors, "DTensor", None)]))
@@ -311,6 +311,6 @@ def _one_device(module: torch.nn.Module) -> Any:
 
 
 def communicator_of(session: Any) -> Communicator:
-    """The communicator of a session; None: of that of ``muster.init()``."""
+    """The communicator of a session; None: that of the session of ``muster.init()``."""
     communicator: Communicator = (runtime.current() if session is None else session).communicator
     return communicator

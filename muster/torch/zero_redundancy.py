@@ -1,4 +1,4 @@
-"""Torch's ZeroRedundancyOptimizer, whose state each rank has in an optimizer within it."""
+"""Handles torch's ZeroRedundancyOptimizer, which keeps each rank's state in an optimizer within it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from muster.torch.snapshot_tensors import put_settings, settings_of
 
 
 def opened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same objects, and in the place of a ZeroRedundancyOptimizer what this rank has of it."""
+    """The same objects, with the inner optimizer and the settings for each ZeroRedundancyOptimizer."""
     found: dict[str, Any] = {}
     for name, each in state.items():
         if _is_zero_redundancy(each):
@@ -23,21 +23,21 @@ class OuterSettings:
     """The numbers that a ZeroRedundancyOptimizer gives the optimizer within it before each step.
 
     Args:
-        optimizer: that.
+        optimizer: the ZeroRedundancyOptimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch."""
+        """The settings of all parameter groups."""
         return {"groups": settings_of(self._optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See torch."""
+        """Restores the settings that :meth:`state_dict` has returned."""
         put_settings(self._optimizer, list(state["groups"]))
 
 
 def _is_zero_redundancy(each: Any) -> bool:
-    """By its name: nobody else has to import its module."""
+    """Whether this is one, by the name of its class, so that its module need not be imported."""
     return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__)

@@ -1,4 +1,4 @@
-"""The numbers of a checkpoint folder's attempts: which of two files is the later one, without a clock."""
+"""Numbers the attempts that write into a checkpoint folder, which orders its files without a clock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from muster.wire.files import beside, read_regular
 
 _ATTEMPTS = ".attempts"
-"""The directory of a folder where each attempt has a file: its number's name, and who took it."""
+"""The folder's subdirectory with a file per attempt: named by its number, it contains the attempt's name."""
 TAKEN_WITHIN_S = 1.0
-"""How long a number's file may be without a name, on file systems without hard links."""
+"""Seconds that a number's file may lack the attempt's name, on file systems without hard links."""
 
 NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
 def number_of_attempt(root: Path, attempt: str, files: Iterable[int]) -> int:
-    """An attempt's number in a folder: the one that it has, or the next one, which is its own from now on.
+    """Returns an attempt's number in a folder; takes the next number if the attempt has none yet.
 
-    Whoever makes the file of a number has it, also where several hosts share the file system.
+    To create the file of a number is to take it, also where several hosts share the file system.
 
     Args:
         root: the folder.
@@ -35,8 +35,8 @@ def number_of_attempt(root: Path, attempt: str, files: Iterable[int]) -> int:
     folder = root / _ATTEMPTS
     folder.mkdir(parents=True, exist_ok=True)
     number = max([*files, *_taken(folder)], default=0)
-    # Numbers are taken in order. A folder that is read while they are may show one and not the one before: a
-    # second look has all up to the highest of the first.
+    # Numbers are taken in order. A folder that is listed at that time may show one and not the one before: a
+    # second listing has all up to the highest of the first.
     for each in sorted(_taken(folder), reverse=True):
         if _who_took(folder, each) == attempt:
             return each
@@ -55,7 +55,7 @@ def _taken(folder: Path) -> list[int]:
 
 
 def _take(path: Path, attempt: str) -> None:
-    """Makes the file of a number, with the attempt's name in it from its first moment on.
+    """Creates the file of a number, with the attempt's name in it from the first moment on.
 
     Raises:
         FileExistsError: somebody has the number.
@@ -69,7 +69,7 @@ def _take(path: Path, attempt: str) -> None:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            _write_new(path, attempt)  # the name comes a moment after the file: who sees none waits for it
+            _write_new(path, attempt)  # the name comes a moment after the file: readers wait for it
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
@@ -88,13 +88,13 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _who_took(folder: Path, number: int) -> str:
-    """The attempt that has a number; "": none that can be told."""
+    """The attempt that has a number; "": it cannot be read."""
     path, until = folder / f"{number:06d}", time.monotonic() + TAKEN_WITHIN_S
     while True:
         try:
             name = read_regular(path, 200).decode("ascii", "replace")
         except OSError as error:
-            if error.errno != errno.ESTALE:  # a network's file system: it was made again
+            if error.errno != errno.ESTALE:  # on a network file system: the file was replaced
                 return ""
             name = ""
         if name or time.monotonic() > until:

@@ -1,16 +1,16 @@
-"""Which gradients travel together: a pure plan from parameters to flat buckets.
+"""Plans which gradients are reduced together: a pure function from parameters to flat buckets.
 
-One AllReduce per parameter pays its latency hundreds of times; one for all of them could only start when
+One all_reduce per parameter pays its latency hundreds of times; one for all of them could only start when
 the backward pass is over. So gradients are packed into buckets, by this rule:
 
 1. Parameters are taken in the order in which their gradients become ready, and never split.
 2. A bucket holds one dtype. Each dtype has at most one bucket open at a time; it is closed when the next
-   gradient of that dtype would take it beyond its cap. A gradient larger than the cap travels alone.
+   gradient of that dtype would take it beyond its cap. A gradient larger than the cap is alone in its bucket.
 3. The first bucket of all has the small cap ``first_bytes``, so that communication starts early in the
    backward pass; all others have ``bucket_bytes``.
 4. Buckets are numbered in the order in which they become full. All ranks start them in that order.
 
-The plan is a function of its arguments alone, so every rank comes to the same one.
+The plan depends on the arguments alone, so every rank comes to the same one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def array_module(arrays: Mapping[str, Array]) -> Any:
     """The module that the arrays come from, ``numpy`` or ``cupy``.
 
     Raises:
-        ArrayError: they are of another kind, or of several.
+        ArrayError: the arrays are of another library, or of several.
     """
     kinds = {type(array).__module__.partition(".")[0] for array in arrays.values()}
     if len(kinds) != 1 or not kinds <= {"numpy", "cupy"}:
@@ -39,7 +39,7 @@ def array_module(arrays: Mapping[str, Array]) -> Any:
 
 
 def module_for(session: Session) -> Any:
-    """CuPy where the session's collectives take arrays on a GPU (it becomes the current one), else NumPy.
+    """CuPy if the session's collectives take arrays on a GPU, which becomes the current one; else NumPy.
 
     Raises:
         ArrayError: CuPy is not installed.
@@ -66,25 +66,25 @@ class Library(Protocol):
     """Operations that differ between arrays of NumPy, CuPy and torch.
 
     Attributes:
-        in_background: the next piece is made while one travels.
+        in_background: whether the next piece is packed while one is being sent.
     """
 
     in_background: bool
 
     def numbers(self, values: Sequence[int], dtype: str) -> Array:
-        """A new flat array."""
+        """A new 1-dim array of these values."""
 
     def empty(self, size: int, like: Array) -> Array:
-        """A new flat array of the dtype of ``like``, to be filled."""
+        """A new 1-dim array of the dtype of ``like``, uninitialised."""
 
     def packed(self, arrays: Sequence[Array]) -> Array:
-        """A new flat array of all their elements; they have one dtype."""
+        """A new 1-dim array of all elements of ``arrays``, which have one dtype."""
 
     def to_bytes(self, array: Array) -> bytes:
-        """The memory of a flat array."""
+        """The memory of a 1-dim array."""
 
     def sent(self, communicator: Communicator, flat: Array) -> Array:
-        """A flat array's memory as the communicator takes it: bytes that are only moved, or int64."""
+        """A 1-dim array's memory as the communicator takes it: int64, or bytes that are only moved."""
 
 
 class NumpyLibrary:
@@ -118,11 +118,11 @@ class NumpyLibrary:
 
 
 class Carrier:
-    """Takes numbers, text and arrays from rank to rank. The host waits for what it returns.
+    """Sends numbers, text and arrays between ranks. The host waits for the results.
 
     Args:
         communicator: of all ranks.
-        library: of the arrays.
+        library: the operations on the arrays.
     """
 
     def __init__(self, communicator: Communicator, library: Library) -> None:
@@ -130,7 +130,7 @@ class Carrier:
         self._library = library
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers (below 2**63, as many on each), by rank."""
+        """Every rank's numbers (below 2**63, equally many on each), by rank."""
         library, count = self._library, len(row)
         send = library.numbers(row, "int64")
         recv = library.numbers([0] * (count * self._communicator.world_size), "int64")
@@ -140,7 +140,7 @@ class Carrier:
         return [numbers[start : start + count] for start in range(0, len(numbers), count)]
 
     def gather_texts(self, text: str, *, length: int | None = None) -> list[str]:
-        """Every rank's text, by rank; ``length`` in bytes where all have the same."""
+        """Every rank's text, by rank; ``length``: in bytes, if it is known and the same on all ranks."""
         raw, library, world_size = text.encode(), self._library, self._communicator.world_size
         if length is None:
             length = max(row[0] for row in self.gather([len(raw)]))
@@ -160,7 +160,7 @@ class Carrier:
         return self._library.to_bytes(buffer).decode()
 
     def broadcast(self, arrays: Mapping[Key, Array], source: int) -> Iterator[tuple[Key, Array]]:
-        """Yields the arrays of ``source`` by name, on every rank; own arrays stay untouched.
+        """Yields the arrays of ``source`` by name, on every rank; this rank's arrays stay untouched.
 
         On a GPU a broken broadcast shows only later; see :meth:`receive`.
         """
@@ -185,7 +185,7 @@ class Carrier:
             arrays[name][...] = part
 
     def receive(self, arrays: Mapping[Key, Array], source: int) -> dict[Key, Array]:
-        """The arrays of ``source`` by name, once all of them are there; own arrays stay untouched."""
+        """The arrays of ``source`` by name, once all have arrived; this rank's arrays stay untouched."""
         received = dict(self.broadcast(arrays, source))
         self._wait()  # nothing of a broken broadcast may be used
         return received
@@ -196,7 +196,7 @@ class Carrier:
 
 
 def _pieces(arrays: Mapping[Key, Array]) -> Iterator[list[Key]]:
-    """Divides arrays into lists of one dtype, each sent as one."""
+    """Groups arrays into lists of one dtype, each of which is sent by one broadcast."""
     groups: dict[Any, list[Key]] = {}
     for name, array in arrays.items():
         groups.setdefault(array.dtype, []).append(name)
@@ -216,7 +216,7 @@ def _pieces(arrays: Mapping[Key, Array]) -> Iterator[list[Key]]:
 def _parts(
     under_way: deque[tuple[Work, list[Key], Array]], arrays: Mapping[Key, Array]
 ) -> Iterator[tuple[Key, Array]]:
-    """Waits for the pieces, and cuts them up."""
+    """Waits for the pieces, and yields the arrays in them."""
     while under_way:
         work, names, flat = under_way.popleft()
         work.wait()

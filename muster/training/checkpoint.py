@@ -1,13 +1,13 @@
 """Checkpoints: one safetensors file each, written atomically, checked when read.
 
-A file holds every array of a ``TrainingState``; step, epoch, position, seed, random
-generators and a digest over all of it stand in its metadata. So do the program, the model (a fingerprint of
-names, dtypes and shapes) and the run that it is of: only files of the same three make room for each other.
+A file holds every array of a ``TrainingState``. Its metadata has step, epoch, position, seed, random
+generators and a digest over all of it, and also the program, the model (a fingerprint of names, dtypes and
+shapes) and the run that the file is of: only files with the same three are removed to make room for others.
 Any safetensors reader can open it.
 
-Which of two files is the later one the number of the attempt says, then the generation, then the step, and no
-clock. A launch takes the folder's next number as it begins, and so does what goes back to a checkpoint. Hosts
-whose clocks differ agree on that, and a worker that was expelled may write as late as it likes.
+Files are ordered by the number of the attempt, then by generation, then by step, and not by a clock. A launch
+takes the folder's next number as it begins, and another one when it goes back to a checkpoint. So hosts whose
+clocks differ agree on the order, and what an expelled worker writes late does not become the latest file.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _FORMAT = "1"
 
 @runtime_checkable
 class CheckpointSession(Protocol):
-    """What is needed of a :class:`muster.worker.session.session.Session`."""
+    """What checkpoints need of a :class:`muster.worker.session.session.Session`."""
 
     @property
     def launch(self) -> int:
-        """Names this launch of the job; 0: not known."""
+        """A number that names this launch of the job; 0: not known."""
 
     @property
     def state_source_rank(self) -> int:
         """The rank with the training state; -1: none."""
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Says that this rank works alone while the others wait for it."""
+        """Context in which the scheduler knows that this rank works alone while the others wait for it."""
 
     def report_checkpoint(self, step: int, *, size_bytes: int, seconds: float) -> None:
-        """Says that a checkpoint has been written."""
+        """Reports that a checkpoint has been written."""
 
 
 class CheckpointError(WorkerError):
@@ -77,15 +77,15 @@ class Found:
     """A checkpoint file whose header can be read.
 
     Attributes:
-        path: where it is.
-        saved_at: seconds since 1970.
-        step: steps finished.
+        path: the file's path.
+        saved_at: time of saving, in seconds since 1970.
+        step: number of finished steps.
         model: fingerprint of the arrays' names, dtypes and shapes.
         program: the script that saved it; "" in files of version 0.1.
         run: names the training; see :class:`~muster.training.state.TrainingState`.
         launch: names the launch that saved it.
-        attempt: its number in the folder; 0 in files of version 0.2 and before.
-        generation: the one that it was saved in; 0: not in a job.
+        attempt: the attempt's number in the folder; 0 in files of version 0.2 and before.
+        generation: the generation that it was saved in; 0: not in a job.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class Found:
 
     @property
     def order(self) -> tuple[int, int, float, int]:
-        """The later of two files has the greater; those before there were attempts go by the clock."""
+        """Sort key, greater for the later file; files from before there were attempts go by the clock."""
         return self.attempt, self.generation, 0.0 if self.attempt else self.saved_at, self.step
 
     @property
@@ -112,12 +112,12 @@ class Found:
 def save(
     directory: str | Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
 ) -> Path:
-    """Writes the state; the file appears under its name only when it is whole and on disk.
+    """Writes the state; the file appears under its name only when it is complete and on disk.
 
     Call it on rank 0 alone.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
         state: what to write.
         keep: how many checkpoints of this run to leave in the directory, this one and the latest before it;
             0: all. Those of other programs, models and runs stay, and so do those that are later than this
@@ -128,7 +128,7 @@ def save(
         The file's path.
 
     Raises:
-        CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
+        CheckpointError: the file cannot be written; or a step is under way, half of which would be saved.
     """
     folder = mounted_path(directory)
     return _save(folder, folder, state, keep=keep, clock=clock)
@@ -155,7 +155,7 @@ def _refuse_within_step(state: TrainingState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """What a file is called, and says of itself."""
+    """Where a file is written, and its metadata."""
 
     root: str
     folder: str
@@ -174,7 +174,7 @@ class _Naming:
 def _naming(
     root: Path, folder: Path, state: TrainingState, description: str, keep: int, saved_at: float
 ) -> _Naming:
-    step = _step_of(description)  # the state's own attribute may be an adapter's, and late
+    step = _step_of(description)  # the state's own attribute may be an adapter's, and lag behind
     return _Naming(
         str(root),
         str(folder),
@@ -192,7 +192,7 @@ def _naming(
 
 
 def write_copy(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes what :meth:`Folder.save_beside` has copied; in the process that writes.
+    """Writes what :meth:`Folder.save_beside` has copied; runs in the writer process.
 
     Args:
         data: the room's bytes.
@@ -202,7 +202,7 @@ def write_copy(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
         The file's size in bytes, and the seconds that writing took.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     begun = time.monotonic()
 
@@ -211,7 +211,7 @@ def write_copy(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
     path = _write(_Naming(**what["naming"]), what["description"], arrays_in(data, what["places"]), put)
     size_bytes = 0
-    with contextlib.suppress(FileNotFoundError):  # another launch beside this one has made room
+    with contextlib.suppress(FileNotFoundError):  # a concurrent launch has removed it to make room
         size_bytes = path.stat().st_size
     return {"size_bytes": size_bytes, "seconds": time.monotonic() - begun}
 
@@ -222,7 +222,7 @@ def _write(
     arrays: dict[str, NDArray[Any]],
     put: Callable[[dict[str, NDArray[Any]], Path, dict[str, str]], object],
 ) -> Path:
-    """Writes a file with ``put``, gives it its name, and makes room."""
+    """Writes a file with ``put``, gives it its name, and removes the oldest files of the same run."""
     from safetensors import SafetensorError
 
     folder, unfinished = Path(naming.folder), Path(naming.unfinished)
@@ -291,12 +291,12 @@ def find(directory: str | Path) -> list[Found]:
 def load(path: str | Path, state: TrainingState) -> None:
     """Reads one checkpoint into ``state``, arrays in place; a refused file changes nothing.
 
-    What is saved from then on is of a new attempt: later than all that is there, whatever its step.
+    Later saves are of a new attempt: they count as later than all files that are there, whatever their step.
 
     Raises:
-        DamagedCheckpointError: the file is damaged; names the sound one saved before it, if any.
-        StateMismatchError: it is of another model or optimizer.
-        CheckpointError: it is not there.
+        DamagedCheckpointError: the file is damaged; names the last sound one beside it, if any.
+        StateMismatchError: the file is of another model or optimizer.
+        CheckpointError: there is no such file.
     """
     path = mounted_path(path)
     try:
@@ -342,16 +342,16 @@ def load_latest(
 
 
 class Folder:
-    """Where one run keeps its checkpoints.
+    """The directory in which one run keeps its checkpoints.
 
     A launch that starts over beside an earlier run of the same program and model saves in a directory of its
     own, ``run_...`` in this one.
 
     Args:
-        directory: "" keeps none.
+        directory: its path; "": no checkpoints.
         state: what is saved and resumed.
         session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
-        mbytes_per_s: the most that :meth:`save_beside` writes, in 10**6 bytes a second; 0: no bound.
+        mbytes_per_s: most that :meth:`save_beside` writes, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address, such as s3://bucket/run.
@@ -377,7 +377,7 @@ class Folder:
         self._room_bytes = 0
 
     def save(self) -> None:
-        """See :func:`save`; a save that takes long is no standstill to the scheduler."""
+        """See :func:`save`; the scheduler is told, so that a long save is not reported as a standstill."""
         if not self._directory:
             return
         self.wait()
@@ -387,7 +387,7 @@ class Folder:
             began = time.monotonic()
             path = _save(Path(self._directory), self._place, self._state)
             took_s = time.monotonic() - began
-            with contextlib.suppress(FileNotFoundError):  # another launch beside this one has made room
+            with contextlib.suppress(FileNotFoundError):  # a concurrent launch has removed it to make room
                 size_bytes = path.stat().st_size
                 if session is not None:
                     session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
@@ -395,10 +395,10 @@ class Folder:
     def save_beside(self) -> None:
         """Saves as :meth:`save` does, in a process of its own, while the training goes on.
 
-        It returns when the state is copied; on a GPU, when the copy can no more be changed by what follows.
-        The write before it is waited for first. A write that fails is a sentence in the log. Changes of
-        members by plan, the end of an ElasticLoop, SIGTERM there too, and the end of this process wait for
-        what is being written; if this process is killed, the file that is being written never appears.
+        Waits for the previous write first, and returns when the state is copied; on a GPU, when later work
+        can no longer change the copy. A write that fails is logged. Planned changes of members, the end of an
+        ElasticLoop, also by SIGTERM, and the end of this process wait for what is being written; if this
+        process is killed, the file that is being written never appears.
 
         Raises:
             CheckpointError: a step is under way, or there is no memory for the copy.
@@ -454,7 +454,7 @@ class Folder:
         return self._writer is not None and self._writer.is_writing
 
     def wait(self) -> None:
-        """Waits for what :meth:`save_beside` is writing; that is no standstill to the scheduler."""
+        """Waits for what :meth:`save_beside` writes; the scheduler is told, and reports no standstill."""
         if self._writer is not None and self.is_writing:
             with self._busy("waits for a checkpoint that is being written"):
                 self._writer.wait()
@@ -464,7 +464,7 @@ class Folder:
         return session.busy(what) if session is not None else contextlib.nullcontext()
 
     def _find_place(self) -> Path:
-        """Where to save; this launch is the one that saves there."""
+        """The directory to save in; notes in the state which launch saves."""
         place = self._place or self._choose()
         if not self._state.launch and self._current() is not None:  # a loop of the script's own
             self._state.launch = self._launch
@@ -474,8 +474,8 @@ class Folder:
         """Does what ``--resume`` asks for, and says what it read.
 
         Args:
-            source: a file, or "latest" for the latest sound one of the folder; "": none but one of this same
-                launch, for a worker that replaces another when nobody holds the state any more.
+            source: a file's path, or "latest" for the latest sound file of the folder; "": only a file of
+                this same launch, if this worker replaces another and nobody holds the state any more.
             say: gets the sentences.
 
         Raises:
@@ -498,14 +498,14 @@ class Folder:
             say(f"resumed after step {self._state.step} from {path}")
 
     def take_up(self, *, say: Callable[[str], None] = log.warning) -> None:
-        """Reads the latest sound checkpoint of this launch, if there is a later one than the state.
+        """Reads the latest sound checkpoint of this launch, if it is later than the state.
 
         Args:
             say: gets the sentences.
         """
         state, launch = self._state, self._launch
         for one in [each for each in self._alike() if each.launch == launch] if launch else ():
-            # What this launch has saved came after what it was begun from, also where that was further.
+            # What this launch has saved is later than what it was resumed from, even at a lower step.
             if one.path == self._read or (state.launch and one.step <= state.step):
                 return
             try:
@@ -518,9 +518,9 @@ class Folder:
             return
 
     def _take_number(self) -> None:
-        """Takes the launch's number as it begins: a launch before it that saves later is before it still.
+        """Takes the launch's number at its start, so that late saves of an earlier launch stay earlier.
 
-        Where this worker may not write, another does it, or whoever saves.
+        If this worker cannot write to the folder, another one takes the number, or the one that saves.
         """
         if self._directory and self._launch and not self._state.launch:
             with contextlib.suppress(OSError):
@@ -538,7 +538,7 @@ class Folder:
             say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
-        """Where this run has saved before; else the directory, or one in it where an earlier run is there."""
+        """Where this run has saved before; else the directory or, beside an earlier run, a subdirectory."""
         root, launch, run = Path(self._directory), self._launch, self._state.run
         found = self._alike()
         for one in found:
@@ -575,7 +575,7 @@ def _program() -> str:
 
 
 def _model_of(description: str, derived: set[str]) -> str:
-    """Fingerprint of names, dtypes and shapes."""
+    """The model's fingerprint, of the names, dtypes and shapes of its arrays."""
     arrays = json.loads(description)["arrays"]
     text = json.dumps({name: arrays[name] for name in sorted(arrays) if name not in derived})
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -590,7 +590,7 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _put(unfinished: Path, folder: Path, new: Found) -> Path:
-    """Gives a file its name; what another host puts there at the same moment is not replaced unseen."""
+    """Gives a file its name, without replacing unseen what another host puts there at the same moment."""
     while True:
         path = _free_path(folder, new)
         if os.path.lexists(path):
@@ -608,7 +608,7 @@ def _put(unfinished: Path, folder: Path, new: Found) -> Path:
 
 
 def _free_path(folder: Path, new: Found) -> Path:
-    """The file's path. One of that name is replaced only if it is of the same run and step, and no later."""
+    """The path for a new file. Replaces an existing one only of the same run and step, and not later."""
     path = _path(folder, new.step)
     with contextlib.suppress(DamagedCheckpointError):
         if path.exists():
@@ -697,7 +697,7 @@ def _load(path: Path, state: TrainingState) -> None:
 
 
 def _load_as_new_attempt(path: Path, state: TrainingState) -> None:
-    """Reads one checkpoint; what is saved from then on is of a new attempt."""
+    """Reads one checkpoint; later saves are of a new attempt."""
     returns = state.returns
     _load(path, state)
     state.returns = returns
@@ -726,7 +726,7 @@ def _offer_before(path: Path) -> str:
 
 
 def digest_of(description: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """The digest that a checkpoint of these stands under."""
+    """The digest of a description and its arrays, for a checkpoint's metadata."""
     digest = hashlib.blake2b(description.encode(), digest_size=32)
     for name in sorted(arrays):
         digest.update(f"\0{name}\0{arrays[name].dtype}{arrays[name].shape}\0".encode())

@@ -19,18 +19,18 @@ class Room(Protocol):
     """Memory to copy to."""
 
     def take(self, size: int) -> memoryview:
-        """That many bytes of it."""
+        """The first ``size`` bytes of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCopy:
-    """What a room holds.
+    """A state that is copied into a room.
 
     Attributes:
-        description: everything of the state but the arrays' contents, as JSON.
+        description: everything of the state except the arrays' contents, as JSON.
         places: of the arrays, by name.
-        size: all bytes.
-        ready: waits until the copy is there; until then the room must stay as it is.
+        size: bytes of all arrays together.
+        ready: waits until the copy is complete; until then the room must stay as it is.
     """
 
     description: str
@@ -40,7 +40,7 @@ class CheckpointCopy:
 
 
 def place_arrays(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Place], int]:
-    """Places arrays of these dtypes and shapes one behind the other; also the bytes of all."""
+    """Lays out arrays of these dtypes and shapes one behind the other; returns places and total bytes."""
     places, end = {}, 0
     for name, (dtype, shape) in kinds.items():
         places[name] = (dtype, shape, end)
@@ -63,10 +63,10 @@ def arrays_in(data: memoryview, places: Mapping[str, Any]) -> dict[str, NDArray[
 
 
 def copy_arrays(description: str, arrays: Mapping[str, NDArray[Any]], room: Room) -> CheckpointCopy:
-    """Copies arrays at once.
+    """Copies arrays into a room; the copy is complete when it returns.
 
     Raises:
-        OSError: there is not as much memory.
+        OSError: there is not enough memory.
     """
     places, size = place_arrays({name: (each.dtype.str, each.shape) for name, each in arrays.items()})
     data = room.take(size)

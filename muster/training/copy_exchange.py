@@ -1,9 +1,9 @@
-"""Sends copies of this rank's parts to its partners, and takes those of the ranks whose partner it is.
+"""Sends copies of this rank's parts to its partners, and receives those of the ranks whose partner it is.
 
-On connections and threads of their own, beside the training: collectives do not wait for them. The
-connections are those of the ``tcp`` communicator, encrypted and proven by the generation's secret, on which
-:class:`~muster.communicators.tcp.messages.Messages` go. A large copy goes over several at once, where the
-host has processors for them, and each chunk's checksum is found while others travel.
+It has connections and threads of its own, so that collectives do not wait for it. The connections are those
+of the ``tcp`` communicator, encrypted and authenticated by the generation's secret, and carry
+:class:`~muster.communicators.tcp.messages.Messages`. A large copy goes over several at once, if the host has
+processors for them, and each chunk's checksum is computed while other chunks are sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from muster.wire.threads import start_thread
 
 _LOG = logging.getLogger("muster.worker")
 _ANNOUNCED, _ANSWER, _CONTENT = 1, 2, 3
-"""Tags of the messages: what comes next, whether it was kept, and from here on the bytes of one copy each."""
+"""Message tags: the announcement of a copy, the answer whether it was kept; from here on one tag per copy."""
 
 _HEADER = struct.Struct("!IBQQII?QQQQ")
 """The copy's number among its sender's; over how many lanes its chunks go; generation, step, world
@@ -47,7 +47,7 @@ size, rank; whether there is a snapshot that counts, and its generation and step
 the data. The checksums follow the data."""
 
 MOST_LANES = 4
-"""Connections, and threads that find checksums, to one partner: one for each four processors."""
+"""Maximum number of connections to one partner, each with a thread for checksums: one per four processors."""
 
 _ANSWERED = struct.Struct("!QQ?")
 _MOST_HEAD_BYTES = 256 << 20
@@ -63,8 +63,8 @@ class OutgoingCopy:
     Attributes:
         key: which part it is.
         agreed: the newest snapshot that counts, as this rank knows it.
-        finish: waits until the data is in memory, and gives the copy; its memory stays as it is until the
-            copy is dropped.
+        finish: waits until the data is in memory, and returns the copy, whose memory stays as it is until
+            the copy is dropped.
     """
 
     key: PartKey
@@ -73,19 +73,20 @@ class OutgoingCopy:
 
 
 class CopyExchange:
-    """The copies that come and go within one generation.
+    """Sends and receives copies within one generation.
 
     Args:
         membership: of the generation.
-        endpoint: makes and takes connections.
+        endpoint: opens and accepts connections.
         partners: the ranks that get this one's copies.
-        wards: the ranks whose copies come here, and the bytes of data that each said its copies have.
-        held: where whole copies go.
-        accept: asked for each part that is announced, with what counts for its owner: whether it is wanted.
-        completed: told when a part of this rank is here and at all partners.
-        failed: told when it will not be, with the reason.
-        mbytes_per_s: most megabytes a second that go out; 0: as fast as they go.
-        number: of exchanges of this generation before; the same on all ranks.
+        wards: the ranks whose copies are kept here, each with the size of its copies' data, in bytes.
+        held: gets the complete copies.
+        accept: called for each announced part, with the newest snapshot that counts for its owner; returns
+            whether the part is wanted.
+        completed: called when a part of this rank is here and at all partners.
+        failed: called with the reason when a part of this rank will not be.
+        mbytes_per_s: most that is sent, in 10**6 bytes per second; 0: no limit.
+        number: number of earlier exchanges of this generation; the same on all ranks.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class CopyExchange:
             self._work.notify_all()
 
     def close(self) -> None:
-        """Ends connections and threads; what is on its way is dropped. Idempotent."""
+        """Ends connections and threads, and drops copies under way. Idempotent."""
         self._closed.set()
         with self._work:
             self._work.notify_all()
@@ -180,7 +181,7 @@ class CopyExchange:
             self._held.keep(copy.sealed(sums))
 
     def _send(self, copy: PartCopy, sums: dict[int, int], agreed: SnapshotId | None, partner: int) -> None:
-        """Sends a copy; adds the checksums that are not known yet, by chunk, while the chunks travel."""
+        """Sends a copy; adds missing checksums to ``sums``, by chunk, while chunks are being sent."""
         answer = memoryview(bytearray(_ANSWERED.size))
         answered = self._messages[0].receive(answer, partner, _ANSWER, "uint8")
         (generation, step), world_size, rank = copy.key
@@ -198,7 +199,7 @@ class CopyExchange:
             begun, sent = time.monotonic(), 0
             under_way: collections.deque[Message] = collections.deque()
             for number in range(lane, len(parts), self._lanes):
-                if len(under_way) > 1:  # one travels while the next is offered
+                if len(under_way) > 1:  # one is being sent while the next waits
                     _wait(under_way.popleft(), answered)
                 if answered.done():
                     return
@@ -228,7 +229,7 @@ class CopyExchange:
 
 
 class Keeper:
-    """Takes one rank's copies, as long as the generation lasts; two of them have room. See CopyExchange."""
+    """Receives one rank's copies in one generation, and keeps at most two of them. See CopyExchange."""
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class Keeper:
         self._room: list[tuple[PartKey | None, Any]] = []
 
     def run(self) -> None:
-        """Takes copies until the messages are closed, or the other rank is gone."""
+        """Receives copies until the messages are closed, or the other rank is gone."""
         header = memoryview(bytearray(_HEADER.size))
         try:
             while True:
@@ -272,7 +273,7 @@ class Keeper:
         head_size: int,
         size: int,
     ) -> bool:
-        """Whether a copy has come whole and is kept; what is not taken stays with the other rank."""
+        """Receives one announced copy, unless it is refused; returns whether it is complete and kept."""
         here = self._membership
         expected = PartKey(SnapshotId(here.generation, key.snapshot.step), here.world_size, self._ward)
         agreed_on = key == expected and size <= self._most_bytes and head_size <= _MOST_HEAD_BYTES
@@ -307,7 +308,7 @@ class Keeper:
         return is_wanted
 
     def _receive_chunks(self, copy: PartCopy, tag: int, lanes: int) -> dict[int, int]:
-        """Fills a copy's data; returns the checksums of what came, found while other chunks come."""
+        """Receives a copy's data; returns its checksums, by chunk, computed while other chunks arrive."""
         parts = chunks(copy.data)
         found: dict[int, int] = {}
 
@@ -333,7 +334,7 @@ class Keeper:
         return self._messages[lane].receive(room, self._ward, tag, "uint8")
 
     def _free(self, key: PartKey, size: int) -> Any:
-        """Memory for a copy: that of one which nobody holds any more, if there is; None: there is none."""
+        """Memory for a copy, if possible that of a dropped copy; None: two copies are held already."""
         self._room = [
             (old, room) for old, room in self._room if len(room) >= size or self._held.get(old) is not None
         ]
@@ -348,10 +349,10 @@ class Keeper:
 
 
 def _in_lanes(count: int, work: Callable[[int], None], messages: Sequence[Messages]) -> None:
-    """Does the work of each lane at the same time; where one fails, the messages of all end.
+    """Runs ``work`` for all lanes at the same time; if one fails, aborts the messages of all.
 
     Raises:
-        Exception: what the first lane that failed has raised.
+        Exception: a lane has failed; the error of the first one.
     """
     errors: list[Exception] = []
 
@@ -374,10 +375,10 @@ def _in_lanes(count: int, work: Callable[[int], None], messages: Sequence[Messag
 
 
 def _wait(message: Message, answered: Message | None = None) -> None:
-    """Waits until a message is over, or ``answered`` is: the other side takes no more then.
+    """Waits until a message is done, or ``answered`` is, after which the other side takes no more.
 
     Raises:
-        WorkerError: it did not arrive, or the generation is over.
+        WorkerError: the message did not arrive, or the generation is over.
     """
     while not message.wait(None if answered is None else _GLANCE_S):
         if answered is not None and answered.done():

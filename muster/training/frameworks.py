@@ -1,4 +1,4 @@
-"""Frameworks that divide the data themselves, where they take this process for the only one."""
+"""Detects frameworks that divide the data themselves, but know fewer processes than there are ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from muster.errors import DataNotDividedWarning
 def warn_if_data_is_not_divided(world_size: int) -> None:
     """Warns where a framework runs the training loop and counts fewer processes than there are.
 
-    Accelerate, and with it the Trainer of Transformers, and Lightning give each of the processes that they
-    know its share of the data. Those that ``muster.DataParallel`` joins they do not know. Called from within
-    a forward pass: the loop is looked for among the callers.
+    Accelerate (and with it the Trainer of Transformers) and Lightning divide the data among the processes
+    that they know, but they do not know those that ``muster.DataParallel`` joins. Call it within a forward
+    pass: it looks for the training loop among its callers.
 
     Args:
-        world_size: how many ranks there are.
+        world_size: number of ranks.
     """
     for name, processes in (("Accelerate", _accelerate()), ("Lightning", _lightning())):
         if processes is not None and processes < world_size:
@@ -36,13 +36,13 @@ def warn_if_data_is_not_divided(world_size: int) -> None:
 
 
 def _accelerate() -> int | None:
-    """How many processes Accelerate counts; None: nobody uses it."""
+    """How many processes Accelerate counts; None: it is not in use."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     return _number(getattr(state, "_shared_state", {}).get("num_processes"))
 
 
 def _lightning() -> int | None:
-    """How many processes Lightning's Trainer counts that has called this; None: there is none."""
+    """How many processes the Lightning Trainer among the callers counts; None: there is none."""
     if not {"lightning.pytorch", "pytorch_lightning"} & sys.modules.keys():
         return None
     frame: FrameType | None = sys._getframe(1)

@@ -29,7 +29,7 @@ from muster.training.carrier import Carrier, NumpyLibrary, array_module, on_host
 
 
 class GradientError(WorkerError):
-    """The gradients of a step are not what the parameters ask for, on this rank or on another."""
+    """The gradients of a step do not match the parameters, on this rank or on another."""
 
 
 class HasCommunicator(Protocol):
@@ -52,9 +52,9 @@ class GradientReducer:
         reducer.ready("w1", gradient_of_w1)
         gradients = reducer.finish()         # {"w1": ..., "w2": ...}, the same on all ranks
 
-    A bucket is full when all its gradients are there; buckets are started in the order of the plan, on all
-    ranks alike. Everything refers to the session's present generation: after ``session.rejoin()`` what was
-    gathered of the broken step is forgotten by itself.
+    A bucket is full when all its gradients are ready; buckets are started in the order of the plan, which is
+    the same on all ranks. The reducer follows the session to its present generation: after
+    ``session.rejoin()`` it drops the gradients of the broken step by itself.
 
     Args:
         session: whose communicator to use.
@@ -102,7 +102,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self, more: bool = True) -> Iterator[None]:
-        """Within it, ``ready`` adds gradients up without communication; those given after it go with them.
+        """Context in which ``ready`` only adds gradients up; they are reduced with those given after it.
 
         Args:
             more: False makes it do nothing: for the last of several pieces of a batch.
@@ -114,7 +114,7 @@ class GradientReducer:
             self._accumulating = before
 
     def ready(self, name: str, gradient: Array) -> None:
-        """Hands in one gradient; when that fills a bucket, its AllReduce starts in the background.
+        """Hands in one gradient; when that fills a bucket, its all_reduce starts in the background.
 
         The gradient is copied: it may be reused at once.
 
@@ -132,7 +132,7 @@ class GradientReducer:
             self._start_full(communicator)
 
     def finish(self) -> dict[str, Array]:
-        """Waits for what is under way and ends the step.
+        """Waits for all reductions and ends the step.
 
         Returns:
             Reduced gradients by parameter name, as views that the next step overwrites.
@@ -156,13 +156,13 @@ class GradientReducer:
             self.reset()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """``ready`` for all gradients, then ``finish``."""
+        """Calls ``ready`` for all gradients, then ``finish``."""
         for name in reversed(list(gradients)):
             self.ready(name, gradients[name])
         return self.finish()
 
     def reset(self) -> None:
-        """Forgets what was gathered for the step; waits until nothing touches the buffers any more."""
+        """Drops the step's gradients, and waits until no collective uses the buffers any more."""
         for bucket in self._buckets:
             bucket.reset()
         self._started = 0
@@ -181,7 +181,7 @@ class GradientReducer:
             self._started += 1
 
     def _start_rest(self, communicator: Communicator) -> None:
-        """Starts what waits for gradients that never came, so that no other rank waits for this one."""
+        """Starts the buckets that lack gradients, so that no other rank waits for this one."""
         missing = self._missing()
         if missing and not on_host(self._xp):  # devices: reading a flag would stall the stream every step
             raise _missing_error(communicator.rank, missing)

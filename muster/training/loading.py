@@ -23,17 +23,17 @@ class _Made:
 
 
 class Loading:
-    """The data of a run's batches, in their order, through redone steps and changes of members.
+    """Gives the data of a run's batches in their order, through redone steps and changes of members.
 
-    Steps that are redone among the same members get the very same objects again. Where the position or the
-    members have become others, what was made ahead is forgotten, and the loader starts over at the position.
+    Steps that are redone among the same members get the very same objects again. When the position or the
+    members have changed, data made ahead is dropped, and the loader starts over at the position.
 
     Args:
         source: see :data:`Source`.
-        state: whose sampler says which batches come.
+        state: the training state, whose sampler determines the batches.
 
     Raises:
-        SettingsError: a loader of another sampler.
+        SettingsError: the loader's ``batch_sampler`` is not the state's sampler.
     """
 
     def __init__(self, source: Source, state: TrainingState) -> None:
@@ -83,12 +83,12 @@ class Loading:
         self._made.append(made)
 
     def take_waited_s(self) -> float:
-        """For how long this process has waited for data since the last call, or made them, in seconds."""
+        """Seconds that this process has waited for data, or has made data, since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def close(self) -> None:
-        """Ends a loader's processes, as far as they are not to persist."""
+        """Ends a loader's processes, unless it has ``persistent_workers``."""
         self._iterator = self._next = None
         self._made = []
 
@@ -107,7 +107,7 @@ class Loading:
         if not len(batch.indices):
             return None
         if fresh or self._iterator is None:
-            self._iterator = None  # ends the processes of the one before, which would be in the way
+            self._iterator = None  # ends the processes of the previous one, which would be in the way
             self._iterator = self._state.iterate(self._source)
         self._next = None
         try:

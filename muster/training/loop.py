@@ -13,8 +13,8 @@ batch again, divided among the new members. A step counts as done when the block
 then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
 block, and read the session's rank and communicator in each step.
 
-A worker that is asked to leave, by SIGTERM or a drain, gets LeaveGranted out of the loop, so that what stands
-after it does not run as if the training were complete.
+In a worker that is asked to leave, by SIGTERM or a drain, the loop raises LeaveGranted, so that code after it
+does not run as if the training were complete.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ class ElasticSession(StateHolder, Protocol):
 
     @property
     def launch(self) -> int:
-        """Names this launch of the job; 0: not known."""
+        """A number that names this launch of the job; 0: not known."""
 
     @property
     def membership_event(self) -> object | None:
-        """A planned change of members that is to come; None: none is known of."""
+        """A planned change of members that is to come; None: none is known."""
 
     def step_boundary(self, step: int) -> None:
-        """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
+        """Called between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
     def report(
         self, step: int, samples_per_s: float, *, steps: int, epoch: int, epochs: int, data_s: float
     ) -> None:
-        """Says how far this worker is, of how many steps and epochs, and how long it waited for data."""
+        """Reports how far this worker is, of how many steps and epochs, and how long it waited for data."""
 
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
 
     def expect_leave(self, reason: str) -> None:
-        """Asks the same by another thread; callable from a signal handler."""
+        """Does the same in another thread; callable from a signal handler."""
 
     def note_left(self) -> None:
-        """Says that this worker leaves before the training's end."""
+        """Notes that this worker leaves before the training's end."""
 
     def rejoin(self) -> None:
         """Enters the next generation."""
@@ -91,7 +91,7 @@ class Step:
 
     Attributes:
         batch: this rank's samples.
-        data: what the loop's ``load`` made of the batch; None without one, or without samples.
+        data: what the loop's ``load`` made of the batch; None without ``load``, or without samples.
         epoch: from 1.
         number: within the epoch, from 1.
         done: whether it was finished; False after a change of members broke it.
@@ -113,7 +113,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Counts the step, or recovers from a change of members; other errors pass."""
+        """Counts the step as finished, or recovers from a change of members; other errors pass."""
         if error is not None:
             return self._overcome(error)
         try:
@@ -124,7 +124,7 @@ class Step:
         return False
 
     def _overcome(self, error: BaseException) -> bool:
-        """Whether the loop goes on, or ends well, after what broke the step."""
+        """Handles the error that broke the step; returns whether the loop goes on, or ends well."""
         if _is_change(error):
             self._loop._recover(error)
             return True
@@ -138,28 +138,28 @@ class Step:
 class ElasticLoop:
     """Iterates over the steps of a run, through changes of members.
 
-    At its start, and after each change, those without state or behind get it from the member that is
-    furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was declared
-    dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
-    stops at the step boundary that the scheduler names, which is after a further change of members if nobody
-    else holds the state yet; or at once, with the state saved, while there is no scheduler, or if there is
-    nobody to hand over to. The loop then raises LeaveGranted, which ends a script that does not catch it
-    without a traceback: with exit code 143 after SIGTERM, with 0 after a drain. When the group cannot go on
-    for another reason, the state is saved and that reason raised.
+    At its start, and after each change, members that lack the state or are behind get it from the member that
+    is furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was
+    declared dead (while it was stopped, say) asks for a place as a newcomer. On SIGTERM this worker asks to
+    leave and stops at the step boundary that the scheduler names, which is after a further change of members
+    if nobody else holds the state yet; or at once, with the state saved, if there is no scheduler, or nobody
+    to hand over to. The loop then raises LeaveGranted, which ends a script that does not catch it without a
+    traceback: with exit code 143 after SIGTERM, with 0 after a drain. When the group cannot go on for another
+    reason, the state is saved and the error raised.
 
     Args:
         session: this worker's place in the job.
-        state: what to train; overwritten in place when taken over from another member.
-        epochs: how many in all, counted from the run's very beginning.
-        steps: how many in all at most, counted likewise; 0: as many as the epochs have.
+        state: what to train; overwritten in place when it comes from another member.
+        epochs: number of epochs, counted from the run's very beginning.
+        steps: most steps, counted from there too; 0: all steps of the epochs.
         save: writes a checkpoint of ``state``; called when this worker must give up, or is the last; by one
             rank also when too few members are left, and when a collective has failed for good.
         take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
             holds the state, as after the loss of all that did.
         load: makes ``step.data``: torch's ``DataLoader(dataset, batch_sampler=state.sampler)``, with
             processes that work ahead; or a function of the batch, which draws from no generator of the state.
-            What comes next is made ready before the end of a step is waited for. Do not change it in place:
-            a step that is redone gets it again.
+            The next step's data is made before the loop waits for the end of a step. Do not change data in
+            place: a step that is redone gets it again.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
     Attributes:
@@ -203,13 +203,13 @@ class ElasticLoop:
             LeaveGranted: this worker was asked to leave, and the run is not over.
             WorkerError: the group cannot go on.
         """
-        # Before a handler of the script: one that exits during a step would break that for all.
+        # It runs before a handler of the script: one that exits during a step would break the step for all.
         with on_sigterm(self._take_sigterm, before_own=True):
             self._attempt(self._share)
             try:
                 while not (self.left or self._closed):
                     if self.is_over:
-                        # None leaves before all are done: who still lacks the last step needs the others.
+                        # No rank leaves before all are done: one that lacks the last step needs the others.
                         self._closed = self._attempt(self._meet) or self._closed
                     elif self._attempt(self._begin):
                         yield Step(self)
@@ -223,7 +223,7 @@ class ElasticLoop:
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are done, or as many steps as there are to be."""
+        """Whether all epochs, or the given number of steps, are done."""
         return self.state.sampler.epoch >= self._epochs or 0 < self._steps <= self.state.step
 
     def _meet(self) -> None:
@@ -245,12 +245,12 @@ class ElasticLoop:
             self._leave_sent = True
             self.session.request_leave(self._leave_reason)
         if self.session.membership_event is not None:
-            self.state.confirm()  # the members are to change: not during a step
+            self.state.confirm()  # so that the members do not change during a step
             self._await_writes()
         self.session.step_boundary(self.state.step)
 
     def _await_writes(self) -> None:
-        """Waits for checkpoints that are being written beside the training."""
+        """Waits for checkpoints that are being written while the training goes on."""
         for wait in self.state.writes:
             wait()
 
@@ -296,7 +296,7 @@ class ElasticLoop:
         return False
 
     def _recover(self, change: BaseException | None) -> None:
-        """Enters the next generation that holds, with the state of the furthest member."""
+        """Enters generations until one holds, and brings the state to that of the furthest member."""
         with contextlib.suppress(MembershipChanged, CommunicatorError):
             self.state.confirm()  # while there are members to finish it with
         while not self._closed:
@@ -338,10 +338,10 @@ class ElasticLoop:
             self._try_to_save()
 
     def _save_at_the_end(self, error: BaseException) -> None:
-        """Puts the last finished step on disk if this worker's membership is over for good.
+        """Saves the last finished step if this worker's membership is over for good.
 
-        Not if the job has ended well: others were further, and theirs is the last word. What a collective
-        failed with meets all ranks: the lowest that it does not blame saves.
+        Saves nothing if the job has ended well, because others were further. A failed collective's error
+        reaches all ranks: the lowest rank that it does not blame saves.
         """
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
@@ -350,13 +350,13 @@ class ElasticLoop:
             last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
             if isinstance(error, CommunicatorError):
-                # The generation may stand: a GPU would be waited for that waits in the collective for ever.
+                # The generation may be intact: saving would wait for a GPU that hangs in the collective.
                 with contextlib.suppress(WorkerError):
                     self.session.communicator.abort(error)
             self._try_to_save()
 
     def _try_to_save(self) -> None:
-        """Saves the last finished step; a full disk, say, must not end a wait, nor hide why all ends."""
+        """Saves the last finished step; only logs a failure, which must not hide why the loop ends."""
         self.state.roll_back()
         try:
             self._save()
@@ -374,7 +374,7 @@ class ElasticLoop:
         self._last_finish = self._clock()
 
     def _go(self, granted: LeaveGranted) -> None:
-        """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
+        """Ends the loop; saves the state if nobody else may hold it."""
         self.state.roll_back()  # of a step that it cannot finish with the others
         if self.is_over:  # nothing is left to do but what the script does at its end
             self._closed = True

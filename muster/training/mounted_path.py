@@ -1,4 +1,4 @@
-"""Where checkpoints are: on file systems that this host has mounted."""
+"""Checks that checkpoints are on a mounted file system, not at the address of an object store."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def mounted_path(path: str | Path) -> Path:
-    """A checkpoint's path, which is one of this host's file systems.
+    """The path of a checkpoint, which must be on a mounted file system.
 
     Raises:
-        SettingsError: it is an address, such as s3://bucket/run: that would become a directory called "s3:".
+        SettingsError: ``path`` is an address such as s3://bucket/run, and would make a directory "s3:".
     """
     if _ADDRESS.match(str(path)):
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece: without a second copy in memory, and no faster than asked for."""
+"""Writes a safetensors file piece by piece: without a second copy in memory, at a limited rate."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NAMES = {
 
 
 class WritePace:
-    """Holds a writer back.
+    """Limits the rate of a writer.
 
     Args:
-        mbytes_per_s: the most that it writes, in 10**6 bytes a second; 0: no bound.
+        mbytes_per_s: most that it writes, in 10**6 bytes per second; 0: no limit.
     """
 
     def __init__(self, mbytes_per_s: float) -> None:
@@ -42,7 +42,7 @@ class WritePace:
         self._written = 0
 
     def wrote(self, nbytes: int) -> None:
-        """Waits as long as these bytes more may take."""
+        """Counts ``nbytes`` more bytes, and waits until they may have been written at this rate."""
         self._written += nbytes
         if self._bytes_per_s:
             due = self._begun + self._written / self._bytes_per_s
@@ -61,8 +61,8 @@ def write_safetensors(
         mbytes_per_s: see :class:`WritePace`.
 
     Raises:
-        OSError: it cannot be written.
-        TypeError: the format has no such dtype.
+        OSError: the file cannot be written.
+        TypeError: the format lacks an array's dtype.
     """
     # Large items first, as the format asks for: so each array is aligned in the file.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
@@ -90,7 +90,7 @@ def write_safetensors(
 
 
 def write_all(file: Any, data: memoryview, pace: WritePace) -> None:
-    """Writes bytes piece by piece, no faster than ``pace`` lets them."""
+    """Writes bytes piece by piece, no faster than ``pace`` allows."""
     while len(data):
         written = file.write(data[:_PIECE_BYTES])
         pace.wrote(written)

@@ -1,4 +1,4 @@
-"""Copies of what one rank held at a step, in host memory, with checksums that show what became of them."""
+"""Copies of one rank's part of the state at a step, in host memory, with checksums that show damage."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from muster.errors import WorkerError
 from muster.training.snapshots.parts import PartKey
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a copy that have one checksum, and travel as one message."""
+"""Size of a chunk: bytes of a copy that have one checksum, and are sent as one message."""
 
 _KEY = struct.Struct("!QQII")
 
 
 class DamagedCopyError(WorkerError):
-    """A copy in memory is not what its rank held: flipped bits, parts of two steps, another step's bytes."""
+    """A copy does not match its checksums: flipped bits, parts of two steps, another step's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartCopy:
-    """What one rank held at a step.
+    """A copy of one rank's part of the state at a step.
 
     Attributes:
         key: which part it is.
-        head: says what the data is, as JSON, and holds what is no tensor.
+        head: describes the data, and has the rest of the state, as JSON.
         data: the tensors' bytes.
-        checksums: of each chunk of the data, with key and head.
+        checksums: CRC-32 of each chunk of the data, with key and head.
         is_own: this process took it.
     """
 
@@ -41,30 +41,30 @@ class PartCopy:
     is_own: bool = False
 
     def sealed(self, found: Mapping[int, int] | None = None) -> PartCopy:
-        """The copy with the checksums of what it holds now; ``found``: those that are known, by chunk."""
+        """The copy with checksums of its present contents; ``found``: those known already, by chunk."""
         return replace(self, checksums=tuple(self._sums(found)))
 
     @property
     def announced(self) -> int:
-        """What its owner found when it was sealed, in one number below 2**64."""
+        """The checksums that its owner computed when it was sealed, as one number below 2**64."""
         return _in_one(self.checksums)
 
     def found(self) -> int:
-        """What it holds now, likewise."""
+        """The checksums of its present contents, as one number below 2**64."""
         return _in_one(tuple(self._sums()))
 
     def checksum(self, number: int) -> int:
-        """The checksum of what one chunk holds now."""
+        """The checksum of the present contents of one chunk."""
         (generation, step), world_size, rank = self.key
-        # Each begins with the name and the head, so that no chunk passes for one of another copy.
+        # Each begins with the key and the head, so that no chunk passes for one of another copy.
         seed = zlib.crc32(self.head, zlib.crc32(_KEY.pack(generation, step, world_size, rank)))
         return zlib.crc32(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], seed)
 
     def check(self, found: Mapping[int, int] | None = None) -> None:
-        """Compares what it holds with its checksums.
+        """Compares its contents with its checksums.
 
         Args:
-            found: the checksums of what it holds that are known, by chunk.
+            found: checksums of its present contents that are known already, by chunk.
 
         Raises:
             DamagedCopyError: they differ.
@@ -83,7 +83,7 @@ class PartCopy:
 
 
 def in_words(key: PartKey) -> str:
-    """A part as messages show it."""
+    """Names a part in words, for messages."""
     return f"rank {key.rank}'s part of {key.snapshot}"
 
 
@@ -93,7 +93,7 @@ def _in_one(checksums: tuple[int, ...]) -> int:
 
 
 def chunk_count(size: int) -> int:
-    """How many checksums a number of bytes has."""
+    """Number of chunks, and so of checksums, that ``size`` bytes have; at least 1."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
@@ -103,29 +103,29 @@ def chunks(data: memoryview) -> list[memoryview]:
 
 
 class HeldCopies:
-    """The whole copies that this process holds, its own and others'; callable from any thread."""
+    """The complete copies that this process holds, its own and others'; callable from any thread."""
 
     def __init__(self) -> None:
         self._copies: dict[PartKey, PartCopy] = {}
         self._lock = threading.Lock()
 
     def keep(self, copy: PartCopy) -> None:
-        """Adds a whole copy."""
+        """Adds a complete copy."""
         with self._lock:
             self._copies[copy.key] = copy
 
     def get(self, key: PartKey | None) -> PartCopy | None:
-        """The copy of that part, if it is here."""
+        """The copy of that part; None: it is not held."""
         with self._lock:
             return None if key is None else self._copies.get(key)
 
     def all(self) -> list[PartCopy]:
-        """What is here, by part."""
+        """All copies, in the order of their parts."""
         with self._lock:
             return [self._copies[key] for key in sorted(self._copies)]
 
     def drop(self, keys: Iterable[PartKey]) -> None:
-        """Lets go of copies."""
+        """Drops copies."""
         with self._lock:
             for key in keys:
                 self._copies.pop(key, None)

@@ -1,8 +1,8 @@
 """Files of copies in memory: a durable checkpoint is a directory with one file for each rank's part.
 
-A file has the copy's name, checksums and head, and its bytes. It gets its name once it is whole, so the
-checkpoint is whole when all its files are there, and no rank waits for another one's disk. Which of two
-checkpoints is the later one, the attempt's number says, then the generation, then the step, and no clock.
+A file has the copy's key, checksums and head, and its bytes. It gets its name once it is complete, so the
+checkpoint is complete when all its files are there, and no rank waits for another one's disk. Checkpoints are
+ordered by the attempt's number, then by generation, then by step, and not by a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from muster.training.snapshots.parts import PartKey, SnapshotId
 from muster.wire.files import beside
 
 KEPT = 2
-"""Whole checkpoints that stay: the last one, and one in case that is damaged."""
+"""Number of complete checkpoints that are kept: the last one, and one in case that is damaged."""
 
 _DIRECTORY = re.compile(r"snapshot_(\d{6,})\.(\d{6,})\.(\d{9,})")
 _FILE = re.compile(r"part_(\d+)_of_(\d+)")
@@ -39,8 +39,8 @@ def part_order(copy: PartCopy, root: Path, attempt: str, mbytes_per_s: float = 0
     Args:
         copy: what is written.
         root: the directory of all checkpoints.
-        attempt: which launch writes, and how often it has gone back to a checkpoint.
-        mbytes_per_s: the most that is written, in 10**6 bytes a second; 0: no bound.
+        attempt: names the launch that writes, and how often it has gone back to a checkpoint.
+        mbytes_per_s: most that is written, in 10**6 bytes per second; 0: no limit.
     """
     snapshot, world_size, rank = copy.key
     return {
@@ -57,14 +57,14 @@ def part_order(copy: PartCopy, root: Path, attempt: str, mbytes_per_s: float = 0
 
 
 def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes one rank's part; in the process that writes.
+    """Writes one rank's part of a checkpoint; runs in the writer process, or in a thread.
 
     Args:
         data: the copy's bytes.
         what: see :func:`part_order`.
 
     Returns:
-        The bytes of the whole checkpoint, 0 where parts are still being written, and the seconds it took.
+        The bytes of the whole checkpoint, 0 if parts are still missing, and the seconds that writing took.
 
     Raises:
         CheckpointError: the copy is damaged, or the file cannot be written.
@@ -104,12 +104,12 @@ def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_checkpoints(root: Path) -> list[str]:
-    """The names of those of which all files are there; the latest first."""
+    """The names of the complete checkpoints, the latest first."""
     return [path.name for _, path in sorted(_orders(root).items(), reverse=True) if _is_whole(path)]
 
 
 def read_parts(folder: Path, rank: int, world_size: int) -> list[PartCopy]:
-    """What one of several readers reads: each takes other files; one that cannot be read is left out."""
+    """Reads this rank's share of a checkpoint's files; leaves out a file that cannot be read."""
     found = []
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)
@@ -140,7 +140,7 @@ def _orders(root: Path) -> dict[tuple[int, ...], Path]:
 
 
 def _is_whole(folder: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # another one has made room
+    with contextlib.suppress(FileNotFoundError):  # another process has removed it to make room
         found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
         parts = {(int(match[2]), int(match[1])) for match in found if match is not None}
         return any({(size, rank) for rank in range(size)} <= parts for size, _ in parts)
@@ -148,7 +148,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _make_room(root: Path) -> None:
-    """Removes all that is older than the oldest checkpoint that stays, whole or not."""
+    """Removes all checkpoints, complete or not, that are older than the oldest one to keep."""
     latest_first = [path for _, path in sorted(_orders(root).items(), reverse=True)]
     whole = [path for path in latest_first if _is_whole(path)]
     if len(whole) >= KEPT:

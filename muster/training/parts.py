@@ -31,13 +31,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of a tensor: of a box of it, row by row, the elements from start to stop.
+    """The part of a tensor that one rank holds: the elements from start to stop, row by row, of a box of it.
 
     Attributes:
         offsets: of the box in the whole tensor.
         sizes: of the box.
-        start: first element of the box that the rank holds; 0 unless the update is divided.
-        stop: the one behind the last.
+        start: first element of the box that the rank holds; 0 unless the update is sharded.
+        stop: one past the last element.
     """
 
     offsets: Shape
@@ -61,7 +61,7 @@ def whole_part(shape: Shape) -> Part:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common; ``start`` has no meaning there."""
+    """The intersection of two boxes of one tensor, without a meaningful ``start``; None: it is empty."""
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
@@ -69,7 +69,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def divided(parts: Sequence[Part]) -> list[Part]:
-    """Parts of which ranks that hold the same have one piece each, so that none is held twice.
+    """Divides each part that several ranks hold into one piece for each of them, so that none is held twice.
 
     Args:
         parts: what each rank holds, by rank.

@@ -1,4 +1,4 @@
-"""Which samples each rank takes in each step.
+"""Decides which samples each rank takes in each step.
 
 The order of an epoch is a function of (seed, epoch) alone. Global batches are cut from it one after the
 other, and each rank takes its part of the batch. So any number of workers trains on the same global batches
@@ -20,7 +20,7 @@ from muster.errors import SettingsError, WorkerError
 
 
 class SamplerPosition(NamedTuple):
-    """Which part of which batch comes next: equal places have equal samples."""
+    """The next batch, and the rank's part of it: equal positions have equal samples."""
 
     epoch: int
     position: int
@@ -75,8 +75,8 @@ class ShardedSampler:
     It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating gives this rank's samples of
     each batch from the present position to the epoch's end, and consumes nothing, however far a loader looks
     ahead. An :class:`~muster.training.loop.ElasticLoop` drives such a loader; without one, call
-    ``advance()`` after each step, and take ``drop_last``: where a last batch has none for this rank, it is
-    left out here, and other ranks have one more.
+    ``advance()`` after each step, and set ``drop_last``: otherwise a last batch without samples for this rank
+    is left out here, and other ranks have one batch more.
 
     Args:
         size: samples in the data set, > 0.
@@ -118,14 +118,14 @@ class ShardedSampler:
         self.reshard(rank, world_size)
 
     def reshard(self, rank: int, world_size: int) -> None:
-        """Takes this process's place in a changed world; the position in the epoch stays."""
+        """Sets rank and world size after a change of members; the position in the epoch stays."""
         _require(world_size >= 1, "world_size", world_size, ">= 1")
         _require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}")
         self.rank, self.world_size = rank, world_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in a whole epoch."""
+        """Number of batches in a whole epoch."""
         full, rest = divmod(self.size, self.batch_size)
         return full + bool(rest and not self.drop_last)
 
@@ -146,7 +146,7 @@ class ShardedSampler:
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's samples of each batch that is left of the epoch; nothing for batches without any."""
+        """Yields this rank's samples of each remaining batch of the epoch, except batches with none."""
         ahead = copy.copy(self)
         for _ in range(len(self)):
             indices = ahead.batch().indices.tolist()
@@ -155,18 +155,18 @@ class ShardedSampler:
                 yield indices
 
     def __len__(self) -> int:
-        """Batches that are left of the epoch."""
+        """Number of remaining batches of the epoch."""
         return -(-(self._end - self.position) // self.batch_size)
 
     @property
     def place(self) -> SamplerPosition:
-        """What ``batch()`` depends on."""
+        """Everything that ``batch()`` depends on."""
         return SamplerPosition(
             self.epoch, self.position, self.batch_size, self.rank, self.world_size, self.seed, self.shuffle
         )
 
     def following(self) -> ShardedSampler:
-        """A sampler that is one batch further; this one stays."""
+        """A copy of the sampler that is one batch further."""
         ahead = copy.copy(self)
         ahead.advance()
         return ahead
@@ -177,7 +177,7 @@ class ShardedSampler:
         self._normalize()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint or a newcomer needs to go on at this place; plain numbers."""
+        """The position, as plain numbers, for :meth:`restore` from a checkpoint or on a newcomer."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -203,7 +203,7 @@ class ShardedSampler:
 
     @property
     def _end(self) -> int:
-        """Where the epoch ends; with ``drop_last``, with the last whole batch that fits."""
+        """The position where the epoch ends; with ``drop_last``, behind its last full batch."""
         if not self.drop_last:
             return self.size
         return self.position + (self.size - self.position) // self.batch_size * self.batch_size

@@ -1,4 +1,4 @@
-"""Memory that another process of this host reads, too: a checkpoint waits there until it is written."""
+"""Memory shared with another process of this host, in which a checkpoint waits until it is written."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import weakref
 
 
 class SharedRoom:
-    """Anonymous shared memory that has a descriptor; it grows to what is asked for, and never shrinks.
+    """Anonymous shared memory with a file descriptor; it grows to what is asked for, and never shrinks.
 
-    It is given back when nobody refers to the object any more.
+    It is freed when nobody refers to the object any more.
 
     Attributes:
         descriptor: for the process that reads it.
@@ -23,13 +23,13 @@ class SharedRoom:
         self._give_back = weakref.finalize(self, os.close, self.descriptor)
 
     def take(self, size: int) -> memoryview:
-        """The memory's first bytes, to be written; what it held is gone where it had to grow.
+        """The memory's first ``size`` bytes, to write to; its contents are lost if it has to grow.
 
         Args:
             size: in bytes.
 
         Raises:
-            OSError: there is not as much memory.
+            OSError: there is not enough memory.
         """
         if size > self._size:
             os.posix_fallocate(self.descriptor, 0, size)  # an error now, and no SIGBUS later
@@ -38,7 +38,7 @@ class SharedRoom:
         return self._data[:size]
 
     def close(self) -> None:
-        """Gives the memory back once nobody reads it any more."""
+        """Frees the memory once nobody reads it any more."""
         self._data = memoryview(b"")
         self._give_back()
         self.descriptor, self._size = -1, 0

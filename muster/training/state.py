@@ -25,7 +25,7 @@ class StateMismatchError(WorkerError):
 
 
 class StateLostError(WorkerError):
-    """A part of the state had no holder but the workers that were lost, and there is no checkpoint."""
+    """Only lost workers held some part of the state, and there is no checkpoint."""
 
 
 def _some_name() -> str:
@@ -34,23 +34,23 @@ def _some_name() -> str:
 
 @dataclass(eq=False)
 class TrainingState:
-    """State of a run; arrays are overwritten in place, so the model may hold on to them.
+    """The state of a run; arrays are overwritten in place, so the model may keep references to them.
 
     Attributes:
         arrays: parameters and the optimizer's arrays by name, C-contiguous, NumPy or CuPy.
-        sampler: its epoch and position.
-        step: steps finished since the run began.
+        sampler: deals out the samples; its epoch and position are part of the state.
+        step: number of steps finished since the run began.
         rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
             differ between ranks is best drawn from (seed, step, rank).
-        extra: anything else, as JSON knows it (a learning rate schedule, say).
+        extra: anything else, as JSON values (a learning rate schedule, say).
         run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
         launch: names the launch of the job that goes on with it.
-        generation: the one whose members all had it last; 0: none yet.
+        generation: the last one whose members all had the state; 0: none yet.
         returns: how often this launch has gone back to a checkpoint.
-        shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
-        in_step: a step has begun, and has been neither committed nor rolled back.
-        writes: each waits for what is being written of the state beside the training. The loop calls them
-            before members change by plan, and at its end.
+        shared: whether all ranks have once had it; until then a rank may know less than a newcomer.
+        in_step: whether a step has begun, and has been neither committed nor rolled back.
+        writes: functions that wait for a checkpoint that is being written while the training goes on. The
+            loop calls them before planned changes of members, and at its end.
     """
 
     arrays: dict[str, Array]
@@ -70,19 +70,19 @@ class TrainingState:
 
     @property
     def attempt(self) -> str:
-        """Names the attempt whose checkpoints go by generation and step; the same on all ranks.
+        """Names the attempt, within which generation and step order checkpoints; the same on all ranks.
 
-        That is the launch, until it goes back to a checkpoint; without a launch it is this object.
+        An attempt lasts until the launch goes back to a checkpoint; without a launch it is this object's own.
         """
         return f"{self.launch}.{self.returns}" if self.launch else self._alone
 
     def begin_attempt(self) -> None:
-        """Makes what is saved from now on later than all before, also at a lower step."""
+        """Begins an attempt: later saves count as later than all before, also at a lower step."""
         self.returns = self.returns + 1 if self.launch else 0
         self._alone = _some_name()
 
     def describe(self) -> str:
-        """Everything but the arrays' contents, as JSON."""
+        """Everything except the arrays' contents, as JSON."""
         return json.dumps(
             {
                 "step": self.step,
@@ -97,7 +97,7 @@ class TrainingState:
         )
 
     def carrier(self, communicator: Communicator) -> Carrier:
-        """What takes the arrays to other ranks."""
+        """The carrier that sends the arrays to other ranks."""
         return Carrier(communicator, NumpyLibrary(array_module(self.arrays)))
 
     def begin(self) -> None:
@@ -112,45 +112,45 @@ class TrainingState:
         self._rng_before = None if self.rng is None else self.rng.bit_generator.state
 
     def commit(self) -> None:
-        """Ends a step, which then counts as finished. Whether it broke on a device may be learnt later.
+        """Ends a step, which then counts as finished. That it broke on a device may show only later.
 
         Raises:
-            MembershipChanged: it, or the one before, did not come to its end after all.
+            MembershipChanged: this step, or the previous one, has broken.
         """
         self.in_step = False
 
     def confirm(self) -> None:
-        """Waits until all that was committed has come to its end.
+        """Waits until all committed steps have ended on the device.
 
         Raises:
-            MembershipChanged: it broke: :meth:`roll_back` undoes it.
+            MembershipChanged: a committed step has broken; :meth:`roll_back` undoes it.
         """
 
     def roll_back(self) -> None:
-        """Undoes the step that has begun, if one has, and what was committed and has broken.
+        """Undoes a step that has begun, and committed steps that have broken.
 
-        Before the state is shared or saved.
+        It is called before the state is shared or saved.
         """
         if self.in_step and self.rng is not None:
             self.rng.bit_generator.state = self._rng_before  # to draw the same again
         self.in_step = False
 
     def before_newcomers(self) -> None:
-        """Goes back a step where newcomers need what is not known after the last; after :meth:`roll_back`."""
+        """Goes back a step if newcomers need what is not known after the last; after :meth:`roll_back`."""
 
     def meet(self, session: StateHolder) -> None:
-        """Hears of the session in which it is about to be shared."""
+        """Gets the session in which the state is about to be shared."""
 
     def recover(self, session: StateHolder) -> bool:
-        """Takes up what the ranks hold in memory where no member has the state; all ranks call it.
+        """Restores the state from the ranks' memory if no member has it; all ranks call it.
 
         Returns:
-            Whether the state came back so, and no file is needed.
+            Whether the state was restored, so that no file is needed.
         """
         return False
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """Begins to go through a DataLoader whose ``batch_sampler`` is the sampler."""
+        """Begins to iterate over a DataLoader whose ``batch_sampler`` is the sampler."""
         return iter(loader)
 
     def settle(self) -> None:
@@ -162,7 +162,7 @@ class TrainingState:
         """
 
     def end(self) -> None:
-        """Ends what runs beside the training: a loop is over."""
+        """Ends what the state has running beside the training, when a loop is over."""
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """Enters a generation; ``source`` is the rank whose state all hold now."""
@@ -170,15 +170,15 @@ class TrainingState:
         self.generation = communicator.membership.generation
 
     def layout(self) -> dict[str, str]:
-        """Dtype and shape of every array, in words."""
+        """Dtype and shape of every array, as text, by name."""
         return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
 
     def derived(self) -> set[str]:
-        """Names of arrays that follow from others; a checkpoint does without them."""
+        """Names of arrays that follow from others; a checkpoint leaves them out."""
         return set()
 
     def check(self, description: str, origin: str) -> None:
-        """Refuses a description that this state cannot take over; ``origin`` says where it comes from.
+        """Refuses a description that this state cannot restore; ``origin`` says where it comes from.
 
         Raises:
             StateMismatchError: arrays differ in name, dtype or shape.
@@ -197,7 +197,7 @@ class TrainingState:
             )
 
     def restore(self, description: str) -> None:
-        """Takes over everything but the arrays' contents."""
+        """Restores everything except the arrays' contents."""
         values = json.loads(description, object_hook=_decode_array)
         self.step = int(values["step"])
         self.sampler.restore(values["sampler"])
@@ -214,18 +214,18 @@ class TrainingState:
         return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
 
     def copy_for_checkpoint(self, room: Room) -> CheckpointCopy:
-        """Copies what :meth:`for_checkpoint` gives, to be written while the training goes on.
+        """Copies what :meth:`for_checkpoint` returns, to be written while the training goes on.
 
         Args:
-            room: where to.
+            room: the memory to copy to.
 
         Raises:
-            OSError: there is not as much memory.
+            OSError: there is not enough memory.
         """
         return copy_arrays(*self.for_checkpoint(), room)
 
     def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over what :meth:`for_checkpoint` gave and :meth:`check` did not refuse; arrays in place."""
+        """Restores what :meth:`for_checkpoint` has returned and :meth:`check` accepts; arrays in place."""
         for name, array in self.arrays.items():
             if isinstance(array, np.ndarray):
                 array[...] = arrays[name]
@@ -271,29 +271,29 @@ class StateHolder(Protocol):
 
 @runtime_checkable
 class SharesItself(Protocol):
-    """A state of which no rank holds all, so that it shares itself."""
+    """A state that no rank holds as a whole, and that itself brings all ranks to the same step."""
 
     def share(self, session: StateHolder) -> int:
         """Does what :func:`share_state` does."""
 
 
 def share_state(session: StateHolder, state: TrainingState) -> int:
-    """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
+    """Brings all ranks to the state of the furthest one, and the sampler to the new world size.
 
     A change of members may catch some ranks just before, others just after a step: the most steps win, so
     that a finished step is redone only for a newcomer that would not know what all others do. When all
     start over, a rank that resumed from a checkpoint is the furthest. Should it die before any other has its
-    state, the rest start over once more: its replacement may have the checkpoint, too. Where nobody lacks
-    anything, one small collective is all that happens.
+    state, the rest start over again: its replacement may have the checkpoint, too. If no rank lacks anything,
+    only one small collective runs.
 
-    What is received is put in place only when it is there as a whole: a giver that dies half-way leaves
-    every other rank with the state it had.
+    Received arrays are put in place only when all have arrived: a source that dies half-way leaves every
+    other rank with the state it had.
 
     Returns:
-        The rank whose state it is now.
+        The source: the rank whose state all ranks have now.
 
     Raises:
-        StateMismatchError: the giver trains another model.
+        StateMismatchError: the source trains another model.
         MembershipChanged: the members changed again; nothing was overwritten.
     """
     if isinstance(state, SharesItself):

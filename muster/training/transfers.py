@@ -1,4 +1,4 @@
-"""Which bytes of held parts go to which ranks when a state comes back, on any number of ranks: pure."""
+"""Plans which bytes of held parts go to which ranks when a state is restored, at any world size: pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorSpan(NamedTuple):
         name: of the tensor.
         part: which elements of it these are.
         start: first byte.
-        stop: the one behind the last.
+        stop: one past the last byte.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Transfer(NamedTuple):
     """Bytes of one part that the same ranks need.
 
     Attributes:
-        rank: of then, whose part it is.
-        tensors: in the order of the data, which lie one behind the other.
-        targets: the ranks of now that need some of it, in order.
+        rank: the old rank whose part it is.
+        tensors: the tensors in these bytes, in order.
+        targets: the new ranks that need some of it, in order.
     """
 
     rank: int
@@ -46,18 +46,18 @@ class Transfer(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte behind the last."""
+        """One past the last byte in the part's data."""
         return self.tensors[-1].stop
 
 
 def transfers(
     parts: Sequence[Sequence[TensorSpan]], wanted: Sequence[Mapping[str, Part]]
 ) -> Iterator[Transfer]:
-    """What travels, in an order that is the same on all ranks; in pieces of a bounded size, or one tensor.
+    """Yields the transfers, in the same order on all ranks; each of a bounded size, or of one tensor.
 
     Args:
-        parts: each rank's tensors of then, in the order of their data.
-        wanted: by rank of now which elements of each tensor it needs.
+        parts: by old rank, its tensors, in the order of their data.
+        wanted: by new rank, the elements of each tensor that it needs.
     """
     meets: dict[tuple[Part, Part], bool] = {}
     taken: set[tuple[str, Part]] = set()  # several ranks may have copied the same

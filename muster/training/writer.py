@@ -1,8 +1,8 @@
-"""The process that writes checkpoints beside the training; started by ``WriterProcess``.
+"""The process that writes checkpoints while the training goes on; started by ``WriterProcess``.
 
-It gets orders as lines of JSON over a socket, and answers each with a line. The contents are in memory that
-it shares with the training. When that process ends, however it does, the socket ends, and so does this
-process; what it has not finished it takes away.
+It receives orders as lines of JSON over a socket, and answers each with a line. The contents are in memory
+that it shares with the training's process. When that process ends, in whatever way, the socket closes: this
+process then removes what is unfinished, and ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from muster.errors import WorkerError
 from muster.wire.threads import start_thread
 
 NICENESS = 5
-"""Where processors are short, the training has them first."""
+"""The process's niceness: where processors are short, the training has them first."""
 
 
 class Orders:
-    """What is to be written, as it comes in.
+    """Receives the orders of what is to be written.
 
     Args:
         channel: the socket's file.
@@ -56,7 +56,7 @@ class Orders:
 
 
 def take_away(unfinished: str) -> None:
-    """Removes a file or a directory that did not get its name."""
+    """Removes an unfinished file or directory, which has not got its name."""
     if unfinished:
         path = Path(unfinished)
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def take_away(unfinished: str) -> None:
 
 
 def carry_out(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Does what an order says; what it answers to it."""
+    """Carries out an order, and returns the answer to it."""
     module, _, name = order["call"].partition(":")
     size, room = int(order["size"]), int(order["room"])
     data = memoryview(mmap.mmap(room, size, prot=mmap.PROT_READ)) if size else memoryview(b"")

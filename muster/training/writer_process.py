@@ -1,4 +1,4 @@
-"""Has a process of its own write checkpoints, so that the training goes on beside it."""
+"""Writes checkpoints in a process of its own, while the training goes on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WriteOrder:
         ready: waits until all bytes are there.
         done: gets what the function returned.
         room: where the bytes are; None: in the writer's own room.
-        over: is called when the bytes are needed no more, however the write has ended.
+        over: called when the bytes are no longer needed, however the write has ended.
     """
 
     call: str
@@ -57,8 +57,8 @@ class WriteOrder:
 class WriterProcess:
     """Writes one checkpoint at a time in a process that is started once; call it from one thread.
 
-    A write that fails, for a full disk, say, is a sentence in the log, and so is the end of that process: the
-    next write starts another. This process does not end before a write that is under way has.
+    A write that fails (a full disk, say) is logged, and so is the end of the writer process: the next write
+    starts another. At its end, this process waits for a write that is under way.
 
     Attributes:
         room: shared memory with what is to be written next; take it after :meth:`wait`.
@@ -74,7 +74,7 @@ class WriterProcess:
         self._given_up = ""
         self._passed: weakref.WeakSet[SharedRoom] = weakref.WeakSet()
         """The rooms that the process has: it gets them as it starts."""
-        wait = weakref.WeakMethod(self.wait)  # who writes is there until it has written
+        wait = weakref.WeakMethod(self.wait)  # referred to weakly: a writer that is gone has nothing to write
         atexit.register(lambda: (call := wait()) and call())
 
     @property
@@ -83,7 +83,7 @@ class WriterProcess:
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, order: WriteOrder) -> None:
-        """Begins to write; waits before that for the write before it."""
+        """Starts a write, after waiting for the previous one."""
         self.wait()
         self._thread = start_thread(partial(self._write, order), name="muster-checkpoint")
 
@@ -94,7 +94,7 @@ class WriterProcess:
             thread.join()
 
     def give_up(self, reason: str) -> None:
-        """Ends the process if it is writing: what it writes will not be whole.
+        """Kills the process if it is writing: its file will never be complete.
 
         Args:
             reason: why, as a half sentence for the log.
@@ -191,7 +191,7 @@ class WriterProcess:
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: Any) -> None:
-    """Ends a writer that has nothing to do."""
+    """Ends a writer process that has nothing to do, by closing its socket."""
     with contextlib.suppress(OSError):
         channel.shutdown(socket.SHUT_RDWR)
     for each in (answers, channel):

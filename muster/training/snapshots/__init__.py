@@ -1,4 +1,4 @@
-"""Snapshots in peers' memory: where each rank's parts are kept, which of them count, and who hands out what.
+"""Snapshots in peers' memory: which ranks keep a part, which snapshots count, which rank sends which part.
 
-Pure: what copies, sends and receives is torch's side. All of it is told what happens, and says what to do.
+All of it is pure: it is told what happens, and decides what to do; others copy, send and receive.
 """

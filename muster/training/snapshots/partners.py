@@ -1,4 +1,4 @@
-"""Which ranks keep a rank's parts besides itself."""
+"""Chooses the ranks that keep copies of another rank's parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from muster.wire import messages
 
 
 def partners(members: Sequence[messages.Member], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """For each rank the ranks that keep a copy of its parts, the same on all ranks.
+    """By rank, the partners that keep a copy of its parts; the same result on all ranks.
 
-    They are on other hosts, each on another one, and as far as there are enough in other failure domains,
-    which is what the hosts' topology labels name. Every rank keeps for equally many others, or nearly so. On
-    a single host they are other processes.
+    Partners are on other hosts, each on a different one, and, if there are enough, in other failure domains,
+    as named by the hosts' topology labels. Every rank keeps copies for equally many others, or nearly so. On
+    a single host partners are other processes.
 
     Args:
         members: of the generation, in order of rank.
-        copies: how many partners each rank is to have. Where there are fewer other hosts it gets one on each
-            of them; a rank that is alone gets none.
+        copies: number of partners of each rank. With fewer other hosts a rank gets one on each of them; a
+            rank that is alone gets none.
 
     Raises:
         ValueError: ``copies`` is less than 1.
@@ -35,10 +35,10 @@ def partners(members: Sequence[messages.Member], copies: int = 1) -> tuple[tuple
 def _by_rotation(
     members: Sequence[messages.Member], domain: Sequence[str], count: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Each rank's partners are as far on in the order of labels and hosts as can be; None: on its own host.
+    """Chooses partners at equal distances in the order of labels and hosts; None: some would share a host.
 
-    A rotation gives each rank as many ranks to keep for as it has partners. What lies together in this order,
-    a label or a host, is left by each of them if it is no longer than the shortest distance.
+    A rotation gives each rank as many ranks to keep copies for as it has partners. Partners are outside the
+    rank's host, or label, if that has no more ranks than the shortest distance.
     """
     order = sorted(range(len(members)), key=lambda rank: (members[rank].host.topology, domain[rank], rank))
     size = len(order)
@@ -54,8 +54,8 @@ def _by_rotation(
 def _one_by_one(
     members: Sequence[messages.Member], domain: Sequence[str], count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each rank's partners are those with the least to keep: one host has too many ranks for a rotation."""
-    idlest: dict[str, list[tuple[int, int]]] = {}  # heaps of how many a rank keeps for, and its number
+    """Chooses the partners with the least to keep, where a host has too many ranks for a rotation."""
+    idlest: dict[str, list[tuple[int, int]]] = {}  # heaps of (number of ranks it keeps copies for, rank)
     for rank, name in enumerate(domain):
         idlest.setdefault(name, []).append((0, rank))
     chosen = []

@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 
 class SnapshotId(NamedTuple):
-    """One snapshot of all ranks. The later one is the greater: a generation goes on where another ended.
+    """Names one snapshot of all ranks; the later of two is the greater.
 
     Attributes:
         generation: in which it was taken.
-        step: steps finished then.
+        step: number of steps finished then.
     """
 
     generation: int
     step: int
 
     def __str__(self) -> str:
-        """In words."""
+        """Names step and generation in words."""
         return f"step {self.step} of generation {self.generation}"
 
 
 class PartKey(NamedTuple):
-    """What one rank has to keep of a snapshot.
+    """Names one rank's part of a snapshot.
 
     Attributes:
         snapshot: of which it is a part.

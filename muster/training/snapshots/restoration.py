@@ -1,7 +1,7 @@
-"""To which snapshot all go back when a generation has formed, and which rank hands which parts to which.
+"""Decides to which snapshot all ranks of a new generation go back, and which rank sends which part to which.
 
 Every rank tells all others what it holds (:func:`encode`, one ``all_gather`` over the new group), and all
-come to the same decision from the same words. Nothing of this is journaled, nor known to the scheduler.
+come to the same decision from the same data. Nothing of this is journaled, nor known to the scheduler.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import NamedTuple
 from muster.training.snapshots.parts import PartKey, SnapshotId
 
 MAX_HOLDINGS = 256
-"""How many parts one rank tells of at most."""
+"""Maximum number of parts that one rank reports to the others."""
 
 _MAGIC = b"parts1"
 _HEAD = struct.Struct("<6s?QQI")
 _HOLDING = struct.Struct("<QQIIQQ?")
 
 MAX_BYTES = _HEAD.size + MAX_HOLDINGS * _HOLDING.size
-"""Bytes of what one rank tells at most: the size of each rank's piece in the exchange."""
+"""Maximum number of bytes that one rank reports: the size of each rank's piece in the all_gather."""
 
 
 class Holding(NamedTuple):
-    """One part in one rank's memory, whole as far as it can tell.
+    """One part in one rank's memory, complete as far as the rank can tell.
 
     Attributes:
         part: the part.
-        announced: its owner's checksum, from 0 to 2**64 - 1: for its own part what it has announced, for
-            another's what came in the header.
-        found: the checksum of what lies in memory now.
-        is_own: the holder is the owner, in the same process.
+        announced: its owner's checksum, from 0 to 2**64 - 1: as this rank has announced it for its own part,
+            or as it was received with another's.
+        found: the checksum of the present contents in memory.
+        is_own: whether the holder is the owner, in the same process.
     """
 
     part: PartKey
@@ -62,15 +62,15 @@ class Handing(NamedTuple):
 
 
 class Restoration(NamedTuple):
-    """All go back to one snapshot.
+    """The decision that all ranks go back to one snapshot.
 
     Attributes:
-        snapshot: which.
+        snapshot: the snapshot.
         world_size: of the generation in which it was taken.
-        needs: for each new rank the ranks of then whose parts it loads.
-        handings: which parts travel; in the same order on all ranks.
-        keep: what is to be kept until a snapshot of the new generation counts (``Retention.enter``): the one
-            that was known to be complete everywhere, which may be older than ``snapshot``.
+        needs: by new rank, the old ranks whose parts it loads.
+        handings: the parts to send, in the same order on all ranks.
+        keep: the snapshot to keep until one of the new generation counts (``Retention.enter``): that which
+            was known to be complete everywhere; it may be older than ``snapshot``.
     """
 
     snapshot: SnapshotId
@@ -81,12 +81,12 @@ class Restoration(NamedTuple):
 
 
 class PartsMissing(NamedTuple):
-    """There is no snapshot that is found as a whole: the job takes its last durable checkpoint.
+    """The decision that no snapshot is complete: the job takes its last durable checkpoint.
 
     Attributes:
         snapshot: the newest that counted, or else the newest that there was; None: nobody holds anything.
         world_size: of the generation in which it was taken.
-        ranks: the ranks of then whose parts are nowhere, or in no copy that is as its owner announced.
+        ranks: the old ranks of whose parts there is no copy, or none with its owner's checksum.
     """
 
     snapshot: SnapshotId | None = None
@@ -95,13 +95,13 @@ class PartsMissing(NamedTuple):
 
 
 Needs = Callable[[int, int], Sequence[Sequence[int]]]
-"""From the world sizes of then and now: for each new rank, the ranks of then whose parts it needs."""
+"""From the old and the new world size: by new rank, the old ranks whose parts it needs."""
 
 
 def overlapping(then: int, now: int) -> tuple[tuple[int, ...], ...]:
-    """For each new rank the parts that overlap its share, where each rank's is an equal piece of one line.
+    """By new rank, the old parts that overlap its share, if each rank's share is an equal piece of one line.
 
-    With as many ranks as then each needs the part of its own number.
+    At an unchanged world size each rank needs the part of its own number.
     """
     return tuple(tuple(range(rank * then // now, -(-(rank + 1) * then // now))) for rank in range(now))
 
@@ -129,7 +129,7 @@ def decode(data: bytes) -> Told:
     """Decodes what one rank has told; zeros behind it are padding.
 
     Raises:
-        ValueError: it is nothing that :func:`encode` makes.
+        ValueError: :func:`encode` has not made ``data``.
     """
     if len(data) < _HEAD.size:
         raise ValueError(f"what a rank holds takes {_HEAD.size} bytes or more; these are {len(data)}")
@@ -150,11 +150,11 @@ def decode(data: bytes) -> Told:
 
 
 def decide(told: Sequence[Told], needs: Needs = overlapping) -> Restoration | PartsMissing:
-    """Decides for all: the newest snapshot all of whose parts are found, and which rank hands them to which.
+    """Decides for all ranks: the newest snapshot with all its parts, and which rank sends which to which.
 
-    A copy counts if it is as its owner announced. Where copies of one part were announced with different
-    checksums, those count that agree with the owner's own; without it none does. Who loads a part compares it
-    once more: a copy that has changed since it was told of ends the generation, and all decide again.
+    A copy counts if its contents have its owner's checksum. Where copies of one part were announced with
+    different checksums, those count that agree with the owner's own copy; without that, none. A rank that
+    loads a part checks it again: a copy that has changed since ends the generation, and all decide again.
 
     Args:
         told: what each rank of the new generation has told, in order of rank.
@@ -190,7 +190,7 @@ def _missing(
 
 
 def _holders(told: Sequence[Told]) -> dict[PartKey, tuple[int, ...]]:
-    """For each part of which anybody tells, the ranks with a copy that counts."""
+    """For each part that any rank has reported, the ranks with a copy that counts."""
     copies: dict[PartKey, list[tuple[int, Holding]]] = {}
     for rank, each in enumerate(told):
         for holding in each.holdings:
@@ -214,7 +214,7 @@ def _handings(
     world_size: int,
     wanted: Sequence[Sequence[int]],
 ) -> Iterable[Handing]:
-    """What travels: each part from the holder that hands out the least so far."""
+    """The parts to send, each from the holder that sends the fewest so far."""
     load: dict[int, int] = {}
     for target, ranks in enumerate(wanted):
         for rank in ranks:

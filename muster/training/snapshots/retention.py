@@ -1,14 +1,15 @@
-"""Which snapshots a rank takes, keeps and drops, of its own and for others.
+"""Decides which snapshots a rank takes, keeps and drops, of its own and for others.
 
-A snapshot counts once the scheduler has said that it is complete everywhere: every member has its part whole
+A snapshot counts once the scheduler has said that it is complete everywhere: every member's part is complete
 in its own memory and in its partners'. Copies finish at different paces, so:
 
-* A rank drops what counts only after it has heard that a newer one does. It keeps at most two of its own: the
-  one that counts, and one under way. For each rank whose partner it is, likewise.
-* All must take the same ones. The first of a generation is taken as it begins. Each further one is named by
-  the scheduler: the first step due from ``next`` on. Who hears that too late, or has no room, lets the step
-  pass and says so; the scheduler then names a later one, and who has taken the missed one gives it up.
-* Who does not hear the scheduler takes no more than the one that was named, and grows no further.
+* A rank drops a snapshot that counts only after it has heard that a newer one counts. It keeps at most two of
+  its own, the one that counts and one under way, and as many of each rank whose partner it is.
+* All ranks must take the same snapshots. The first of a generation is taken as it begins. Each further one is
+  named by the scheduler: the first step due from ``next`` on. A rank that hears that too late, or has no
+  room, lets the step pass and reports it; the scheduler then names a later one, and the ranks that have taken
+  the missed one give it up.
+* A rank that does not hear the scheduler takes only the snapshot that was named, and needs no more memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class RetentionChange(NamedTuple):
     """What a rank is to do.
 
     Attributes:
-        take: its own part of the snapshot that begins now; None: none.
+        take: the part of its own that is to be taken now; None: none.
         drop: parts whose memory is free; they are no longer kept, and not offered in an exchange.
     """
 
@@ -33,16 +34,16 @@ class RetentionChange(NamedTuple):
 
 
 class Retention:
-    """The parts that one rank keeps.
+    """Decides which parts one rank takes, keeps and drops.
 
-    Calls come from one thread, or under one lock. Steps count those finished; they are the same on all ranks.
-    A step that may yet be undone is none: call :meth:`at_step` when it is known to have ended well.
+    Calls come from one thread, or under one lock. Steps are numbers of finished steps, the same on all ranks.
+    A step that may yet be undone does not count: call :meth:`at_step` when it is known to have succeeded.
 
     Args:
         every: a snapshot is due after every ``every`` steps; the same on all ranks.
 
     Attributes:
-        agreed: the newest snapshot that counts, for all that this rank has heard; None: there is none.
+        agreed: the newest snapshot that counts, as far as this rank has heard; None: there is none.
 
     Raises:
         ValueError: ``every`` is less than 1.
@@ -66,7 +67,7 @@ class Retention:
 
     @property
     def kept(self) -> tuple[PartKey, ...]:
-        """All parts that are to be in this rank's memory, those under way among them."""
+        """All parts that are to be in this rank's memory, including those under way."""
         return tuple(sorted(self._kept))
 
     def enter(
@@ -74,18 +75,18 @@ class Retention:
     ) -> RetentionChange:
         """Begins a generation: all but ``keep`` is dropped, and the first snapshot is taken at once.
 
-        What is kept must be what all have decided together, also where nobody has to go back to it: what this
-        rank has heard of itself is not what others have, and then no snapshot is left whole.
+        All ranks must have decided on ``keep`` together, even if nobody has to go back to it: if each kept
+        what it alone has heard of, there might be no complete snapshot left.
 
-        A generation that is entered again takes no more snapshots: redone steps have the numbers of those
+        A generation that is entered again takes no more snapshots: redone steps have the same numbers as
         before, and other ranks may hold parts of either.
 
         Args:
             generation: its number.
             rank: this rank in it.
             world_size: its number of ranks.
-            step: steps finished, after what was decided at its formation has been carried out.
-            keep: what ``restoration.decide`` says is to be kept; None: nothing.
+            step: number of finished steps, after a restoration if there was one.
+            keep: the snapshot that ``restoration.decide`` says is to be kept; None: none.
         """
         self._is_over = generation == self._generation
         self.agreed = keep
@@ -101,14 +102,13 @@ class Retention:
         return RetentionChange(self._take(step), drop)
 
     def at_step(self, step: int, word: messages.SnapshotWord | None) -> RetentionChange:
-        """To be called between two steps, with the scheduler's newest word (``session.snapshot_word``).
+        """Decides between two steps what to take and to drop, by the scheduler's newest message.
 
-        What is to be dropped of the snapshot under way may still be being copied or sent: that is to end
-        first.
+        A part to drop may still be being copied or sent: that must end before its memory is used again.
 
         Args:
-            step: steps finished.
-            word: None: none has come in this generation.
+            step: number of finished steps.
+            word: ``session.snapshot_word``; None: none has come in this generation.
         """
         drop = self._hear(word)
         if step <= self._first or step % self.every:
@@ -120,12 +120,12 @@ class Retention:
         return RetentionChange(drop=drop)
 
     def completed(self, part: PartKey) -> None:
-        """Notes that this rank's own part is whole in its memory and its partners'; if it is still wanted."""
+        """Notes, if the part is still wanted, that this rank's own part is here and at all its partners."""
         if self._is_under_way(part):
             self._is_complete = True
 
     def failed(self, part: PartKey) -> RetentionChange:
-        """Notes that this rank's own part does not become complete: no memory, say, or a partner is gone."""
+        """Notes that this rank's own part cannot be completed: no memory, say, or a partner is gone."""
         if not self._is_under_way(part) or self._is_complete:
             return RetentionChange()
         return RetentionChange(drop=self._give_up())
@@ -133,12 +133,12 @@ class Retention:
     def accept(self, part: PartKey, agreed: SnapshotId | None) -> RetentionChange:
         """Makes room for another rank's part, whose header has come.
 
-        Of that rank this part and the one that counts for it are kept from then on. The part is to be offered
-        in an exchange only once it has come whole. One that comes too late to be of use is dropped itself.
+        Of that rank, this part and the one that counts for it are kept from then on. The part may be offered
+        in an exchange only once it is complete. A part that comes too late to be of use is itself dropped.
 
         Args:
             part: the part.
-            agreed: the sender's ``agreed``, which travels in the header.
+            agreed: the sender's ``agreed``, from the header.
         """
         generation = part.snapshot.generation
         if generation < self._generation or (self.agreed is not None and part.snapshot < self.agreed):
@@ -153,7 +153,7 @@ class Retention:
         return RetentionChange(drop=drop)
 
     def report(self) -> messages.SnapshotReport:
-        """What the scheduler is to know; for ``session.report_snapshot``, after each call that changes it."""
+        """The report for ``session.report_snapshot``, to be sent after each call that changes it."""
         agreed = self.agreed
         return messages.SnapshotReport(
             self._generation,
@@ -202,7 +202,7 @@ class Retention:
         return self._give_up() if taken < word.next else ()
 
     def _count(self) -> tuple[PartKey, ...]:
-        """What is complete here is so everywhere: nothing older is needed, nor others' of that time."""
+        """Notes that the snapshot taken last counts; drops all older parts, also those of other ranks."""
         assert self._taken is not None
         agreed = self.agreed = SnapshotId(self._generation, self._taken)
         self._taken, self._is_complete = None, False
