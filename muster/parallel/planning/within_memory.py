@@ -1,4 +1,4 @@
-"""The best choice on one mesh: parameters in shares and layers computed again, where memory binds. Pure."""
+"""Searches the best choice on one mesh, with sharded parameters and recomputed layers if need be. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from muster.parallel.planning.search import Eliminator, Solution, solve
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What was found on one mesh.
+    """The result of a search on one mesh.
 
     Attributes:
-        options: with the layers that are computed again.
-        problem: what was searched with them.
-        solution: the best choice; None: none fits.
+        options: the options, with the layers that are recomputed.
+        problem: the problem that was searched with them.
+        solution: the best choice; None if none fits.
     """
 
     options: Options
@@ -31,34 +31,35 @@ class Searched:
 
     @property
     def states(self) -> list[State]:
-        """One of each node's."""
+        """The chosen state of each node; empty if no choice fits."""
         return [] if self.solution is None else self.problem.chosen(self.solution.choice)
 
     @property
     def seconds(self) -> float:
-        """Predicted of a step."""
+        """The predicted time of a step; infinite if no choice fits."""
         return float("inf") if self.solution is None else self.solution.seconds
 
 
 def best_on(
     graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin], limit: float
 ) -> Searched:
-    """The best choice on a mesh within a limit of memory.
+    """Returns the best choice on a mesh within a memory limit.
 
-    What is whole for moments only, and what is computed again, is in no sum that prices could see. So
-    parameters in shares are a search of their own, and layers that are computed again another two: with all
-    of them first; then as few are as fit, those first that free the most for their time.
+    Parameters that are gathered for moments, and recomputed activations, are in no sum on which the search
+    could put a price. So there is one search with whole and one with sharded parameters. If memory binds,
+    both are repeated with all layers recomputed, and then as few layers as fit are: first those that free the
+    most bytes per second of recomputation.
 
     Args:
-        graph: with fan-out nodes.
-        mesh: sizes.
-        machine: what things cost.
-        options: of the mesh.
-        pins: by node, which states may be chosen.
-        limit: bytes of a rank.
+        graph: the graph of the forward pass, with fan-out nodes.
+        mesh: the mesh's sizes.
+        machine: the machine's costs.
+        options: the mesh's options.
+        pins: by node, a function that says which states may be chosen.
+        limit: the memory limit of a rank, in bytes.
 
     Returns:
-        The fastest; if none fits, what needs the least memory of what was searched.
+        The fastest result; if none fits, the last one, which needs the least memory of those searched.
 
     Raises:
         KeyError: a pinned node has no such state on this mesh.
@@ -72,12 +73,12 @@ def best_on(
         solution = solve(problem, limit, peak_of(problem, options.optimizer_states))
         found.append(Searched(each, problem, solution))
         if solution is not None and solution.seconds <= solution.bound_s:
-            return found[-1]  # memory binds nothing
+            return found[-1]  # the limit does not bind
     bounds = [each.solution.bound_s for each in found if each.solution is not None]
     layers = worth_recomputing(graph) if options.checkpoint_activations else []
     if layers and kept:
         free = kept[found[0].options.shard_parameters]
-        bounds.append(free.seconds(Eliminator(free).best()))  # of some layers nothing better is known
+        bounds.append(free.seconds(Eliminator(free).best()))  # also a bound with some layers recomputed
     for each in _holdings(options) if layers else ():
         every = replace(each, recomputed=tuple(layer.name for layer in layers))
         problem = build(graph, mesh, machine, every, pins)
@@ -88,7 +89,7 @@ def best_on(
         elif solution is not None:
             bounds.append(solution.bound_s)
         found.append(searched)
-    best = min(reversed(found), key=lambda each: each.seconds)  # of none that fits the last
+    best = min(reversed(found), key=lambda each: each.seconds)  # the last one, if none fits
     if best.solution is None:
         return best
     bound = min(best.solution.seconds, *bounds)
@@ -96,7 +97,7 @@ def best_on(
 
 
 def _holdings(options: Options) -> Iterator[Options]:
-    """How parameters may be held."""
+    """Yields the options of each search: without and with gathered parameters, as far as they allow it."""
     if options.shard_parameters != ALWAYS:
         yield replace(options, shard_parameters=False)
     if options.shard_parameters == ALWAYS or (options.shard_parameters and options.shard_updates):
@@ -111,15 +112,15 @@ def _fewer(
     pins: Mapping[str, Pin],
     limit: float,
 ) -> Searched:
-    """The same choice with as few layers computed again as fit.
+    """Returns the same choice with the fewest layers recomputed that fit into the limit.
 
     Args:
-        every: all are.
-        kept: the same problem where none is.
-        layers: all.
-        machine: as for :func:`best_on`.
-        pins: likewise.
-        limit: likewise.
+        every: the result with all layers recomputed.
+        kept: the same problem with no layer recomputed.
+        layers: all layers.
+        machine: see :func:`best_on`.
+        pins: see :func:`best_on`.
+        limit: see :func:`best_on`.
     """
     assert every.solution is not None
     choice, graph, mesh = every.solution.choice, kept.graph, kept.mesh
@@ -148,7 +149,7 @@ def _fewer(
 
 
 def _worth(every: Problem, kept: Problem, layers: Sequence[Layer], choice: Sequence[int]) -> dict[str, float]:
-    """By layer, the bytes that it frees for each second that it takes again."""
+    """Returns, by layer, the bytes that recomputing it frees per second that it takes."""
     graph, mesh = kept.graph, kept.mesh
     of = {index: layer.name for layer in layers for index in layer.indices}
     nbytes, seconds = dict.fromkeys(of.values(), 0.0), dict.fromkeys(of.values(), 0.0)
@@ -166,5 +167,5 @@ def _worth(every: Problem, kept: Problem, layers: Sequence[Layer], choice: Seque
             if graph.source(value).kind == "call":
                 layout = kept.states[node][choice[node]].outs[graph.nodes[node].outputs.index(value)]
                 nbytes[layer.name] -= graph.values[value].nbytes / parts(layout, mesh)
-    # Rounded: layers that are alike are taken in their order.
+    # Rounded, so that equal layers keep their order.
     return {name: float(f"{nbytes[name] / max(seconds[name], 1e-12):.6g}") for name in nbytes}
