@@ -45,7 +45,7 @@ class OnEtcd(SeveralSchedulers):
         return [each.process.pid for each in self.schedulers]
 
     def metrics_at(self) -> tuple[str, int]:
-        """Where the scheduler that leads serves its metrics."""
+        """Returns host and port at which the leading scheduler serves its metrics."""
         leader = self.leader()
         return (leader.host if leader is not None else "127.0.0.1"), self.metrics_port
 
@@ -99,7 +99,7 @@ class OnDisk(MeasuredJob):
         return [self.scheduler.pid] if self.scheduler.poll() is None else []
 
     def metrics_at(self) -> tuple[str, int]:
-        """Where the scheduler that leads serves its metrics."""
+        """Returns host and port at which the leading scheduler serves its metrics."""
         return "127.0.0.1", self._metrics_port
 
     def __exit__(self, *error: object) -> None:

@@ -262,7 +262,7 @@ class IdentityJob(MeasuredJob):
         return number % 3 == 1
 
     def _certificates_said(self) -> list[int]:
-        """How many new certificates each process's log tells of."""
+        """Returns the number of new certificates that each process has logged."""
         logs = [self.directory / "scheduler.log", *(each.log for each in self.living())]
         return [log.read_text(errors="replace").count("new certificate spiffe://") for log in logs]
 

@@ -331,7 +331,7 @@ def _kill_both(job: Digits, chance: random.Random) -> dict[str, Any]:
 
 
 def chaos_epochs(seconds: float, pace_ms: float) -> int:
-    """Returns a number of epochs for the time of the harm: half of those of an undisturbed run."""
+    """Returns half the number of epochs that an undisturbed run would have in the time of the harm."""
     return max(20, int(seconds * 1000 / max(pace_ms, 1) / STEPS_PER_EPOCH / 2))
 
 

@@ -65,7 +65,7 @@ class Sharded:
         self.schedule.step()
 
     def tensors(self) -> list[Any]:
-        """All tensors of this rank."""
+        """Returns all tensors of this rank's state."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*self.net.state_dict().values(), *states]
 
@@ -95,7 +95,7 @@ class Parallel:
         self.optimizer.step()
 
     def tensors(self) -> list[Any]:
-        """All tensors of this rank."""
+        """Returns all tensors of this rank's state."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*(each.detach() for each in self.net.parameters()), *states]
 

@@ -76,7 +76,7 @@ DISK_BYTES = 16 << 20
 """The size of the journal's disk: the journal of a job of eight grows to 1 MB before it is compacted."""
 
 LIE_S = 25.0
-"""How long a member lies before it is killed, in seconds: the scheduler would remember the broken pairs."""
+"""How long a member lies, in seconds. It is then killed, because the scheduler remembers the broken pairs."""
 
 NODE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0

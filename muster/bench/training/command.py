@@ -270,7 +270,7 @@ def start_clean() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark's arguments."""
+    """Adds this benchmark's arguments."""
     parser.add_argument("--model", choices=MODELS, default="resnet50", help="what to train (resnet50)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
     parser.add_argument(

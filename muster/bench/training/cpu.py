@@ -32,7 +32,7 @@ _WIDTH, _LAYERS = 2048, 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark's arguments."""
+    """Adds this benchmark's arguments."""
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=2, help="ranks (2)")
     parser.add_argument(
