@@ -69,12 +69,12 @@ MODULES = {
 
 
 def module_name(command: str) -> str:
-    """The module of a benchmark."""
+    """Returns the name of a benchmark's module."""
     return f"muster.bench.{MODULES[command]}"
 
 
 def available() -> dict[str, str]:
-    """The benchmarks that are there, with a line of help each."""
+    """Returns the installed benchmarks, each with a line of help."""
     return {
         name: text
         for name, text in COMMANDS.items()
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lacks(name: str, error: ModuleNotFoundError) -> int:
-    """Says which package a benchmark needs and does not find; returns its exit code."""
+    """Names the package that a benchmark lacks; returns the exit code."""
     lacking = (error.name or str(error)).partition(".")[0]
     print(f"bench: {name} needs {lacking}, which this Python does not have", file=sys.stderr)
     return 1

@@ -1,9 +1,10 @@
-"""Whether a launch says who failed first: each way to fail, on each rank, many times over.
+"""Tests whether a launch names the worker that failed first: each way to fail, on each rank, many times.
 
 A job of a few CPU workers trains in a loop that does not know Muster's errors. One rank fails within a step:
 it raises, calls ``sys.exit(3)``, is killed by SIGKILL, calls ``os._exit(4)``, or runs out of memory in its
-backward pass. The launch must end with that worker's exit code, name it first, show the end of its log, and
-not take for the cause what the others fail with because of it. The exit code is 1 unless all launches do.
+backward pass. The launch must end with that worker's exit code, name the worker first, show the end of its
+log, and not show the consequent failures of the others as the cause. The exit code is 1 unless all launches
+do so.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ muster.release()
 
 @dataclass(frozen=True)
 class Way:
-    """One way to fail: the launch's exit code, and words that must stand in what it shows."""
+    """One way to fail: the expected exit code of the launch, and words that its output must contain."""
 
     code: int
     words: str
@@ -83,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any] | int:
-    """Runs all launches; the figures, or 1 if one of them blamed a wrong worker."""
+    """Runs all launches; returns the figures, or 1 if a launch blamed the wrong worker."""
     results = []
     for way in options.ways.split(","):
         if way not in WAYS:
@@ -102,13 +103,13 @@ def launch(way: str, rank: int, *, workers: int, step: int) -> str:
     """Runs one launch in which ``rank`` fails.
 
     Args:
-        way: of :data:`WAYS`.
-        rank: who fails.
-        workers: how many there are.
-        step: in which step, from 0.
+        way: one of :data:`WAYS`.
+        rank: the rank that fails.
+        workers: the number of workers.
+        step: the step in which it fails, from 0.
 
     Returns:
-        What was wrong with the blame, with all that the launch said; empty: nothing.
+        What was wrong with the blame, with the launch's output; empty if nothing was.
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -129,7 +130,7 @@ def launch(way: str, rank: int, *, workers: int, step: int) -> str:
 
 
 def judge(way: Way, rank: int, workers: int, code: int, said: str) -> str:
-    """What is wrong with what a launch said at its end; empty: nothing."""
+    """Returns what is wrong with a launch's last output; empty if nothing is."""
     if code != way.code:
         return f"the launch ended with {code} instead of {way.code}"
     heads = [line for line in said.splitlines() if "; the end of " in line]

@@ -1,7 +1,7 @@
-"""Processes on the GPUs of one host with an NCCL communicator among them, and no scheduler.
+"""Processes on the GPUs of one host, joined by an NCCL communicator without a scheduler.
 
-For benchmarks and tests of what stands on a communicator: the unique id goes through a pipe. What a session
-does besides (security, death, replacement) is absent.
+For benchmarks and tests that need only a communicator: the unique id goes through a pipe. All else that a
+session does (security, loss of workers, replacement) is absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAFE_ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""NVLink multicast off: figures are then comparable between hosts that share their switches and others."""
+"""Turns NVLink multicast off, so that figures of hosts with shared and unshared switches are comparable."""
 
 
 class FleetError(RuntimeError):
@@ -33,10 +33,10 @@ class FleetError(RuntimeError):
 
 
 def require_gpus(needed: int) -> None:
-    """Makes sure that there are enough.
+    """Checks that this host has at least ``needed`` GPUs.
 
     Raises:
-        FleetError: there are not.
+        FleetError: it has fewer.
     """
     here = count_gpus()
     if here < needed:
@@ -47,10 +47,10 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
     """``size`` processes, one per GPU, that call functions on demand. A context manager.
 
     Args:
-        size: how many.
-        timeout_s: deadline for forming, and default for :meth:`run`.
-        communicate: build an NCCL communicator; False: functions get None.
-        ranks_per_gpu: how many share a GPU; see :func:`~muster.launch.plan.sharing_environment`.
+        size: the number of processes.
+        timeout_s: the time limit for forming, and the default of :meth:`run`, in seconds.
+        communicate: whether to build an NCCL communicator; if not, functions get None.
+        ranks_per_gpu: the number of ranks per GPU; see :func:`~muster.launch.plan.sharing_environment`.
 
     Raises:
         FleetError: there are too few GPUs, or the processes did not form a communicator.
@@ -94,13 +94,13 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         timeout_s: float | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """Calls ``function(communicator, **arguments)`` on ``ranks`` (None: all) at once.
+        """Calls ``function(communicator, **arguments)`` on ``ranks`` (None for all) at once.
 
         Returns:
-            What each returned, in order of rank.
+            Each rank's result, in the order of ranks.
 
         Raises:
-            FleetError: one raised, died or took too long; the fleet is of no more use then.
+            FleetError: a rank raised, died or took too long; the fleet is unusable afterwards.
         """
         chosen = list(range(self.size)) if ranks is None else ranks
         for rank in chosen:
@@ -108,7 +108,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         return self._collect(chosen, self.timeout_s if timeout_s is None else timeout_s)
 
     def _collect(self, ranks: Any, timeout_s: float) -> list[Any]:
-        """Every rank's answer; the first error is raised when all have answered."""
+        """Returns every rank's answer; after all have answered, raises the first error."""
         deadline = time.monotonic() + timeout_s
         answers: list[Any] = []
         errors: list[FleetError] = []
@@ -133,7 +133,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         return value
 
     def kill(self) -> None:
-        """Ends all processes at once."""
+        """Kills all processes."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -141,7 +141,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes the communicators, or kills everything after an error."""
+        """Closes the communicators and ends the processes; after an error, kills all at once."""
         if kind is None:
             with contextlib.suppress(OSError):  # killed already
                 for pipe in self._pipes:
@@ -152,7 +152,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
 
 
 def hand_made_membership(rank: int, size: int, ids: tuple[bytes, ...]) -> Membership:
-    """Generation 1 of ``size`` ranks of this host, rank r on GPU r."""
+    """Returns the membership of generation 1 of ``size`` ranks on this host, rank r on GPU r."""
     peers = tuple(Peer(r, f"gpu{r}", r + 1, "here", "here", "", r) for r in range(size))
     return Membership("bench", 1, "world", rank, peers, ids)
 

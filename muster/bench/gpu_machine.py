@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "nccl4py", "triton", "nump
 
 
 def describe_machine(communicator: Any = None) -> dict[str, Any]:
-    """Facts of this host, its GPUs and the libraries at work. Runs in a process of a fleet or alone."""
+    """Returns facts of this host, its GPUs and the libraries; runs in a process of a fleet or alone."""
     import torch
 
     facts: dict[str, Any] = {
@@ -34,7 +34,7 @@ def describe_machine(communicator: Any = None) -> dict[str, Any]:
 
 
 def describe_nccl() -> dict[str, Any]:
-    """NCCL's version, as a number, and the file it is in."""
+    """Returns NCCL's version as a number, and the name of its library's file."""
     from nccl.bindings import nccl
 
     library = str(nccl.get_library_path()).rpartition("/")[2]

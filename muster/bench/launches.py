@@ -1,4 +1,4 @@
-"""Jobs that benchmarks start: their keys, their environment, and one job after the other, run to its end."""
+"""Helps benchmarks to start jobs: makes keys and environments, and runs commands one after the other."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _LOWEST_PORT, _HIGHEST_PORT = 10_000, 32_000
 
 
 def make_keys(directory: Path, *, hosts: str = "") -> tuple[Path, Path]:
-    """Makes certificates for this machine in a folder, and for schedulers on ``hosts``, if it has none.
+    """Makes certificates in a folder, for this machine and schedulers on ``hosts``, unless it has some.
 
     Returns:
-        Its config.json and password file.
+        The paths of the folder's config.json and password file.
+
+    Raises:
+        RuntimeError: ``muster certs init`` failed.
     """
     config, password = directory / "config.json", directory / "password"
     if not config.exists():
@@ -39,18 +42,19 @@ def make_keys(directory: Path, *, hosts: str = "") -> tuple[Path, Path]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what Muster reads, with this source tree to import, and ``more``."""
+    """Returns this process's environment without Muster's variables, with this source tree in PYTHONPATH."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return {**env, "PYTHONPATH": path, **more}
 
 
 def free_ports(count: int = 1, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nothing listens, and which stay free while what listens there is started again.
+    """Returns ports on which nothing listens, and which stay free while their listener is restarted.
 
-    They are below those that Linux gives to connections: of these one may be taken at any time.
+    They are below the range from which Linux takes ports of outgoing connections, which could take one of
+    them at any time.
     """
-    chance = random.SystemRandom()  # what runs beside draws others
+    chance = random.SystemRandom()  # unseeded, so that processes side by side draw different ports
     ports: list[int] = []
     while len(ports) < count:
         port = chance.randrange(_LOWEST_PORT, _HIGHEST_PORT)
@@ -61,7 +65,7 @@ def free_ports(count: int = 1, host: str = "127.0.0.1") -> list[int]:
 
 
 def stopwatch() -> Callable[[str], None]:
-    """Prints what it is called with, each line with the seconds since this call."""
+    """Returns a function that prints a text with the seconds since this call."""
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -74,7 +78,7 @@ def stopwatch() -> Callable[[str], None]:
 def by_pipes(workers: int, target: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
     """Starts processes that call ``target(rank, pipe, *arguments)``; yields our ends of the pipes, by rank.
 
-    At the context's end they have ten seconds to end.
+    The processes have ten seconds to end after the context.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -94,10 +98,10 @@ def by_pipes(workers: int, target: Callable[..., None], *arguments: Any) -> Iter
 
 
 def receive(pipe: Connection) -> Any:
-    """What a worker process has sent.
+    """Receives a worker process's result.
 
     Raises:
-        RuntimeError: it sent an error's text, or ended.
+        RuntimeError: the process sent an error's text, or ended.
     """
     try:
         result = pipe.recv()
@@ -135,16 +139,16 @@ def run_to_end(command: Sequence[str], directory: Path, env: Mapping[str, str]) 
 def in_turns(
     commands: Mapping[str, Sequence[str]], timed: Callable[[str, int], float], *, warmups: int, runs: int
 ) -> dict[str, Any]:
-    """Measures commands in turns, so that whatever else the machine does meets all of them.
+    """Measures commands in turns, so that other load of the machine affects all of them alike.
 
     Args:
-        commands: by name.
-        timed: runs the one of this name, for the so-manieth time; returns seconds.
-        warmups: runs that do not count.
-        runs: those that do.
+        commands: the commands by name.
+        timed: runs a command, given its name and the number of the run from 0; returns seconds.
+        warmups: the number of runs that do not count.
+        runs: the number of runs that count.
 
     Returns:
-        Of each name: ``median_s``, ``min_s``, ``max_s`` and ``runs_s``.
+        For each name ``median_s``, ``min_s``, ``max_s`` and ``runs_s``.
     """
     times: dict[str, list[float]] = {name: [] for name in commands}
     for index in range(warmups + runs):
@@ -165,7 +169,7 @@ def _summary(taken: Sequence[float]) -> dict[str, Any]:
 def show_times(
     results: Mapping[str, Any], ratios: Mapping[str, float], show: Callable[[str], None] = print
 ) -> None:
-    """Prints the times of those that were measured, and to those in ``ratios`` how long Muster took."""
+    """Prints the measured times, and for those in ``ratios`` how many times as long Muster takes."""
     for name in ("muster", "torchrun", "mpirun", "openmpi"):
         if name in results:
             one = results[name]

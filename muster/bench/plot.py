@@ -24,7 +24,7 @@ NAMES = {
 
 
 def bus_bandwidth(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, GB/s) by who was measured."""
+    """Returns (bytes, GB/s) points by the name of what was measured."""
     return {
         NAMES.get(kind, kind): [(row["bytes"], row["bus_gb_s"]) for row in rows]
         for kind, rows in report["results"].items()
@@ -32,7 +32,7 @@ def bus_bandwidth(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]
 
 
 def training_speed(report: dict[str, Any], batch: int) -> dict[str, list[tuple[int, float]]]:
-    """(GPUs, images/s) by variant, for one batch size per GPU."""
+    """Returns (GPUs, images/s) points by variant, for one batch size per GPU."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in report["results"]:
         if row["batch_per_gpu"] == batch and "images_per_s" in row:
@@ -41,7 +41,7 @@ def training_speed(report: dict[str, Any], batch: int) -> dict[str, list[tuple[i
 
 
 def caption(report: dict[str, Any]) -> str:
-    """Where and when it was measured."""
+    """Returns the caption of a plot: where and when it was measured."""
     machine = report["machine"]
     packages = machine.get("packages", {})
     parts = [
@@ -134,7 +134,7 @@ def _save(figure: Any, axes: Any, path: Path) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This command's arguments."""
+    """Adds this command's arguments."""
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of nccl-allreduce or train")
     parser.add_argument(
         "--out", type=Path, default=Path("muster/bench/results"), help="folder for the PNG files"
@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws; returns the exit code."""
+    """Draws the figures; returns the exit code."""
     for path in arguments.results:
         for written in draw(json.loads(path.read_text(encoding="utf-8")), arguments.out):
             print(written)

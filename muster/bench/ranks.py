@@ -1,6 +1,7 @@
-"""Processes of this machine with a communicator of the CPU among them, and no scheduler.
+"""Processes of this machine, joined by a CPU communicator without a scheduler.
 
-For benchmarks of what stands on a communicator. What a session does besides (death, replacement) is absent.
+For benchmarks that need only a communicator. All else that a session does (loss of workers, replacement) is
+absent.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ def run_ranks(
     """Calls ``function(communicator, *arguments)`` on all ranks at once, each in a process.
 
     Args:
-        workers: how many ranks.
-        function: of a module; what it returns must not be a text.
-        arguments: which can be pickled.
-        tls: with certificates, made for the purpose.
-        seal: False: TLS's own records, in place of those of the communicator.
+        workers: the number of ranks.
+        function: a module's function; it must not return a text.
+        arguments: its further arguments, which must be picklable.
+        tls: whether to use mutual TLS, with certificates that are made for it.
+        seal: whether to use the communicator's own records; False for those of TLS.
 
     Returns:
-        What each returned, by rank.
+        Each rank's result, in the order of ranks.
 
     Raises:
-        RuntimeError: one failed, or ended.
+        RuntimeError: a process failed, or ended early.
     """
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as scratch:
         folder = _certificates(Path(scratch)) if tls else None

@@ -1,4 +1,4 @@
-"""Facts that every figure carries (machine, versions, date), medians, and writing of JSON."""
+"""Describes the machine of a figure, computes medians, and writes results as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("muster-rendezvous", "numpy", "grpcio", "cryptography", "torch", "m
 
 
 def describe_machine() -> dict[str, Any]:
-    """Facts of this host and of the libraries at work, so that a figure can be understood later."""
+    """Returns facts of this host and of the libraries, by which a figure can be understood later."""
     versions = {name: version for name in _PACKAGES if (version := package_version(name))}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -34,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name, or the architecture where the system names no processor."""
+    """Returns the processor's name, or the architecture if the system does not name the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def cpu_model() -> str:
 
 
 def package_version(package: str) -> str:
-    """The version of an installed package; empty if it is not installed."""
+    """Returns the version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def package_version(package: str) -> str:
 
 
 def summary(samples: Sequence[float]) -> dict[str, float | int]:
-    """Median, least, 90th percentile and count of samples; in the samples' unit."""
+    """Returns median, minimum, 90th percentile and number of samples, in the samples' unit."""
     ordered = sorted(samples)
     return {
         "median": statistics.median(ordered),
@@ -63,11 +63,11 @@ def summary(samples: Sequence[float]) -> dict[str, float | int]:
 
 
 def bounds_of(variants: Collection[str], example: str) -> Callable[[str], tuple[str, str, float]]:
-    """Reads what ``--check`` takes, ``A/B=R``: two of these variants, and the least ratio of their speeds.
+    """Returns a parser of ``--check`` bounds, ``A/B=R``: two variants, and the least ratio of their speeds.
 
     Args:
-        variants: their names.
-        example: a bound, for the message that refuses what is none.
+        variants: the names of the variants.
+        example: a valid bound, for the error message.
     """
 
     def bound(text: str) -> tuple[str, str, float]:
@@ -82,7 +82,7 @@ def bounds_of(variants: Collection[str], example: str) -> Callable[[str], tuple[
 
 
 def write(path: Path, name: str, results: Mapping[str, Any]) -> None:
-    """Writes results as JSON, whole or not at all."""
+    """Writes results as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps({"benchmark": name, **results}, indent=2) + "\n", encoding="utf-8")

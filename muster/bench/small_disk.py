@@ -1,4 +1,4 @@
-"""A disk of its own for a benchmark's files, whose space can be taken away: a small tmpfs."""
+"""A small disk (a tmpfs) for a benchmark's files, which can be filled up."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class SmallDisk:
-    """Mounts a tmpfs, which takes root.
+    """A small tmpfs; mounting it requires root.
 
     Args:
-        at: where; is made.
-        size_bytes: all its space.
+        at: the mount point, which is created.
+        size_bytes: the size of the disk.
     """
 
     def __init__(self, at: Path, size_bytes: int = 1 << 20) -> None:
@@ -22,10 +22,10 @@ class SmallDisk:
         self._filler = at / "filler"
 
     def mount(self) -> None:
-        """Mounts it.
+        """Mounts the disk.
 
         Raises:
-            RuntimeError: nothing may be mounted here.
+            RuntimeError: this process must not mount disks.
         """
         self.path.mkdir()
         done = subprocess.run(
@@ -38,17 +38,17 @@ class SmallDisk:
             raise RuntimeError(f"a small disk cannot be mounted, which takes root: {done.stderr.strip()}")
 
     def fill(self) -> None:
-        """Takes the space that is left: whoever writes next finds none."""
+        """Fills the disk, so that later writes fail."""
         self.full = True
         with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(4096)):
                 pass
 
     def make_space(self) -> None:
-        """Gives the space back."""
+        """Frees the space that :meth:`fill` took."""
         self._filler.unlink(missing_ok=True)
         self.full = False
 
     def unmount(self) -> None:
-        """Takes the disk away, if it is there."""
+        """Unmounts the disk, if it is mounted."""
         subprocess.run(["umount", str(self.path)], capture_output=True, check=False)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures; times in seconds."""
+    """Measures, and returns the results; times in seconds."""
 
     async def measure(load: Load, scheduler_pid: int, _: Path) -> dict[str, Any]:
         return await _meet(args, scheduler_pid, load)
@@ -84,7 +84,7 @@ async def _open(load: Load) -> list[StoreLink]:
 
 
 async def _timed(scheduler_pid: int, work: Awaitable[object]) -> tuple[float, float]:
-    """Seconds of the clock, and of the scheduler's CPU."""
+    """Awaits ``work``; returns the elapsed seconds, and the scheduler's CPU seconds."""
     start, before_s = time.perf_counter(), cpu_s(scheduler_pid)
     await work
     return time.perf_counter() - start, cpu_s(scheduler_pid) - before_s
@@ -100,7 +100,7 @@ async def _meet_as_nccl(links: Sequence[StoreLink]) -> None:
 
 
 async def _meet_as_gloo(links: Sequence[StoreLink]) -> None:
-    """Each sets its addresses, then waits for and gets everybody's, one after the other."""
+    """Each member sets its addresses, then waits for and gets each other's, one after the other."""
     from muster.wire.v1 import store_pb2 as pb
 
     async def meet(rank: int) -> None:
@@ -115,7 +115,7 @@ async def _meet_as_gloo(links: Sequence[StoreLink]) -> None:
 
 
 async def _count_together(links: Sequence[StoreLink]) -> None:
-    """Ten adds of each member, one after the other."""
+    """Each member adds to a number ten times, one after the other."""
     from muster.wire.v1 import store_pb2 as pb
 
     async def count(link: StoreLink) -> None:

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(results: dict[str, Any], bounds: list[str]) -> int:
-    """Returns 1, and says so, if ours takes longer than these bounds allow."""
+    """Returns 1, and prints why, if the backend "muster" takes longer than these bounds allow."""
     limits = {str(size_in_bytes(text.split("=")[0])): float(text.split("=")[1]) for text in bounds}
     over = {
         size: results["ratios"][size] for size, limit in limits.items() if results["ratios"][size] > limit
@@ -81,7 +81,7 @@ def report(results: dict[str, Any]) -> None:
 
 
 def measure(workers: int, sizes: tuple[int, ...], turns: int) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each round, by backend and size.
+    """Measures the seconds of each round, by backend and size.
 
     Raises:
         RuntimeError: a process failed.

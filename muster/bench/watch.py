@@ -1,7 +1,8 @@
-"""What it costs a scheduler to be watched, and a page to show a job: simulated workers over mutual TLS.
+"""Measures the costs of watching a scheduler and of rendering a job's page, by simulated workers over mTLS.
 
-Each watcher is what ``muster web`` is to a scheduler: a stream of all jobs and one of the job. Measured are
-the scheduler's own time with and without watchers, in turns; how soon a death is seen; and what a page costs.
+Each watcher opens the same streams as ``muster web``: one of all jobs and one of the job. The benchmark
+measures the scheduler's CPU time with and without watchers, in turns; the time until a loss of a worker is
+seen; and the cost of a page.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures; times in seconds, shares of one core."""
+    """Measures, and returns the results; times in seconds, CPU time as shares of one core."""
 
     async def measure(load: Load, scheduler_pid: int, folder: Path) -> dict[str, Any]:
         return await WatchedScheduler(args, load, scheduler_pid, folder).play()
@@ -42,13 +43,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class WatchedScheduler:
-    """A scheduler whose workers stand, and those who watch it.
+    """A scheduler with an established generation, and its watchers.
 
     Args:
         args: the options.
-        load: the workers.
-        scheduler_pid: the scheduler's process.
-        folder: with the operator's certificate.
+        load: the simulated workers.
+        scheduler_pid: the scheduler's process id.
+        folder: the folder with the operator's certificate.
     """
 
     def __init__(self, args: argparse.Namespace, load: Load, scheduler_pid: int, folder: Path) -> None:
@@ -61,7 +62,7 @@ class WatchedScheduler:
         self.shown, self._gone, self._seen_at = asyncio.Event(), asyncio.Event(), 0.0
 
     async def play(self) -> dict[str, Any]:
-        """Measures with and without watchers in turns, then a page, then how soon a death is seen."""
+        """Measures with and without watchers in turns, then a page, then how soon a loss is seen."""
         without, watched = [], []
         for _ in range(self.args.turns):
             without.append(await self._share())
@@ -87,7 +88,7 @@ class WatchedScheduler:
         return (cpu_s(self._scheduler_pid) - begun_s) / (time.perf_counter() - start)
 
     async def watch(self, channel: Any, job_id: str, *, keep: bool) -> None:
-        """Reads a stream; ``keep``: it becomes what a page knows, else the bytes are dropped."""
+        """Reads a stream; with ``keep`` into the page's model, otherwise drops the bytes."""
         from muster.wire.v1 import watch_pb2 as pb
 
         call = channel.unary_stream(
@@ -109,7 +110,7 @@ class WatchedScheduler:
                 self.shown.set()
 
     async def open(self) -> Any:
-        """A connection of a watcher."""
+        """Opens a watcher's connection."""
         import grpc.aio
 
         from muster.certs.runtime.grpc_credentials import channel_credentials
@@ -123,14 +124,14 @@ class WatchedScheduler:
         return grpc.aio.secure_channel(f"127.0.0.1:{self._load.port}", tls, options)
 
     def begin(self) -> None:
-        """A page that knows nothing yet."""
+        """Begins with an empty model of the scheduler."""
         from muster.web.model import Followed
 
         self.known = Followed("here")
         self.shown.clear()
 
     def _render(self) -> dict[str, Any]:
-        """What the page costs: the first look, and then each refresh, in the web server's own time."""
+        """Measures the web server's CPU time of a page's first rendering, and of each refresh."""
         from muster.web.pages import JobPage
 
         job = self.known.jobs[JOB]
@@ -157,7 +158,7 @@ class WatchedScheduler:
 
 
 class _Watching:
-    """The watchers, for as long as it lasts."""
+    """A context in which the watchers follow the scheduler."""
 
     def __init__(self, watched: WatchedScheduler) -> None:
         self._watched = watched
@@ -173,7 +174,7 @@ class _Watching:
         shown = asyncio.ensure_future(self._watched.shown.wait())
         done, _ = await asyncio.wait([shown, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done - {shown}:
-            await task  # says why it has ended
+            await task  # raises the error that ended it
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:

@@ -1,7 +1,7 @@
-"""Runs unmodified torch and JAX programs: an agent with their session, their store over mutual TLS.
+"""Runs unmodified torch and JAX programs: an agent holds the session and serves the store over mutual TLS.
 
-On CPUs torch.distributed's process groups go over Muster's encrypted connections: the backend "muster".
+On CPUs the backend "muster" gives torch.distributed process groups over Muster's encrypted connections.
 """
 
 BACKEND = "muster"
-"""What torch calls the backend of those process groups."""
+"""The name of this backend in torch."""

@@ -1,9 +1,10 @@
-"""How the processes of a torch process group find each other: names by the assignment, ports by the store.
+"""Exchanges the addresses of a torch process group's processes.
 
-Who the members are, as which nodes, and the unique ids that prove it come from the scheduler's assignment,
-which the agent has handed over. A program may be several processes, which come and go within a generation. So
-each opens a listener of its own and says its port in the group's store: each rank sets one key, rank 0 reads
-them all and sets one with all of them, and each reads that: three operations a rank, whatever the size.
+The members, their node ids and the unique ids that prove membership come from the scheduler's assignment,
+which the agent hands over. Ports cannot come from there: a program may be several processes, which start and
+end within a generation. So each process opens a listener of its own and publishes its address in the group's
+store: each rank sets one key, rank 0 reads all of them and sets one key with the whole table, and each rank
+reads that table: at most four operations per rank, whatever the world size.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class PeerListener:
     """This process's listener, as peers reach it.
 
     Attributes:
-        process_id: of the process whose it is; a forked child opens its own.
-        incarnation: a number that no other process has.
+        process_id: id of the process that opened it; a forked child opens its own.
+        backend: the listener's backend.
+        data_address: ``host:port`` for peers.
+        incarnation: a random number from 1 to 2**64 - 1 that tells this process from others.
     """
 
     process_id: int
@@ -49,17 +52,17 @@ class PeerListener:
 
 
 _listeners: dict[tuple[str, str], PeerListener] = {}
-"""By job and config.json; what a process has inherited by fork stays, and is not used."""
+"""Listeners by job id and path of config.json. Those that were inherited by fork stay, and are not used."""
 _lock = threading.Lock()
 
 
 def open_peer_listener(handover: Handover, env: Mapping[str, str]) -> PeerListener:
-    """This process's listener for peers; opened at the first call.
+    """Returns this process's listener for peers; the first call opens it.
 
     Raises:
         SettingsError: config.json or the password is wrong.
         SecurityError: the certificate cannot be used, or plaintext would leave this host.
-        CommunicatorError: it cannot listen on that address.
+        CommunicatorError: the host cannot listen on the address.
     """
     name = handover.job_id, handover.config_path
     with _lock:
@@ -70,7 +73,7 @@ def open_peer_listener(handover: Handover, env: Mapping[str, str]) -> PeerListen
 
 
 def close_peer_listeners() -> None:
-    """Closes this process's listeners; what it has inherited by fork stays open where it belongs."""
+    """Closes this process's listeners; those that were inherited by fork stay open in the parent."""
     with _lock:
         for listener in _listeners.values():
             if listener.process_id == os.getpid():
@@ -87,7 +90,7 @@ def _open(handover: Handover, env: Mapping[str, str]) -> PeerListener:
 
 
 def follow(handover: Handover, env: Mapping[str, str]) -> Follower:
-    """This worker's credentials, which follow their files.
+    """Loads this worker's credentials; they are loaded again when their files change.
 
     Raises:
         SettingsError: config.json or the password is wrong.
@@ -104,28 +107,29 @@ def follow(handover: Handover, env: Mapping[str, str]) -> Follower:
 def exchange_addresses(
     store: Any, handover: Handover, listener: PeerListener, name: str, rank: int, size: int
 ) -> tuple[Membership, str]:
-    """Says where this process is reached, and learns where the others of its group are.
+    """Publishes this process's address in the store, and reads the addresses of the group's other ranks.
 
     Args:
-        store: torch's, with keys of this group alone.
-        handover: this program's.
-        listener: this process's.
-        name: of the group, for messages.
-        rank: of this process within the group.
-        size: of the group.
+        store: torch's store, with keys of this group alone.
+        handover: what the agent handed over.
+        listener: this process's listener.
+        name: the group's name, for messages.
+        rank: this process's rank within the group.
+        size: the group's world size.
 
     Returns:
-        The group, and what names it on the wire: no other group, before or after, has the same.
+        The group's membership, and the group's name on the wire, which no earlier or later group has.
 
     Raises:
-        CommunicatorError: the ranks are of different generations or jobs, or one said what is no address.
+        CommunicatorError: the ranks are of different generations, one published something that is not an
+            address, or the table does not have ``size`` ranks.
     """
     mine = [handover.generation, handover.member, listener.data_address, listener.incarnation]
     _set_new(store, f"muster/{rank}", json.dumps(mine))
     try:
         if rank == 0:
             said = store.multi_get([f"muster/{each}" for each in range(size)])
-            # The same processes may make many groups, whose tables are the same but for this number.
+            # The same processes may make many groups: only this number tells their tables apart.
             _set_new(store, "muster/all", json.dumps([os.urandom(16).hex(), *map(json.loads, said)]))
         table = store.get("muster/all")
         _, *rows = json.loads(table)
@@ -143,9 +147,9 @@ def exchange_addresses(
 
 
 def _set_new(store: Any, key: str, value: str) -> None:
-    """Sets a key that has no older value, which somebody might read still: so it need not wait for the store.
+    """Sets a new key without waiting for the store: nobody can read an older value instead.
 
-    The plug-in for torch lets other writes wait, see ``programs/plugin.py``.
+    All other writes wait, because the plug-in for torch wraps them: see ``programs/plugin.py``.
     """
     write = type(store).set
     getattr(write, "__wrapped__", write)(store, key, value)

@@ -1,20 +1,21 @@
-"""Holds the session of one worker whose script knows nothing of Muster, and its store; starts the script.
+"""Runs a script that knows nothing of Muster as a worker: holds the worker's session and the script's store.
 
 ``muster run`` starts one agent for each worker whose command is a torch program. The agent joins, waits for
-the group, opens the store's listener on loopback, and runs the command with what torchrun would set. It lives
-as long as its script and no longer:
+the group, opens the store's listener on loopback, and runs the command with the environment variables that
+torchrun would set. It lives as long as its script and no longer:
 
-- The script ends well: the worker has finished. It fails: the worker has failed, with the same exit code or
-  signal, unless another member's script failed first. Then it was a consequence, and the script is started
-  again in the next generation.
-- The generation ends: the script and all it has started are ended (SIGTERM, then SIGKILL), and the script is
-  started again in the next generation, with the ranks of that. A script that has asked for it
-  (:func:`muster.torch.on_new_generation`) learns of both instead and goes on.
-- The agent is killed: the launcher, which leads no other process group for it, kills what is left of its
-  group, script and all. The launcher is killed: its guardian does the same.
-- The scheduler goes: the session waits for it as every worker does, the store's operations wait with it, and
-  the script goes on with what it has connected. What the store held may be lost then, if the scheduler is
-  started again: the agents ask for another generation.
+- The script exits with 0: the worker has finished. The script fails: the worker fails with the same exit code
+  or signal, unless another member's script failed first. In that case the failure was a consequence, and the
+  script is started again in the next generation.
+- The generation ends: the script and all processes that it started are ended (SIGTERM, then SIGKILL), and the
+  script is started again in the next generation, with that generation's ranks. A script that has called
+  :func:`muster.torch.on_new_generation` or :func:`muster.torch.keep_alive` is told of the end and of the next
+  generation instead, and goes on.
+- The agent is killed: the launcher kills the rest of the agent's process group, the script included. The
+  launcher is killed: its guardian does the same.
+- The scheduler is lost: the session and the store's operations wait for it, and the script goes on with its
+  established connections. If the scheduler is started again and the store's content is lost, the agents ask
+  for a new generation.
 
 Nothing here runs in the script's process, so neither its interpreter's lock nor its end can harm the session.
 """
@@ -68,30 +69,37 @@ TORCH_PREFIX = b"torch/"
 FIRST_FAILURE = b"agent/first-failure"
 LOOK_S = 0.05
 MOST_HEARD_BYTES = 65536
-"""A line of the script is no longer."""
+"""The longest line that is read from the script, in bytes."""
 
 CONSEQUENCE_S = 60.0
-"""So long a script's failure that another's came before may wait for the generation to end."""
+"""How long an agent whose script failed after another's waits for the generation to end, in seconds."""
 
 RAISED = 1
-"""The exit code of Python after an exception, which may be what the loss of another brought about."""
+"""The exit code of Python after an exception, which the loss of another rank may have caused."""
 
 RAISED_SETTLE_S = 1.0
 CAUGHT_SETTLE_S = 10.0
-"""A process that dies breaks its connections before its end is seen: who fails by an exception waits so long
-for a worse end of another, and longer where its process goes on and had nothing to tear down. On a machine
-with far more to do than it has cores, an agent saw its script's end more than two seconds late. An agent that
-has gone with its script, as with a host, is missed after MS_NODE_TIMEOUT: who goes on waits for that, too.
+"""How long a failure by an exception waits for an earlier failure of another member, in seconds: the first
+after the script has exited, the second while the script goes on.
+
+A process that dies breaks its connections before its agent sees its end, so the others' exceptions may be
+known first. The second is longer because a process that goes on has nothing to tear down: on an overloaded
+machine, an agent saw its script's end more than two seconds late. MS_NODE_TIMEOUT is added to it, after which
+an agent that was lost together with its script, as with its host, is missed.
 """
 
 END_GRACE_S = 5.0
-"""What a script has between SIGTERM and SIGKILL when its generation is over."""
+"""The time between SIGTERM and SIGKILL for a script whose generation is over, in seconds."""
 
 _SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``-- COMMAND [ARGUMENT...]`` as a worker of the job that the environment names."""
+    """Runs ``-- COMMAND [ARGUMENT...]`` as a worker of the job that the environment names.
+
+    Returns:
+        The exit code.
+    """
     command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
     sys.argv[0] = next((word for word in command if word.endswith(".py")), command[0])  # for `ps`
     return Agent(command).run()
@@ -101,7 +109,7 @@ class Agent:
     """One worker's agent.
 
     Args:
-        command: what to run.
+        command: the script's command line.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -119,10 +127,11 @@ class Agent:
         self._mailbox = Mailbox()
 
     def run(self) -> int:
-        """Joins, and runs the command in one generation after the other; returns its exit code.
+        """Joins, and runs the command in each generation until it ends; returns its exit code.
 
         Raises:
-            WorkerError: there is no place for this worker (any more).
+            SettingsError: a setting is wrong.
+            WorkerError: this worker cannot join, or has lost its place in the job.
         """
         for each in ("MS_IN_PLACE", "MS_STEP_TIMES"):
             Environment(os.environ, SettingsError).flag(each)  # the plug-in for torch cannot refuse it
@@ -147,11 +156,11 @@ class Agent:
         script, session = self._script, self._session
         if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
             script.send_signal(number)
-        if not self._watches and session is not None:  # also while a script waits that outlives generations
+        if not self._watches and session is not None:  # also while a script waits for the next generation
             session.leave_now(self._asked_to_end.name)
 
     def _rejoin(self, session: Session) -> None:
-        if self._asked_to_end is not None:  # while it watched, so no handler has told the session
+        if self._asked_to_end is not None:  # asked while watching, when the handler does not tell the session
             session.leave_now(self._asked_to_end.name)
         while True:
             try:
@@ -161,7 +170,10 @@ class Agent:
                 log.info("%s", change.message)
 
     def _leave(self, session: Session, code: int) -> int:
-        """The exit code for the launcher; a script that a signal has ended lets its agent end by the same."""
+        """Ends the session; returns the exit code for the launcher.
+
+        If a signal ended the script, the agent ends itself by the same signal.
+        """
         if code == 0:
             session.release(finished=True)
         elif self._asked_to_end and code in (-signal.SIGTERM, SIGTERM_EXIT_CODE):
@@ -180,7 +192,7 @@ class Agent:
     # ------------------------------------------------------------ one generation
 
     def _run_generation(self, session: Session) -> int | None:
-        """Runs the script in this generation; returns its exit code, None: the generation is over."""
+        """Runs the script in this generation; returns its exit code, or None if the generation is over."""
         keyring = load_keyring(session.settings, os.environ)
         me, generation = session.me, session.generation
         store = StoreClient(session.settings, keyring, me.node_id, me.incarnation, generation)
@@ -197,7 +209,7 @@ class Agent:
                 self._script is not None and self._script.poll() == 0
             ):  # it has ended well between two generations
                 return self._ended(session, store, 0)
-            session.report(self._starts + 1, 0.0)  # it has begun, so it holds what state there is
+            session.report(self._starts + 1, 0.0)  # with a step reported it counts as holding the state
             script = self._begin(variables)
             self._starts += 1
             if self._watch(session, store, script):
@@ -205,7 +217,7 @@ class Agent:
             if not self._rebuilds or not self._say(over="The generation is over."):
                 self._end_script()
             return None
-        except MembershipChanged as change:  # it was over before the script could begin
+        except MembershipChanged as change:  # the generation was over before the script could begin
             log.info("%s", change.message)
             return None
         finally:
@@ -213,7 +225,7 @@ class Agent:
             store.close("The generation is over.")
 
     def _begin(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Starts the script, unless it has lived through the generation before."""
+        """Starts the script, or tells one that outlived the previous generation of this one."""
         secret = () if self._secret.descriptor < 0 else (self._secret.descriptor,)
         if self._script is not None and self._say(secret, variables=dict(variables)):
             return self._script
@@ -226,19 +238,19 @@ class Agent:
                 env[DESCRIPTOR_VARIABLE] = str(*secret)
             script = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(), *secret))
         self._script, self._rebuilds, self._heard = script, False, b""
-        if self._asked_to_end:  # it came just before
+        if self._asked_to_end:  # the signal came just before the script was started
             script.send_signal(signal.SIGTERM)
         return script
 
     def _take_stacks(self, limit_bytes: int) -> str:
-        """Where the script stands; called by a thread of the session's."""
+        """Returns the script's stacks, at most ``limit_bytes``; called in a thread of the session."""
         script = self._script
         if script is None or script.poll() is not None:
             return "No program runs here at the moment."
         return program_report(self._mailbox, script.pid, limit_bytes, os.environ)
 
     def _say(self, descriptors: Sequence[int] = (), **said: object) -> bool:
-        """Says something to a script that listens, and gives it descriptors; returns whether it is there."""
+        """Sends a message and file descriptors to the script; returns whether they could be sent."""
         assert self._line is not None
         text = json.dumps(said).encode() + b"\n"
         try:
@@ -249,7 +261,11 @@ class Agent:
         return True
 
     def _watch(self, session: Session, store: StoreClient, script: subprocess.Popen[bytes]) -> bool:
-        """Waits for the end of the script (True) or of the generation (False)."""
+        """Waits until the script has ended or the generation is over.
+
+        Returns:
+            Whether to handle the script's end: it has ended, and if the generation is over, with exit code 0.
+        """
         assert self._line is not None
         ended = select.poll()
         handle, line = os.pidfd_open(script.pid), self._line.fileno()
@@ -262,7 +278,7 @@ class Agent:
                     return script.poll() == 0
                 if any(which == line for which, _ in ended.poll(1000 * LOOK_S)):
                     heard = b""
-                    with contextlib.suppress(ConnectionResetError):  # it has gone with words unread
+                    with contextlib.suppress(ConnectionResetError):  # the script ended with messages unread
                         heard = self._line.recv(4096)
                     if not heard:
                         ended.unregister(line)
@@ -273,7 +289,7 @@ class Agent:
         return True
 
     def _hear(self, session: Session, store: StoreClient, heard: bytes) -> None:
-        """Takes in what the script says, a line for each matter."""
+        """Handles the script's messages, one per line."""
         *lines, rest = (self._heard + heard).split(b"\n")
         self._heard = rest[:MOST_HEARD_BYTES]
         for line in lines:
@@ -287,7 +303,7 @@ class Agent:
                 self._rebuilds = False
                 session.ask_for_new_generation(line[len(b"restart ") :].decode(errors="replace"))
             else:
-                # It may say anything.
+                # The script's line is not trusted: a malformed one is dropped.
                 with contextlib.suppress(
                     ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, WorkerError
                 ):
@@ -302,7 +318,7 @@ class Agent:
             if isinstance(store.error, StoreLostError) and self._lost is not store:
                 self._lost = store
                 session.ask_for_new_generation(store.error.message)
-            if session.membership_event is not None:  # a planned change: this worker may go at any time
+            if session.membership_event is not None:  # a planned change: this worker is ready at any time
                 session.step_boundary(self._starts)
             _ = session.communicator
         except MembershipChanged as change:
@@ -311,7 +327,11 @@ class Agent:
         return False
 
     def _ended(self, session: Session, store: StoreClient, code: int) -> int | None:
-        """Whether a script that has ended ends its worker: not if another member's failed before."""
+        """Decides whether the script's end ends its worker.
+
+        Returns:
+            The worker's exit code; None if another member's script failed first, and the generation is over.
+        """
         if code == 0:
             with contextlib.suppress(StoreEndedError, TimeoutError):
                 store.set(TORCH_PREFIX + f"/{FINISHED_KEY}".encode(), b"1")
@@ -328,7 +348,13 @@ class Agent:
         return code
 
     def _is_first_failure(self, session: Session, store: StoreClient, settle_s: float) -> bool:
-        """Whether no other member's script has failed in this generation before, or does within a while."""
+        """Whether this is the generation's first failure of a script.
+
+        Args:
+            session: this worker's.
+            store: the generation's.
+            settle_s: how long to wait for another member's failure before claiming to be the first.
+        """
         me = session.node_id.encode()
         try:
             if settle_s:
@@ -338,7 +364,10 @@ class Agent:
             return False
 
     def _end_script(self) -> None:
-        """Ends the script and all that it has started, which are children of this process by then."""
+        """Ends the script and all processes that it started.
+
+        Those become children of this process, a subreaper, when their parents end.
+        """
         script, self._script = self._script, None
         if script is None:
             return
@@ -361,7 +390,7 @@ class Agent:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one, by whichever of its threads."""
+    """Ids of this process's children, whichever of its threads started them."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):

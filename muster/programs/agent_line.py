@@ -1,4 +1,4 @@
-"""The line from a torch program that outlives generations to its agent."""
+"""The connection between a torch program that outlives generations and its agent."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _GONE = "The agent of this program has gone."
 _MOST_HEARD_BYTES = 65_536
 _LOOK_S = 1.0
 _END_GRACE_S = 5.0
-"""What this program has between SIGTERM and SIGKILL when its agent was killed; as its agent gives it."""
+"""The time between SIGTERM and SIGKILL for a program whose agent was killed, in seconds; as agents wait."""
 
 
 class AgentLine:
-    """What this program's agent says of the generations, and what the program says to it.
+    """Tells a program of the ends and beginnings of generations, and passes its messages to its agent.
 
-    From here on the agent lets the program live when a generation ends.
+    From its creation on the agent lets the program live when a generation ends.
 
     Args:
-        on_over: called with the reason, in a thread of its own, when the generation is over.
+        on_over: called with the reason, in the listening thread, when the generation is over.
 
     Raises:
         NotInitializedError: no agent of ``muster run`` has started this program.
+        SystemExit: the agent has ended.
     """
 
     def __init__(self, on_over: Callable[[str], None]) -> None:
@@ -61,15 +62,19 @@ class AgentLine:
         self.stay()
 
     def stay(self) -> None:
-        """Has the agent let this program live when a generation ends, as it does from the beginning."""
+        """Asks the agent to let this program live when a generation ends, which is the default."""
         self._line.sendall(b"rebuilds\n")
 
     def do_not_stay(self) -> None:
-        """Has the agent end this program with the generation, until :meth:`stay` is called."""
+        """Asks the agent to end this program with the generation, until :meth:`stay` is called."""
         self._line.sendall(b"ends\n")
 
     def failed_first(self) -> bool:
-        """Whether this program's failure is its own; False: the generation is over."""
+        """Reports a failure of this program to the agent, and waits for its verdict.
+
+        Returns:
+            Whether the failure is this program's own; False if the generation is over.
+        """
         with self._changed:
             if not self._over:
                 self._line.sendall(b"failed\n")
@@ -78,12 +83,12 @@ class AgentLine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the generation is over that was entered last."""
+        """Whether the generation that was entered last is over."""
         with self._changed:
             return self._over
 
     def restart(self, why: str) -> NoReturn:
-        """Has the agent end this process and start the program in the next generation; logs why."""
+        """Asks the agent to end this process and to start the program in the next generation; logs why."""
         log.warning("The program is started again: %s", why)
         self._line.sendall(f"restart {' '.join(why.split())}\n".encode())
         with self._changed:
@@ -95,6 +100,9 @@ class AgentLine:
 
         Args:
             look: called once a second while it waits; it may raise.
+
+        Raises:
+            SystemExit: the agent has ended.
         """
         while not self._has_next():
             look()
@@ -121,11 +129,11 @@ class AgentLine:
             start_thread(self._end_without_agent, name="muster-agent-end")
 
     def _hear(self) -> None:
-        """Takes what the agent says until the line ends."""
+        """Handles the agent's messages until the connection ends."""
         rest = b""
         while True:
             heard, secrets, _, _ = socket.recv_fds(self._line, _MOST_HEARD_BYTES, 1)
-            for secret in secrets:  # before the news of its generation
+            for secret in secrets:  # before the message about its generation
                 take_new_secret(secret, os.environ)
             if not heard:
                 return
@@ -134,9 +142,9 @@ class AgentLine:
                 self._take(json.loads(line))
 
     def _end_without_agent(self) -> None:
-        """Ends this process if its agent was killed: the next one starts the program itself.
+        """Ends this process if its agent was killed; the next agent starts a process of its own.
 
-        An agent that lives closes the line when it ends the program, and does so itself.
+        An agent that lives closes the connection too, when it ends the program, but then ends it itself.
         """
         ended = select.poll()
         ended.register(self._agent, select.POLLIN)
@@ -150,7 +158,7 @@ class AgentLine:
 
     def _take(self, said: dict[str, Any]) -> None:
         with self._changed:
-            if "over" in said:  # also of a generation that this program has not entered yet
+            if "over" in said:  # it may be about a generation that this program has not entered yet
                 self._over, self._next = True, None
             self._first = self._first or "first" in said
             self._next = said.get("variables", self._next)

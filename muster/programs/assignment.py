@@ -1,4 +1,4 @@
-"""What an agent hands over to the programs that it has started, by its listener on loopback."""
+"""The data that an agent hands over to its programs through its listener on loopback."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from muster.worker.session.session import Session
 
 FINISHED_KEY = "muster/finished"
-"""Stands in a generation's store once a member's script has ended well."""
+"""The key that is set in a generation's store once a member's script has exited with 0."""
 
 KEY = "muster/assignment"
-"""Which key of the agent's listener it has; the agent itself answers, the scheduler's store lacks it."""
+"""The key of the handover, which the agent's listener answers by itself: the scheduler's store lacks it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPlace:
-    """A member of the generation: one that has started a torch program, or several."""
+    """A member of the generation, whose agent has started one or more processes of a torch program."""
 
     node_id: str
     host_id: str
@@ -28,14 +28,17 @@ class HeldPlace:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The generation as the scheduler has assigned it, and what a program's own connections need.
+    """The generation as the scheduler assigned it, with what a program needs to connect to other ranks.
 
     Attributes:
-        member: which of ``members`` has started the program.
-        address: of this host, where peers reach it; no port.
-        config_path: config.json; empty: no TLS.
-        allow_insecure: plaintext may leave loopback.
-        unique_ids: secret; only the generation's members know them.
+        job_id: the job.
+        generation: the generation's number.
+        member: index in ``members`` of the agent that has started the program.
+        members: the generation's members, in the order of their ranks.
+        address: this host's address for peers, without a port.
+        config_path: path of config.json; empty without TLS.
+        allow_insecure: whether plaintext may leave loopback.
+        unique_ids: secrets that only the generation's members know.
     """
 
     job_id: str
@@ -48,7 +51,7 @@ class Handover:
     unique_ids: tuple[bytes, ...] = field(repr=False)
 
     def encode(self) -> bytes:
-        """As bytes, for :meth:`decode`."""
+        """Returns it as JSON, for :meth:`decode`."""
         return json.dumps({**asdict(self), "unique_ids": [each.hex() for each in self.unique_ids]}).encode()
 
     @classmethod
@@ -61,10 +64,10 @@ class Handover:
 
 
 def handover_of(session: Session) -> Handover:
-    """What this worker's programs need to know of its present generation.
+    """Builds the handover of this worker's current generation.
 
     Raises:
-        MembershipChanged: it is over.
+        MembershipChanged: the generation is over.
     """
     membership, settings = session.communicator.membership, session.settings
     members = tuple(HeldPlace(each.node_id, each.host_id, each.host_name) for each in membership.peers)
@@ -81,5 +84,5 @@ def handover_of(session: Session) -> Handover:
 
 
 def own_keys(handover: Handover) -> Mapping[bytes, bytes]:
-    """What the agent's listener answers by itself, by the keys that torch's client makes of its callers'."""
+    """The keys that the agent's listener answers by itself, as torch's client sends them, and the values."""
     return {f"/{KEY}".encode(): handover.encode()}

@@ -1,9 +1,9 @@
-"""Where the callbacks of collectives run: in threads beside the group's own, and one after the other.
+"""Runs the callbacks of collectives, one after the other, in threads beside the group's own.
 
-A callback may wait for other collectives, so it must not hold up the thread that carries them out. And it may
-call some: those of two callbacks, or of a callback and the program, would come in another order on each rank.
-So callbacks run in the order in which they were attached, which is the program's, and what is called in
-them goes another way than what the program calls: see :func:`caller`.
+A callback may wait for other collectives, so it must not block the thread that runs them. It may also call
+collectives: if two callbacks, or a callback and the program, called them at the same time, their order would
+differ from rank to rank. So callbacks run in the order in which they were attached, which is the same on all
+ranks, and their collectives use other connections than the program's: see :func:`caller`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ from muster.wire.threads import start_thread
 log = logging.getLogger("muster.worker")
 
 PROGRAM = ""
-"""The caller of all that no callback calls."""
+"""The caller of collectives that are not called in a callback."""
 
 _on_behalf_of = threading.local()
 
 
 def caller() -> str:
-    """On whose behalf this thread calls collectives: the program's, or of which group's callbacks.
+    """The caller of this thread's collectives: the program, or the callbacks of one group and caller.
 
-    The same on all ranks. Calls of one caller come in the same order on all of them, those of two need not.
+    It has the same value on all ranks. The collectives of one caller are called in the same order on all
+    ranks; those of different callers need not be.
     """
     name: str = getattr(_on_behalf_of, "caller", PROGRAM)
     return name
 
 
 class Callbacks:
-    """Runs callbacks of one group's collectives that one caller has called.
+    """Runs the callbacks of those collectives of one group that one caller has called.
 
     Args:
-        group: what names the group on all ranks.
-        of: that caller.
+        group: the group's name, the same on all ranks.
+        of: the caller of the collectives.
+
+    Attributes:
+        caller: the caller of collectives that these callbacks call.
     """
 
     def __init__(self, group: str, of: str) -> None:
@@ -55,12 +59,12 @@ class Callbacks:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits to be run."""
+        """Whether no callback runs or is queued, and no future is being completed."""
         with self._changed:
             return not (self._runs or self._waiting or self._completing)
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until nothing runs or waits to be run, or so long; in a callback not at all."""
+        """Waits until idle, at most ``timeout_s`` seconds; in one of these callbacks, returns at once."""
         if caller() != self.caller:
             with self._changed:
                 self._changed.wait_for(
@@ -68,13 +72,13 @@ class Callbacks:
                 )
 
     def close(self) -> None:
-        """Ends the thread when nothing waits to be run."""
+        """Ends the thread once no callback is queued."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def complete(self, set_outcome: Callable[[], None]) -> None:
-        """Completes a future, in a thread of its own: what is attached to it natively runs there."""
+        """Completes a future in a new thread, in which callbacks that were attached from C++ run."""
 
         def run() -> None:
             _on_behalf_of.caller = self.caller
@@ -90,7 +94,7 @@ class Callbacks:
         start_thread(run, name=self._name)
 
     def put(self, future: CallbackFuture, run: Callable[[], None]) -> None:
-        """Adds what is to run when a future is done, and all that was added before has run."""
+        """Queues a callback; it runs when the future is done and all callbacks queued before have run."""
         with self._changed:
             self._waiting.append((future, run))
             if self._thread is None:
@@ -98,7 +102,10 @@ class Callbacks:
             self._changed.notify_all()
 
     def help(self, future: CallbackFuture) -> None:
-        """In a callback that waits for a future: runs what is queued behind it, until that is done."""
+        """Runs queued callbacks until the future is done, if called in a callback; else does nothing.
+
+        The future may depend on them, and they would wait for the present callback.
+        """
         while threading.current_thread() is self._thread and not future.done() and self._waiting:
             self._run_next()
 
@@ -125,10 +132,10 @@ class Callbacks:
 
 
 class _FailedValue:
-    """Takes the place of a value that does not exist.
+    """The value of a future that failed; raises or names the error when it is used.
 
-    Python can give torch's futures no error that C++ knows. DDP looks for tensors in the value, by pickling,
-    or takes it for one and says what it is instead: it meets the error in both.
+    Python cannot give torch's futures an error that C++ knows. DDP either looks for tensors in the value by
+    pickling it, which raises the error, or reports that the value is not a tensor, which prints the error.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -142,12 +149,13 @@ class _FailedValue:
 
 
 class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has no types here
-    """A future whose callbacks, and theirs, run in order in the thread of :class:`Callbacks`.
+    """A future whose callbacks, and those of the futures they return, run in order in :class:`Callbacks`.
 
     Args:
-        callbacks: of the collective's caller.
-        awaits_callback: it is done when a callback has run; else when a collective is over.
-        ordered: False: its callbacks run as torch's own do, when it is done.
+        callbacks: runs the callbacks.
+        awaits_callback: whether it completes when a callback has run, rather than when a collective is over.
+        ordered: whether callbacks run in the order in which they are attached; False: as torch runs them,
+            when the future is done.
     """
 
     def __init__(self, callbacks: Callbacks, *, awaits_callback: bool = False, ordered: bool = True) -> None:
@@ -157,7 +165,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         self._ordered = ordered
 
     def fail(self, error: Exception) -> None:
-        """Completes it with what all who ask for its value get, C++ included."""
+        """Completes it with an error, which whoever reads its value gets, in C++ too."""
 
         def refuse(_: Any) -> None:
             raise error
@@ -171,7 +179,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         return super().wait()
 
     def settle(self) -> None:
-        """Waits until it is done, well or not."""
+        """Waits until it is done, whether it has succeeded or failed."""
         if self.done():
             return
         done = threading.Event()
@@ -179,7 +187,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         done.wait()
 
     def when_completed(self, call: Callable[[], None]) -> None:
-        """Calls something quick when it is done, in whatever thread."""
+        """Calls ``call``, which must be quick, when it is done, in whichever thread completes it."""
         super().add_done_callback(lambda _: call())
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
@@ -200,7 +208,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """See torch: what it raises is logged."""
+        """See torch; what the callback raises is logged."""
         if not self._ordered:
             super().add_done_callback(callback)
             return

@@ -1,4 +1,4 @@
-"""The store of a generation for a process's ordinary threads: an event loop of its own, a link, proxies."""
+"""A generation's store for ordinary threads: runs the link and the proxies on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -37,11 +37,16 @@ class StoreClient:
     """One member's store of one generation, with the proxies that torch programs connect to.
 
     Args:
-        settings: where the scheduler is, and whose job this is.
+        settings: the worker's settings, with the scheduler's hosts and the job.
         keyring: this worker's credentials; None without TLS.
-        node_id: the member.
-        incarnation: which of its processes.
-        generation: whose store; 0: the agents' of the job.
+        node_id: the member's node id.
+        incarnation: the incarnation of the member's process.
+        generation: the generation whose store this is; 0 for the store that the job's agents share.
+
+    Raises:
+        StoreEndedError: from the methods that ask the store: the generation is over, or the store refused
+            the operation.
+        TimeoutError: from the same methods: no answer came within 300 s.
     """
 
     def __init__(
@@ -69,8 +74,8 @@ class StoreClient:
         """Opens a listener on loopback; returns its port.
 
         Args:
-            prefix: what its keys begin with in the store.
-            own: what it answers without the store.
+            prefix: put before all of its keys in the store.
+            own: keys that it answers without the store, and their values.
         """
         proxy = Proxy(self._link, prefix=prefix, own=own)
         self._proxies.append(proxy)
@@ -78,7 +83,7 @@ class StoreClient:
 
     @property
     def error(self) -> StoreEndedError | None:
-        """Why the store is gone; None: it is not."""
+        """Why the store has ended; None if it has not."""
         return self._link.error
 
     def set(self, key: bytes, value: bytes) -> None:
@@ -86,26 +91,30 @@ class StoreClient:
         self._ask(pb.STORE_KIND_SET, (key,), (value,))
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None: it has none."""
+        """Returns the value of a key; None if it has none."""
         values = self._ask(pb.STORE_KIND_GET, (key,)).values
         return values[0] if values else None
 
     def add(self, key: bytes, amount: int) -> int:
-        """Adds to a number; returns the sum."""
+        """Adds to the number under a key; returns the sum."""
         return self._ask(pb.STORE_KIND_ADD, (key,), amount=amount).amount
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Sets a key if it is as expected, empty: if it has no value; returns what it is then."""
+        """Sets a key if its value is ``expected``, where empty means that it has none.
+
+        Returns:
+            The key's value after the operation.
+        """
         return self._ask(pb.STORE_KIND_COMPARE_SET, (key,), (expected, desired)).values[0]
 
     def wait(self, key: bytes, timeout_s: float) -> bool:
-        """Waits until a key is there, at most so long; returns whether it is."""
+        """Waits for a key to be set, at most ``timeout_s`` seconds; returns whether it is."""
         within_s = timeout_s + CALL_TIMEOUT_S
         answer = self._ask(pb.STORE_KIND_WAIT, (key,), timeout_s=timeout_s, within_s=within_s)
         return answer.status == pb.STORE_STATUS_OK
 
     def close(self, reason: str = "The store was closed.") -> None:
-        """Ends listeners, connections and the stream; idempotent."""
+        """Closes the listeners, their connections and the stream; idempotent."""
         if self._closed:
             return
         self._closed = True

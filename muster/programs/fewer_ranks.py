@@ -1,4 +1,4 @@
-"""Operations of a process group some of whose ranks are not there: means stay means."""
+"""Adapts a process group's operations to generations that lack some of its ranks: means stay means."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ _SERVED = frozenset(("allreduce", "allreduce_coalesced", "allgather", "barrier",
 
 
 class FewerRanks:
-    """Turns the arguments of a group's operations into those of a group of fewer ranks.
+    """Turns the arguments of a group's operations into those for a group of fewer ranks.
 
-    A sum of floating-point numbers is scaled up as if who is absent had given the mean of the others: so
-    what is divided by the world size afterwards, or was before, as DDP and FSDP2 do, is the mean of those who
-    are there. Of what is gathered, the absent ranks' parts are zeros. What an absent rank would broadcast
-    comes from the first who is there.
+    The inputs of a floating-point sum are scaled by the whole group's size over the number of present ranks,
+    as if each absent rank had contributed the others' mean. So a sum that is divided by the whole world size,
+    before or after the all_reduce, as in DDP and FSDP2, is the mean over the present ranks. In gathered
+    results, the parts of absent ranks are zeros. A broadcast from an absent rank comes from the first present
+    one instead.
 
     Args:
-        there: which ranks of the whole group are there, in order.
-        size: of the whole group.
+        there: the present ranks of the whole group, in order.
+        size: the whole group's world size.
     """
 
     def __init__(self, there: Sequence[int], size: int) -> None:
         self._there, self._size = list(there), size
 
     def arguments(self, name: str, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments for the group of those who are there.
+        """Returns the arguments for the group of the present ranks; scales the given tensors in place.
 
         Args:
             name: the process group's method.
-            args: as for the whole group.
+            args: the arguments for the whole group.
 
         Raises:
-            WorkerError: this operation cannot be done without all ranks.
+            WorkerError: this operation needs all ranks.
         """
         given = list(args)
         if name not in _SERVED:

@@ -1,4 +1,4 @@
-"""For torch programs that build their process groups again in the same process when the members change."""
+"""Lets a torch program build its process groups again in the same process when the members change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a program is in one generation: number, rank, world size, rank and size on its host."""
+    """A process's place in a generation: the generation's number, global and local rank and world size."""
 
     number: int
     rank: int
@@ -31,20 +31,21 @@ class Generation:
 def on_new_generation(train: Callable[[Generation], T]) -> T:
     """Calls ``train`` in this generation and in each that follows, until it returns.
 
-    ``train`` makes its process groups (``init_process_group()``), takes its state from a checkpoint or from
-    rank 0, and trains. When the members change, the process groups are aborted, whatever ``train`` raises
-    then is dropped, the groups are destroyed, and it is called again with the next generation's ranks, which
-    also stand in the environment. Objects that hold a process group (DDP, FSDP2) must be made within it.
+    ``train`` makes its process groups (``init_process_group()``), loads its state from a checkpoint or gets
+    it from rank 0, and trains. When the members change, the process groups are aborted, the exception that
+    ``train`` raises for it is dropped, the groups are destroyed, and ``train`` is called again with the next
+    generation's ranks, which the environment variables hold, too. Objects that hold a process group (DDP,
+    FSDP2) must be created in ``train``.
 
     Args:
-        train: one generation's training.
+        train: trains in one generation.
 
     Returns:
         What ``train`` returns.
 
     Raises:
         NotInitializedError: no agent of ``muster run`` has started this program.
-        Exception: what ``train`` raises by itself.
+        Exception: ``train`` raised it while its generation was not over.
     """
     agent = AgentLine(_end_groups)
     while True:
@@ -65,7 +66,7 @@ def _generation() -> Generation:
 
 
 def _end_groups(_reason: str) -> None:
-    """Ends collectives that wait for members that are gone, where the backend can."""
+    """Aborts collectives that wait for lost members, if the backend can."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         return

@@ -1,6 +1,6 @@
-"""Torch's process group over Muster's encrypted connections, for tensors on CPUs.
+"""A torch process group over Muster's encrypted connections, for tensors on CPUs.
 
-A subclass of ProcessGroup and not of Backend, which Python cannot derive from in every torch from 2.5 on.
+It is a subclass of ProcessGroup, because Python cannot derive from Backend in every torch from 2.5 on.
 """
 
 from __future__ import annotations
@@ -56,17 +56,22 @@ _MOST_TAG = (1 << 31) - 1
 
 
 class MusterProcessGroup(NamedProcessGroup):
-    """One group of ranks. Collectives run one at a time, in the order of their calls, the same on all ranks.
+    """One group of ranks, whose collectives run one at a time, in the order of their calls.
 
-    A synchronous collective runs in the thread that calls it; others run in a thread of the group. What fails
-    with anything but :class:`~muster.errors.ArrayError` makes the group unusable, on all ranks.
+    All ranks must call them in the same order. A synchronous collective runs in the calling thread if no
+    other is queued; all others run in a thread of the group. An error other than
+    :class:`~muster.errors.ArrayError` makes the group unusable on all ranks.
 
     Args:
-        store: torch's, with keys of this group alone.
-        rank: of this process within the group.
-        size: how many ranks there are.
-        timeout: of each collective and message.
-        name: for messages.
+        store: torch's store, with keys of this group alone.
+        rank: this process's rank within the group.
+        size: the group's world size.
+        timeout: the limit for each collective and message.
+        name: the group's name, for messages.
+
+    Raises:
+        FormationTimeoutError: not all ranks have made the group in time.
+        CommunicatorError: the ranks' addresses are wrong, or the connections fail.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str = "world") -> None:
@@ -84,8 +89,8 @@ class MusterProcessGroup(NamedProcessGroup):
                 remedy="All ranks must make the same groups in the same order; see the others' logs.",
             ) from None
         self._open(membership, listener.backend.endpoint, path, timeout_s)
-        self._store = store  # torch lets go of it
-        _opened[id(self)] = self  # and of this, while C++ still calls it
+        self._store = store  # torch keeps no reference to it
+        _opened[id(self)] = self  # nor to this group, which C++ still calls
 
     def _open(self, membership: Membership, endpoint: Any, path: str, timeout_s: float) -> None:
         self.membership = membership
@@ -109,7 +114,7 @@ class MusterProcessGroup(NamedProcessGroup):
         return _OrderedCalls(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
 
     def _calls_of_caller(self) -> _OrderedCalls:
-        """That of who calls; made when somebody first does."""
+        """Returns the calls of the current caller, and makes them at its first collective."""
         of = caller()
         with self._calls_lock:
             calls = self._calls_of.get(of)
@@ -128,7 +133,7 @@ class MusterProcessGroup(NamedProcessGroup):
 
     @property
     def _communicator(self) -> TcpCommunicator:
-        """That of the collective which this thread runs."""
+        """The communicator of the collective that this thread runs."""
         communicator: TcpCommunicator = self._running.communicator
         return communicator
 
@@ -151,7 +156,7 @@ class MusterProcessGroup(NamedProcessGroup):
         return self.membership.world_size
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Changes the deadline of what is called from now on."""
+        """Changes the timeout of collectives and messages that are called from now on."""
         self._messages.timeout_s = timeout.total_seconds()
         for calls in self._all_calls():
             calls.communicator.timeout_s = timeout.total_seconds()
@@ -159,7 +164,7 @@ class MusterProcessGroup(NamedProcessGroup):
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Ends what hangs; the group is unusable then."""
+        """Fails all collectives and messages in progress; the group is unusable afterwards."""
         if self._is_inherited:
             return
         error = CommunicatorAbortedError("The process group was aborted.")
@@ -169,7 +174,7 @@ class MusterProcessGroup(NamedProcessGroup):
         _opened.pop(id(self), None)
 
     def shutdown(self) -> None:
-        """Ends the group after what was called before; idempotent."""
+        """Ends the group after all collectives that were called before, and their callbacks; idempotent."""
         if self._closed or self._is_inherited:
             return
         while not self._idle:  # callbacks may call more
@@ -177,7 +182,7 @@ class MusterProcessGroup(NamedProcessGroup):
                 calls.queue.close()
                 calls.callbacks.drain(calls.communicator.timeout_s)
             if caller() != PROGRAM:
-                break  # a callback ends it, and does not wait for itself
+                break  # called in a callback, which cannot wait for its own end
         self._closed = True
         self._messages.close()
         for calls in self._all_calls():
@@ -188,7 +193,7 @@ class MusterProcessGroup(NamedProcessGroup):
         _opened.pop(id(self), None)
 
     def end(self) -> None:
-        """Ends the group without waiting for what others have not called."""
+        """Shuts the group down if it is idle, and aborts it otherwise, so as not to wait for other ranks."""
         if self._idle:
             self.shutdown()
         else:
@@ -202,15 +207,15 @@ class MusterProcessGroup(NamedProcessGroup):
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process was forked from the one whose group it is."""
+        """Whether this process was forked from the one that made the group."""
         return os.getpid() != self._process_id
 
     def _check(self) -> None:
         """Checks that the group can be used.
 
         Raises:
-            CommunicatorAbortedError: it was destroyed, or its connections are a parent's: two processes that
-                use the same would mix their records, and encrypt them by the same keys and numbers.
+            CommunicatorAbortedError: it was destroyed, or its connections belong to the parent process. Two
+                processes on one connection would mix their records, and reuse keys and nonces.
         """
         if self._is_inherited:
             raise CommunicatorAbortedError(
@@ -221,7 +226,13 @@ class MusterProcessGroup(NamedProcessGroup):
             raise CommunicatorAbortedError("The process group was destroyed.")
 
     def _run(self, action: Callable[[], None], opts: Any, results: Sequence[Tensor]) -> GroupWork:
-        """Does something now if the caller waits anyway, else in the group's thread, in order."""
+        """Runs a collective: at once if it is synchronous and none is queued, else in the group's thread.
+
+        Args:
+            action: carries the collective out.
+            opts: torch's options of the call.
+            results: the tensors that hold its results.
+        """
         self._check()
         calls = self._calls_of_caller()
         work = GroupWork(results, calls.callbacks)
@@ -250,7 +261,7 @@ class MusterProcessGroup(NamedProcessGroup):
         return work
 
     def _fail_others(self, failed: _OrderedCalls, error: Exception) -> None:
-        """Makes the group unusable for all callers."""
+        """Aborts the other callers' communicators after an error that makes the group unusable."""
         if isinstance(error, WorkerError) and not isinstance(error, ArrayError):
             for calls in self._all_calls():
                 if calls is not failed:
@@ -286,7 +297,11 @@ class MusterProcessGroup(NamedProcessGroup):
             combine.reduce(everybodys.numpy(), axis=0, out=flat.array.numpy())  # type: ignore[attr-defined]
 
     def _sum_sparse(self, tensor: Tensor, op: Any) -> None:
-        """Replaces a sparse COO tensor by the sum of all ranks' ones."""
+        """Replaces a sparse COO tensor by the sum over all ranks.
+
+        Raises:
+            ArrayError: the operation is not a sum, the layout is not COO, or the ranks' shapes differ.
+        """
         if operation_name(op) != "SUM" or tensor.layout is not torch.sparse_coo:
             raise ArrayError("Sparse tensors can be summed only, and must be of the layout COO.")
         mine = tensor.coalesce()
@@ -299,10 +314,10 @@ class MusterProcessGroup(NamedProcessGroup):
         indices = self._gather_rows(mine.indices().t(), counts)
         values = self._gather_rows(mine.values(), counts)
         total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
-        tensor.copy_(total)  # not that of detach(), which has lists of its own
+        tensor.copy_(total)  # detach() would have indices and values of its own
 
     def _gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All ranks' rows, of which rank r has ``counts[r]``."""
+        """Gathers the rows of all ranks, in the order of ranks; rank ``r`` has ``counts[r]`` rows."""
         rows = rows.contiguous()
         found = rows.new_empty((sum(counts), *rows.shape[1:]))
         pieces = list(found.split(list(counts)))
@@ -406,7 +421,7 @@ class MusterProcessGroup(NamedProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        """See torch: ``outputs`` has a list of results for each rank."""
+        """See torch; ``outputs`` has one list of results per rank."""
         if len(outputs) != self.size() or any(len(each) != len(inputs) for each in outputs):
             raise ArrayError(f"all_gather_coalesced needs {self.size()} lists of {len(inputs)} tensors.")
         return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
@@ -478,7 +493,7 @@ class MusterProcessGroup(NamedProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> GroupWork:
-        """See torch; the sizes count rows, none: all ranks get as many."""
+        """See torch; the sizes count rows, and without sizes each rank gets the same number."""
 
         def action() -> None:
             check_same_dtype(output, given, "all_to_all")
@@ -520,7 +535,7 @@ class MusterProcessGroup(NamedProcessGroup):
     # ------------------------------------------------------------ messages
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> GroupWork:
-        """See torch; over when the other side has called for it."""
+        """See torch; it completes once the other rank has called recv for the message."""
         self.membership.check_peer(peer)
         return self._message(self._messages.send, tensors, peer, tag, writes=False)
 
@@ -552,14 +567,14 @@ class MusterProcessGroup(NamedProcessGroup):
         return MessageWork(messages, tensors, self._calls_of_caller().callbacks, filled if writes else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all ranks have called it; says which have not.
+        """Waits until all ranks have called it, and names those that have not in time.
 
         Args:
-            timeout: None: the group's own.
-            wait_all_ranks: name all ranks that did not come, not only the first.
+            timeout: how long to wait; None for the group's timeout.
+            wait_all_ranks: whether to name all ranks that did not call it, rather than the first.
 
         Raises:
-            CollectiveTimeoutError: on every rank that came, with the names of those that did not.
+            CollectiveTimeoutError: some ranks did not call it in time; raised on every rank that did.
         """
         self._check()
         timeout_s = timeout.total_seconds() if timeout else self._messages.timeout_s
@@ -577,7 +592,11 @@ class MusterProcessGroup(NamedProcessGroup):
         )
 
     def _count_barrier(self, deadline: float) -> list[int]:
-        """At rank 0: who has not come; all who have get to know."""
+        """Does rank 0's part of monitored_barrier: returns the missing ranks, and tells them to the others.
+
+        Args:
+            deadline: the time on the monotonic clock until which to wait, in seconds.
+        """
         here = {r: self._messages.receive(_byte(), r, 0, "uint8", BARRIER) for r in range(1, self.size())}
         missing = []
         for rank, message in here.items():
@@ -597,7 +616,7 @@ class MusterProcessGroup(NamedProcessGroup):
         answer = memoryview(bytearray(self.size()))
         self._messages.send(_byte(), 0, 0, "uint8", BARRIER)
         heard = self._messages.receive(answer, 0, 1, "uint8", BARRIER)
-        # Rank 0 waits for as long and then says who was missing, which takes a moment.
+        # Rank 0 waits as long and then tells who was missing, which takes a moment.
         if not heard.wait(max(0.0, deadline - time.monotonic()) + 1.0) or heard.error is not None:
             return [0]
         return [rank for rank, flag in enumerate(answer) if flag]
@@ -605,10 +624,13 @@ class MusterProcessGroup(NamedProcessGroup):
 
 @dataclass
 class _OrderedCalls:
-    """What one caller's collectives take: connections of their own, in an order of their own.
+    """One caller's collectives, which have connections and an order of their own.
 
     Attributes:
-        is_up: the connections are established; those of callbacks are made with their first collective.
+        communicator: the connections.
+        queue: the thread that runs asynchronous collectives.
+        callbacks: runs the callbacks of these collectives.
+        is_up: whether the connections are established; those for callbacks are with their first collective.
     """
 
     communicator: TcpCommunicator
@@ -618,12 +640,12 @@ class _OrderedCalls:
 
 
 class GroupNamedGloo(MusterProcessGroup):
-    """A group of Muster's where torch makes one of Gloo, with what it sets and calls there."""
+    """A group of Muster's in the place of torch's Gloo group, with the attributes that torch uses there."""
 
     class _Options:
-        """What torch sets here is of no effect."""
+        """Takes the options that torch sets; they have no effect."""
 
-    options: Any = None  # of torch's own class it cannot be set before torch 2.6
+    options: Any = None  # before torch 2.6 the inherited attribute cannot be set
 
     def __init__(
         self,
@@ -631,25 +653,25 @@ class GroupNamedGloo(MusterProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta = timedelta(minutes=30),
-        **_options: object,  # of Gloo's, more in each torch
+        **_options: object,  # Gloo's, of which each torch has more
     ) -> None:
         self.options = self._Options()
         super().__init__(store, rank, size, timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Calls are numbered anyway."""
+        """Does nothing: Muster numbers the calls anyway."""
 
 
 _opened: dict[int, MusterProcessGroup] = {}
-"""C++ holds groups that Python has let go of; kept until they are shut down."""
+"""The groups that are not shut down, kept alive because C++ may hold a group that Python does not."""
 
 
 @atexit.register
 def _end_all() -> None:
     """Ends the groups of a program that ends without destroy_process_group().
 
-    Others may still be in a collective which this rank has done its part of: they go on, for the connection
-    says goodbye, and is not lost.
+    Other ranks may still be in a collective to which this rank has contributed its part. They go on, because
+    the connection is closed with a goodbye instead of being lost.
     """
     for group in list(_opened.values()):
         group.end()
@@ -657,7 +679,7 @@ def _end_all() -> None:
 
 
 def _agent_store() -> Any:
-    """This program's agent's listener."""
+    """Connects to the listener of this program's agent."""
     host, _, port = os.environ["MUSTER_STORE"].rpartition(":")
     return dist.TCPStore(host, int(port), None, False, timeout=_AGENT_TIMEOUT, wait_for_workers=False)
 
@@ -667,6 +689,6 @@ def _byte() -> memoryview:
 
 
 def _mode() -> Callable[[], Any]:
-    """How the caller's tensors may be written; for another thread, which has a mode of its own."""
+    """The mode in which another thread may write the caller's tensors: inference_mode or no_grad."""
     modes: tuple[Callable[[], Any], ...] = torch.no_grad, torch.inference_mode
     return modes[bool(torch.is_inference_mode_enabled())]

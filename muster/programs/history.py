@@ -1,7 +1,7 @@
-"""The changes that this member has made in a generation's store and nothing has superseded.
+"""Keeps the changes that this member has made in a generation's store and that no later one has replaced.
 
-The scheduler keeps the store in memory. After a restart it puts it together from what all members hand in:
-see proto/muster/wire/v1/store.proto.
+The scheduler keeps the store in memory. After a restart it rebuilds the store from all members' changes: see
+proto/muster/wire/v1/store.proto.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from muster.wire.v1 import store_pb2 as pb
 MAX_ENTRIES = 1 << 18
 MAX_BYTES = 64 << 20
 PART_BYTES = 512 * 1024
-"""A part of a replay has about this size."""
+"""The size at which a part of a replay is sent, in bytes."""
 
 _SETS = (pb.STORE_KIND_SET, pb.STORE_KIND_MULTI_SET)
 
@@ -22,13 +22,13 @@ class ChangeHistory:
     """The changes of one member, by their numbers.
 
     Args:
-        max_entries: beyond this many entries it forgets everything, and says so.
-        max_bytes: the same for their bytes.
+        max_entries: the most entries that it keeps; beyond, it drops all and sets ``incomplete``.
+        max_bytes: the same limit for the entries' size in bytes.
 
     Attributes:
-        count: how many changes were answered.
-        seen: the highest number that this member has heard of.
-        incomplete: there were too many to keep.
+        count: the number of changes that were answered.
+        seen: the highest number of a change that this member has heard of.
+        incomplete: whether the changes were dropped because they exceeded a limit.
     """
 
     def __init__(self, *, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
@@ -44,7 +44,7 @@ class ChangeHistory:
         self._pops: list[pb.StoreEffect] = []
 
     def note(self, operation: pb.StoreOperation, answer: pb.StoreAnswer) -> None:
-        """Takes in how an operation was answered."""
+        """Records an answered operation, if it has changed the store."""
         if not answer.number:
             return
         self.count += 1
@@ -73,11 +73,11 @@ class ChangeHistory:
             self._pop(answer, keys[0])
 
     def hear(self, seen: int) -> None:
-        """The namespace has had a change of this number."""
+        """Notes that the namespace has had the change with the number ``seen``."""
         self.seen = max(self.seen, seen)
 
     def parts(self) -> Iterator[pb.StoreReplay]:
-        """What to hand in, in parts; the last one says so."""
+        """Yields the changes for a replay, in parts; ``last`` is set in the last one."""
         part, size = pb.StoreReplay(), 0
         for effect in self._effects():
             part.effects.append(effect)

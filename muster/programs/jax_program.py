@@ -1,9 +1,10 @@
 """Runs a JAX program that knows nothing of Muster: ``jax.distributed.initialize()`` finds the job by itself.
 
-The agent starts ``python -m muster.programs.jax_program SCRIPT`` for ``python SCRIPT``. Nothing of JAX is
-imported before the script does so; then Muster's ``ClusterEnv`` is registered, before all others. Process ids
-are the ranks. Process 0's coordination service listens on its host's address, at a port that it puts into the
-store; it and its clients speak mutual TLS with Muster's certificates, from files that are in memory only.
+The agent starts ``python -m muster.programs.jax_program SCRIPT`` for ``python SCRIPT``. When the script
+imports JAX, Muster's ``ClusterEnv`` is registered before all others; JAX is not imported earlier. Process ids
+are the ranks. The coordination service of process 0 listens on its host's address, and its address is
+published in the store. The service and its clients speak mutual TLS with Muster's certificates, from files in
+memory.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Registers Muster's environment when JAX has loaded its own."""
+    """Registers Muster's ``ClusterEnv`` as soon as JAX has loaded its own."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -85,15 +86,15 @@ class _Loader(importlib.abc.Loader):
 
 
 def register(clusters: Any) -> None:
-    """Makes Muster the first environment that JAX asks.
+    """Makes Muster's ``ClusterEnv`` the first one that JAX tries.
 
     Args:
-        clusters: JAX's module of that name.
+        clusters: JAX's module ``jax._src.clusters``.
     """
     cluster = Cluster(os.environ)
 
     class MusterCluster(clusters.ClusterEnv):  # type: ignore[misc]
-        """This job as JAX asks for it."""
+        """This job, as a ``ClusterEnv`` of JAX."""
 
         name = NAME
 
@@ -126,10 +127,10 @@ def register(clusters: Any) -> None:
 
 
 class Cluster:
-    """The job, from the environment and the agent's listener.
+    """The job, read from the environment variables and the agent's listener.
 
     Args:
-        env: of this process, with what the agent has set.
+        env: this process's environment variables, with those that the agent has set.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -147,26 +148,29 @@ class Cluster:
 
     @property
     def store(self) -> AgentStore:
-        """This generation's."""
+        """This generation's store; the first access connects to it."""
         if self._store is None:
             self._store = AgentStore(self._env[STORE_VARIABLE])
         return self._store
 
     @property
     def handover(self) -> Handover:
-        """What the agent hands over."""
+        """The agent's handover; the first access reads it from the store."""
         if self._handover is None:
             self._handover = Handover.decode(self.store.get(KEY))
         return self._handover
 
     def coordinator_address(self, port: int = 0) -> str:
-        """``host:port`` of process 0's coordination service; process 0 chooses it, the others wait for it.
+        """Returns ``host:port`` of process 0's coordination service.
+
+        Process 0 chooses the port and publishes it in the store, where the others wait for it.
 
         Args:
-            port: 0: any that is free.
+            port: the port; 0 for any that is free.
 
         Raises:
             SecurityError: the service cannot be protected.
+            ConnectionError: the generation is over.
         """
         self.protect()
         self._meetings += 1
@@ -180,10 +184,11 @@ class Cluster:
         return self.store.get(key).decode()
 
     def protect(self) -> None:
-        """Has JAX's coordination service speak mutual TLS; idempotent.
+        """Configures JAX's coordination service for mutual TLS; idempotent.
 
         Raises:
-            SecurityError: this JAX cannot, or the job has no certificates, and plaintext is not allowed.
+            SecurityError: this JAX has no mutual TLS, or the job has no certificates, and plaintext is not
+                allowed; or the certificate cannot be used.
         """
         if self._protected:
             return
@@ -201,7 +206,7 @@ class Cluster:
         """Gives JAX the certificate, the key and the authorities, as files that exist in memory only.
 
         Raises:
-            SecurityError: the certificate has a SPIFFE ID, of which JAX cannot tell to which job it belongs.
+            SecurityError: the certificate has a SPIFFE ID, from which JAX cannot read the job.
         """
         if credentials.identity.spiffe_id:
             raise SecurityError(
@@ -222,7 +227,7 @@ class Cluster:
 
 
 def load_credentials(handover: Handover, env: Mapping[str, str]) -> Credentials:
-    """This worker's certificate and key.
+    """Loads this worker's certificate and key.
 
     Raises:
         SettingsError: config.json or the password is wrong.
@@ -234,14 +239,16 @@ def load_credentials(handover: Handover, env: Mapping[str, str]) -> Credentials:
 
 
 def check_plaintext(handover: Handover, too_old: str) -> None:
-    """Lets JAX's coordination service be open only where that was asked for, or on loopback without TLS.
+    """Checks that JAX's coordination service may run in plaintext.
+
+    It may with MS_ALLOW_INSECURE, and in a job without certificates on loopback.
 
     Args:
-        handover: says whether it was asked for.
-        too_old: the version of a JAX that has no mutual TLS; empty: the job has no certificates.
+        handover: the agent's handover, with the host's address and whether plaintext is allowed.
+        too_old: the version of a JAX that has no mutual TLS; empty if the job has no certificates.
 
     Raises:
-        SecurityError: it may not be.
+        SecurityError: plaintext is not allowed.
     """
     if handover.allow_insecure:
         log.warning("JAX's coordination service is NOT encrypted (MS_ALLOW_INSECURE).")
@@ -259,7 +266,7 @@ def check_plaintext(handover: Handover, too_old: str) -> None:
 
 
 def free_port(host: str) -> int:
-    """A port of this host's address that nobody listens on now."""
+    """Returns a port of this host's address that no process listens on now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
@@ -268,10 +275,10 @@ def free_port(host: str) -> int:
 
 
 class AgentStore:
-    """The agent's listener for a program without torch: what of TCPStore's protocol it needs.
+    """A client of the agent's listener for programs without torch: set and get of TCPStore's protocol.
 
     Args:
-        address: ``host:port`` on loopback.
+        address: the listener's ``host:port`` on loopback.
     """
 
     def __init__(self, address: str) -> None:
@@ -285,7 +292,7 @@ class AgentStore:
         self._socket.sendall(bytes((_SET,)) + _counted(f"/{key}".encode()) + _counted(value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it has one.
+        """Waits until a key has a value; returns it.
 
         Raises:
             ConnectionError: the generation is over.

@@ -1,4 +1,4 @@
-"""For torch programs whose processes outlive others: their process groups stay, and get new members."""
+"""Keeps a torch program's process and process groups alive when another rank is lost and replaced."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from muster.worker.program_environment import GENERATION_VARIABLE
 log = logging.getLogger("muster.worker")
 
 _MEET_TIMEOUT = timedelta(seconds=5)
-"""So long it waits for the others before it looks whether one of them has finished."""
+"""The pause between checks whether another rank has finished, while it waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all ranks of a generation have told each other.
+    """What the ranks of a generation have told each other when they connected.
 
     Attributes:
-        generation: its number.
-        said: what each rank has said, by its number; None: it is not there.
-        active: the ranks that train; others that are there wait for the next generation.
+        generation: the generation's number.
+        said: what each rank has told of its state, in the order of ranks; None for an absent rank.
+        active: the ranks that train; the other present ones wait for the next generation.
     """
 
     generation: int
@@ -37,21 +37,27 @@ class Meeting:
 
 
 def numbers_of(claimed: Sequence[int | None], size: int = 0) -> list[int]:
-    """Which number each process of a generation has among the ranks.
+    """Assigns a rank to each process of a generation.
 
-    Who lives on keeps its own; the others take what is free, in order. So nobody's number changes, although
-    the scheduler counts its members otherwise once a spare has come in.
+    Processes that live on keep their ranks, and new ones take the free ranks in order. So no process's rank
+    changes, although the scheduler numbers its members differently once a spare has come in.
 
     Args:
-        claimed: the number that each process has already, in the scheduler's order; None: it is new.
-        size: how many numbers there are, if these are more than the processes.
+        claimed: the rank that each process has already, in the scheduler's order; None for a new process.
+        size: the number of ranks, if it is larger than the number of processes.
+
+    Returns:
+        The rank of each process, in the scheduler's order.
     """
     free = iter(sorted(set(range(max(size, len(claimed)))) - set(claimed)))
     return [next(free) if number is None else number for number in claimed]
 
 
 class LivingProgram:
-    """This process as a program that goes on when other ranks are lost.
+    """A program whose process goes on when other ranks are lost: follows generations, connects its groups.
+
+    Args:
+        world: the process groups of this process, a :class:`~muster.programs.lasting_world.LastingWorld`.
 
     Raises:
         NotInitializedError: no agent of ``muster run`` has started this program.
@@ -82,57 +88,57 @@ class LivingProgram:
 
     @property
     def rehearses(self) -> bool:
-        """Whether the others live on, so that this process has to take what it lacks from them."""
+        """Whether this process is a replacement, which has to get its state from others that live on."""
         return bool(self._groups.rehearses)
 
     @property
     def generation(self) -> int:
-        """Its number."""
+        """The current generation's number."""
         return _variable(GENERATION_VARIABLE)
 
     @property
     def is_over(self) -> bool:
-        """Whether the generation has ended, so that what was computed since may be anything."""
+        """Whether the generation is over, so that results of collectives since then are undefined."""
         return self._line.is_over
 
     @property
     def is_resharding(self) -> bool:
-        """Whether the ranks have become fewer or more, and all make new groups and modules."""
+        """Whether the world size has changed, and all ranks make new groups and modules."""
         return self._is_resharding
 
     def begin(self, *, takes_fewer: bool = False, reshards: bool = False) -> None:
-        """From now on the program can go on in a next generation; before, it is started again in that.
+        """Lets the program go on in the next generation; before this call it would be started again there.
 
         Args:
-            takes_fewer: also in one of fewer ranks, with the same groups.
-            reshards: also in one of fewer or more, with new groups and modules.
+            takes_fewer: whether it can go on with fewer ranks in the same groups.
+            reshards: whether it can go on with fewer or more ranks in new groups and modules.
         """
         self._takes_fewer, self._reshards = takes_fewer, reshards
         self._line.stay()
 
     def leave_groups(self) -> None:
-        """Destroys all groups, so that the program can make new ones, as at its beginning."""
+        """Destroys all groups, so that the program can make new ones."""
         self._groups.destroy()
         self._groups.rehearses = False
 
     def settle(self) -> None:
-        """Notes that groups and modules are those of the present number of ranks."""
+        """Notes that groups and modules fit the current world size."""
         self._is_resharding = False
 
     def note_state(self) -> None:
-        """From now on there is a state to which this process can go back."""
+        """Notes that this process has a state to which it can go back."""
         self._has_state = True
 
     def is_own_failure(self) -> bool:
-        """Whether what this program has raised is its own fault; False: the generation is over."""
+        """Whether an exception of this program is its own failure; False if the generation is over."""
         return self._line.failed_first()
 
     def restart(self, why: str) -> NoReturn:
-        """Ends this process; it is started again in the next generation, as without keep_alive()."""
+        """Ends this process; the agent starts the program again in the next generation."""
         self._line.restart(why)
 
     def enter_next(self) -> None:
-        """Waits for the next generation; restarts the program where it cannot go on in it."""
+        """Waits for the next generation; restarts the program if it cannot go on in that."""
         if not self._has_state and not self.rehearses:
             self.restart("The members have changed before the training had a state to go back to.")
         self._line.enter_next(self._end_if_finished)
@@ -149,8 +155,9 @@ class LivingProgram:
         """Connects all groups to this generation's members; all ranks call it.
 
         Args:
-            holds: what the others are to know of this rank's state, as JSON values.
-            active_of: which ranks train, by what each of them says; None: it is not there.
+            holds: what the others need to know of this rank's state, as JSON values.
+            active_of: picks the ranks that train. It gets each rank's ``holds``, in the order of ranks, with
+                None for absent ones.
         """
         from muster.programs.lasting_world import unlike
 
@@ -169,12 +176,12 @@ class LivingProgram:
         return meeting
 
     def break_off(self) -> None:
-        """Lets go of what has been connected of a generation that is over."""
+        """Disconnects all groups from a generation that is over."""
         self._groups.break_off("The generation is over.")
 
     def _others_live(self) -> bool:
-        """Whether another process lives on; this one gets its number among the ranks."""
-        place = _variable("RANK")  # the agent has just set it
+        """Assigns this process its rank, in agreement with the others; returns whether another lives on."""
+        place = _variable("RANK")  # the scheduler's order: it has just come from the agent
         is_resharding = self._is_resharding or (self._reshards and self._members != self._size)
         mine = [self._has_state, self._rank, self._size, is_resharding]
         said = self._meet("lives", place, mine, range(self._members))
@@ -189,7 +196,17 @@ class LivingProgram:
         return any(lives for other, (lives, *_) in said.items() if other != place)
 
     def _meet(self, what: str, place: int, mine: Any, places: Iterable[int]) -> dict[int, Any]:
-        """Tells all processes of this generation something, and hears what each says, by its place."""
+        """Exchanges JSON values among the processes of this generation.
+
+        Args:
+            what: the exchange's name, before the keys in the store.
+            place: this process's number among them.
+            mine: this process's value.
+            places: the numbers of all processes.
+
+        Returns:
+            Each process's value, by its number.
+        """
         store, places = self._generation_store(), list(places)
         store.set(f"{what}/{place}", json.dumps(mine))
         keys = [f"{what}/{each}" for each in places]
@@ -198,7 +215,11 @@ class LivingProgram:
         return {each: json.loads(said) for each, said in zip(places, store.multi_get(keys), strict=True)}
 
     def _end_if_finished(self) -> None:
-        """Ends this process if others have completed the training: they do not come any more."""
+        """Ends this process if another has completed the training, and will not join this generation.
+
+        Raises:
+            SystemExit: another process has completed the training.
+        """
         try:
             has_finished = self._agent_store().check([FINISHED_KEY])
         except RuntimeError:  # the store of a generation that is over
@@ -222,11 +243,15 @@ class LivingProgram:
 
 
 def _have_come(store: Any, keys: list[str]) -> bool:
-    """Waits for keys, but not for long."""
+    """Waits at most 5 s for keys to be set; returns whether they are.
+
+    Raises:
+        RuntimeError: the store has ended.
+    """
     try:
         store.wait(keys, _MEET_TIMEOUT)
     except RuntimeError:
-        return bool(store.check(keys))  # which fails where the store has ended
+        return bool(store.check(keys))
     return True
 
 
@@ -240,13 +265,17 @@ _program: LivingProgram | None = None
 def keep_alive() -> bool:
     """Lets this program's process, groups and modules live on when another rank is lost.
 
-    All ranks call it, before ``init_process_group()``. From then on torch makes process groups whose
-    connections are made again in each generation, with a restarted worker or a spare in the lost one's place,
-    as long as the ranks are as many; training goes on within :func:`muster.torch.steps`. Where
-    that cannot be, the program is started again, as without it, and the log says why.
+    All ranks call it before ``init_process_group()``. From then on torch makes process groups that are
+    connected again in each generation, with a restarted worker or a spare in the lost rank's place, as long
+    as the world size stays the same. Training goes on in :func:`muster.torch.steps`. If the program cannot go
+    on in a generation, it is started again, as it would be without this call, and the log says why.
 
     Returns:
-        Whether it is so; False: no agent of ``muster run`` has started this program, or this torch cannot.
+        Whether the program lives on; False if no agent of ``muster run`` has started it, or if this torch
+        lacks what is needed.
+
+    Raises:
+        WorkerError: ``init_process_group()`` was called before.
     """
     global _program
     if _program is not None:
@@ -269,11 +298,11 @@ def keep_alive() -> bool:
         _program = LivingProgram(world)
     except NotInitializedError:
         return False
-    # Else torch ends this process when NCCL hears that another has gone.
+    # By default torch ends this process when NCCL finds that another rank is lost.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return True
 
 
 def living_program() -> LivingProgram | None:
-    """This process's, once :func:`keep_alive` has said yes."""
+    """Returns this process's :class:`LivingProgram`; None unless :func:`keep_alive` has returned True."""
     return _program

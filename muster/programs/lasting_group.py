@@ -1,4 +1,4 @@
-"""A process group of torch that outlives its members: it passes all on to an inner one."""
+"""A torch process group that outlives generations: it passes operations on to a generation's inner group."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ OPERATIONS = (
     "recv",
     "recv_anysource",
 )
-"""The methods that start something; of two names for one, each torch calls the one it has."""
+"""The methods that start an operation; of two names for one, each version of torch calls the one it has."""
 
 
 class LastingProcessGroup(NamedProcessGroup):
-    """One group of ranks, for as long as they are as many.
+    """One group of ranks, which stays as long as its world size is the same.
 
-    It is what torch has registered under the group's name, and what modules, optimizers and device meshes
-    hold. Until :meth:`connect` is called it *rehearses*: it answers by itself, as if all ranks gave what this
-    one gives.
+    Torch registers it under the group's name, and modules, optimizers and device meshes refer to it. Until
+    :meth:`connect` is called it *rehearses*: it computes results by itself, as if all ranks gave the same
+    inputs as this one.
 
     Args:
-        rank: of this process within the group.
-        size: how many ranks there are.
-        name: torch's.
+        rank: this process's rank within the group.
+        size: the group's world size.
+        name: the group's name in torch.
     """
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size, name)
         self._lasting_rank, self._lasting_size = rank, size
         self.device_types: list[Any] = []
-        """On which devices its tensors may be, as torch's groups say it."""
+        """The devices on which its tensors may be, as in torch's groups."""
         self._inner: Any = None
         self._apart = False
         self._fewer: FewerRanks | None = None
@@ -77,11 +77,11 @@ class LastingProcessGroup(NamedProcessGroup):
     # ------------------------------------------------------------ generations
 
     def connect(self, inner: Any, there: Sequence[int] | None = None) -> None:
-        """Takes the group of this generation; operations go to it from now on.
+        """Connects it to a generation's inner group, to which operations go from now on.
 
         Args:
-            inner: that.
-            there: which of this group's ranks are in it, in order; None: all.
+            inner: the generation's group.
+            there: the ranks of this group that are in ``inner``, in order; None for all.
         """
         lacks = there is not None and len(there) < self._lasting_size
         with self._lock:
@@ -90,9 +90,9 @@ class LastingProcessGroup(NamedProcessGroup):
             self._apart = _is_gloo(inner)
 
     def break_off(self, reason: str) -> None:
-        """Lets all that is under way fail, and all that is called before the next :meth:`connect`.
+        """Fails all operations in progress, and all that are called before the next :meth:`connect`.
 
-        Whoever waits goes on at once; the inner group is ended beside it, and never waited for.
+        Callers that wait go on at once. The inner group is aborted in another thread, which nobody waits for.
         """
         error = CommunicatorAbortedError(reason)
         with self._lock:
@@ -105,7 +105,7 @@ class LastingProcessGroup(NamedProcessGroup):
             start_thread(lambda: _abort(inner), name="muster-abort")
 
     def rest(self) -> None:
-        """Lets it answer by itself again, as before the first :meth:`connect`."""
+        """Lets it rehearse again, as before the first :meth:`connect`."""
         with self._lock:
             self._broken = None
 
@@ -132,7 +132,7 @@ class LastingProcessGroup(NamedProcessGroup):
             if not apart:
                 return call(*args, **kwargs)
             work = call_apart(call, name, args, kwargs, self._callbacks)
-        except (RuntimeError, WorkerError) as error:  # DDP's hooks could not go on after one that raises
+        except (RuntimeError, WorkerError) as error:  # DDP cannot go on after a hook that raises
             return self._over_at_once(name, args, error)
         with self._lock:
             self._under_way.add(work)
@@ -169,7 +169,11 @@ class LastingProcessGroup(NamedProcessGroup):
         return self.device_types
 
     def _get_backend(self, device: Any) -> Any:
-        """What torch asks a group's backend for, it asks that of this generation's."""
+        """Returns the backend of the inner group, to which torch's questions go.
+
+        Raises:
+            CommunicatorAbortedError: the group is broken off.
+        """
         with self._lock:
             inner, broken = self._inner, self._broken
         if broken is not None:
@@ -184,23 +188,23 @@ class LastingProcessGroup(NamedProcessGroup):
         return None if self._inner is None or self._apart else self._inner._end_coalescing(device)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """See torch; it ends by its own timeout at the latest."""
+        """See torch; :meth:`break_off` does not end it before its timeout."""
         if self._broken is not None:
             raise self._broken.with_traceback(None)
         if self._inner is not None:
             self._inner.monitored_barrier(*args, **kwargs)
 
     def set_timeout(self, timeout: Any) -> None:
-        """Changes the deadline of what is called from now on."""
+        """Changes the timeout of operations that are called from now on."""
         if self._inner is not None:
             self._inner.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Ends what hangs; the group is unusable then."""
+        """Fails all operations in progress; the group is unusable until the next :meth:`connect`."""
         self.break_off("The process group was aborted.")
 
     def shutdown(self) -> None:
-        """Ends the group after what was called before."""
+        """Ends the inner group after the operations that were called before."""
         if self._inner is not None:
             self._inner.shutdown()
 
@@ -220,7 +224,7 @@ for _name in OPERATIONS:
 
 
 def _is_gloo(inner: Any) -> bool:
-    """Whether its collectives on CPUs are Gloo's; Muster's and NCCL's end with an abort."""
+    """Whether its collectives on CPUs are Gloo's, which an abort does not end."""
     try:
         return "gloo" in inner._get_backend(torch.device("cpu")).name().lower()
     except RuntimeError:
@@ -228,12 +232,12 @@ def _is_gloo(inner: Any) -> bool:
 
 
 def _keep_for_ever(inner: Any) -> None:
-    """Keeps C++ from taking the group apart: that would wait for collectives that never end."""
+    """Keeps the group's C++ destructor from running, because it would wait for collectives that never end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
 
 
 def _abort(inner: Any) -> None:
     try:
         inner.abort()
-    except Exception:  # its collectives fail when the other ends go, or never: nobody waits for them
+    except Exception:  # its collectives fail with the connections, or never: nobody waits for them
         return

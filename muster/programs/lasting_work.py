@@ -1,4 +1,4 @@
-"""What a collective leaves in the caller's tensors, apart from the process group that carries it out."""
+"""Runs a process group's operation on copies of the caller's tensors, so that the caller can give it up."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PIECE = timedelta(seconds=0.1)
 
 
 def written(name: str, args: Sequence[Any]) -> list[Tensor]:
-    """The tensors that an operation writes: those of its first argument, whatever it is called."""
+    """Returns the tensors that an operation writes, which are those of its first argument."""
     return [] if name in READS_ONLY or not args else list(_flat(args[0]))
 
 
 def is_on_host(args: Sequence[Any]) -> bool:
-    """Whether an operation takes tensors in the host's memory, or none."""
+    """Whether all tensors of an operation are in the host's memory."""
     return all(each.device.type == "cpu" for each in _flat(args))
 
 
@@ -46,18 +46,16 @@ def _flat(value: Any) -> Any:
 
 
 class ApartWork(GroupWork):
-    """An operation whose results lie in memory of its own until it is over.
+    """An operation whose results are in separate memory until it is over, and then in the caller's tensors.
 
-    Then they go to the tensors of who has called it.
-
-    Gloo cannot be stopped: a collective whose members are gone may wait until its timeout, and one of an
-    earlier generation may yet write. Both happen in memory that nobody else sees, so a caller is
-    released at once, by :meth:`give_up`, and what is written later is lost.
+    A Gloo collective cannot be stopped: if its members are gone it may wait until its timeout, and one of an
+    earlier generation may still write. Both happen in the separate memory. So :meth:`give_up` releases the
+    caller at once, and later results are dropped.
 
     Args:
         name: the process group's method.
-        args: what the caller gave; the first holds the tensors to be written.
-        callbacks: of who has called it.
+        args: the caller's arguments; the first one holds the tensors to be written.
+        callbacks: the callbacks of the operation's caller.
     """
 
     def __init__(self, name: str, args: Sequence[Any], callbacks: Callbacks) -> None:
@@ -73,7 +71,7 @@ class ApartWork(GroupWork):
         self._inner: Any = None
 
     def replaced(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with the memory of its own in the place of the tensors to be written."""
+        """Returns the arguments with the separate memory in the place of the tensors to be written."""
         return [self._exchange(args[0]), *args[1:]] if self._results else list(args)
 
     def _exchange(self, value: Any) -> Any:
@@ -82,8 +80,8 @@ class ApartWork(GroupWork):
         return [self._exchange(each) for each in value]
 
     def follow(self, inner: Any) -> None:
-        """Takes over the outcome of torch's own handle when that is over."""
-        self._inner = inner  # with it go the tensors
+        """Completes with the outcome of torch's own handle, which a new thread waits for."""
+        self._inner = inner  # keeps the tensors alive
         start_thread(self._await, name="muster-lasting")
 
     def _await(self) -> None:
@@ -101,9 +99,10 @@ class ApartWork(GroupWork):
             self.finish()
 
     def _wait_for_inner(self) -> None:
-        """Waits in short pieces: a thread that waits in C++ when the interpreter ends takes the process down.
+        """Waits for torch's handle in short pieces: a wait in C++ when the interpreter ends would crash it.
 
-        A message cannot be waited for in pieces, as its connections would end. It can be aborted instead.
+        A message is waited for as a whole, because a wait that times out would end its connections. It can be
+        aborted instead.
         """
         if self._is_message:
             self._inner.wait()
@@ -118,11 +117,11 @@ class ApartWork(GroupWork):
                     return
 
     def give_up(self, error: Exception) -> None:
-        """Lets all who wait fail, and keeps what the operation may still write from the caller's tensors."""
+        """Fails the operation for its caller, and drops the results that it may still write."""
         with self._state:
             if not self._over.is_set():
                 self.finish(error)
-        with contextlib.suppress(Exception):  # a message can be stopped, a collective cannot
+        with contextlib.suppress(Exception):  # a message can be aborted, a collective cannot
             self._inner.abort()
 
     def _source_rank(self) -> int:
@@ -133,12 +132,12 @@ class ApartWork(GroupWork):
 def call_apart(
     call: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], callbacks: Callbacks
 ) -> ApartWork:
-    """Begins an operation of a process group, with results in memory of its own."""
+    """Starts an operation of a process group, with its results in separate memory."""
     work = ApartWork(name, args, callbacks)
     work.follow(call(*work.replaced(args), **kwargs))
     return work
 
 
 def callbacks_of(group: str) -> Callbacks:
-    """The callbacks of a group's operations."""
+    """Makes the callbacks of a group's operations."""
     return Callbacks(group, PROGRAM)

@@ -1,4 +1,4 @@
-"""All process groups of a program that outlives generations, and how torch comes to make them."""
+"""Has torch make process groups that outlive generations, and connects all of them to each generation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from muster.programs.lasting_group import LastingProcessGroup
 
 OLDEST_TORCH = (2, 9)
 HANGING_NCCL = (2, 28, 3), (2, 28, 8)
-"""The first and the last of those whose communicators may hang when they are aborted."""
+"""The first and the last version of NCCL whose communicators may hang when they are aborted."""
 
 _BARRIER = "_store_based_barrier"
 _NEEDED = ("_new_process_group_helper", _BARRIER, "_world", "_unregister_process_group")
 _ASKED = ("store", "group_name", "group_rank", "group_size", "global_ranks_in_group")
-"""What the function that makes a group is given, by name in every torch."""
+"""Parameters that torch's function that makes a group must have."""
 
 
 def lacking_nccl(version: tuple[int, ...] | None) -> str:
-    """Why groups of this NCCL cannot be ended, in words; empty: they can, or there is none."""
+    """Returns why groups of this version of NCCL cannot be aborted; empty if they can, or without NCCL."""
     if version is None or not HANGING_NCCL[0] <= version <= HANGING_NCCL[1]:
         return ""
     return f"NCCL {'.'.join(map(str, version))} can hang when a communicator is aborted"
@@ -40,13 +40,15 @@ def _nccl_version() -> tuple[int, ...] | None:
 
 
 def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) -> str:
-    """Which group two ranks have not both made, or not in one order, in words; empty: none.
+    """Returns how the process groups of two ranks differ, as a sentence; empty if they agree.
+
+    They agree if both ranks have made the groups that contain both of them, in the same order.
 
     Args:
-        mine: the groups of one, as :attr:`LastingWorld.groups` has them.
-        theirs: those of the other.
-        rank: of the one, in the world.
-        other: the other's.
+        mine: the first rank's groups, as :attr:`LastingWorld.groups` has them.
+        theirs: the second rank's groups.
+        rank: the first rank, in the world.
+        other: the second rank, in the world.
     """
     ours = [name for name, ranks in mine if other in ranks]
     others = [name for name, ranks in theirs if rank in ranks]
@@ -60,7 +62,7 @@ def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _LastingEntry:
-    """A group, and how torch makes its inner one."""
+    """A group, and torch's function and arguments that make its inner group."""
 
     group: LastingProcessGroup
     make: Callable[..., Any]
@@ -71,8 +73,8 @@ class _LastingEntry:
 class LastingWorld:
     """The process groups of this process, in the order in which the program has made them.
 
-    Groups that torch makes after :meth:`install` last: torch makes an inner one as ever, and has a
-    :class:`LastingProcessGroup` registered in its place, under the same name.
+    After :meth:`install`, for each group that torch makes, a :class:`LastingProcessGroup` is registered under
+    the same name instead, and torch's own becomes its inner group.
     """
 
     def __init__(self) -> None:
@@ -80,10 +82,10 @@ class LastingWorld:
         self._all: list[_LastingEntry] = []
         self._lock = threading.Lock()
         self.rehearses = False
-        """Groups that are made now stay alone: see :mod:`muster.programs.rehearsal`."""
+        """Whether new groups rehearse instead of connecting: see :mod:`muster.programs.rehearsal`."""
 
     def lacks(self) -> str:
-        """What this torch has not that is needed, in words; empty: nothing."""
+        """Returns what this torch or NCCL lacks for it, in words; empty if nothing."""
         if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
             return f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST_TORCH))}"
         absent = [name for name in _NEEDED if not hasattr(self._c10d, name)]
@@ -96,7 +98,7 @@ class LastingWorld:
         return lacking_nccl(_nccl_version())
 
     def install(self) -> None:
-        """Has torch make groups that last."""
+        """Replaces torch's function that makes groups, so that new groups are lasting ones."""
         helper = self._c10d._new_process_group_helper
         barrier = getattr(self._c10d, _BARRIER)
         signature = inspect.signature(inspect.unwrap(helper))
@@ -107,7 +109,7 @@ class LastingWorld:
 
         @functools.wraps(barrier)
         def met(*args: Any, **kwargs: Any) -> Any:
-            """The others have met long ago."""
+            """Skips the barrier while this process rehearses: the other ranks passed it long ago."""
             return None if self.rehearses else barrier(*args, **kwargs)
 
         self._c10d._new_process_group_helper = made
@@ -115,32 +117,32 @@ class LastingWorld:
 
     @property
     def groups(self) -> list[tuple[str, list[int]]]:
-        """Name of each group and the ranks in it, in order."""
+        """The name and the ranks of each group, in the order in which they were made."""
         world = list(range(dist.get_world_size()))
         return [
             (each.name, list(each.arguments["global_ranks_in_group"]) or world) for each in self._living()
         ]
 
     def break_off(self, reason: str) -> None:
-        """Lets all that is under way in any group fail, and all that is called until :meth:`connect`."""
+        """Fails the operations in progress in all groups, and those that are called until :meth:`connect`."""
         for each in self._living():
             if each.group.is_connected:
                 each.group.break_off(reason)
 
     def destroy(self) -> None:
-        """Destroys all groups, as a program does at its end, without any other rank."""
+        """Destroys all groups, without the other ranks."""
         self.break_off("The program makes new process groups.")
         for each in self._living():
             each.group.rest()
         dist.destroy_process_group()
 
     def connect(self, store: Any, generation: int, active: Collection[int] | None = None) -> None:
-        """Makes all groups' inner ones for a generation, one after the other; all their ranks call it.
+        """Makes a generation's inner group for each group, one after the other; all active ranks call it.
 
         Args:
-            store: one that all ranks of this generation have.
-            generation: its number, which stands before all keys and in the names.
-            active: the ranks that are there; None: all.
+            store: a store that all ranks of this generation share.
+            generation: the generation's number, which is put before all keys and into the groups' names.
+            active: the ranks that take part; None for all.
         """
         place = dist.PrefixStore(f"generation-{generation}", store)
         for each in self._living():
@@ -157,7 +159,7 @@ class LastingWorld:
             each.group.connect(inner, there)
 
     def _living(self) -> list[_LastingEntry]:
-        """Those that the program has not destroyed."""
+        """Returns the groups that the program has not destroyed."""
         with self._lock:
             self._all = [each for each in self._all if each.group in self._c10d._world.pg_map]
             return list(self._all)
@@ -172,7 +174,7 @@ class LastingWorld:
         name = self._c10d._world.pg_names[inner]
         group = LastingProcessGroup(arguments["group_rank"], arguments["group_size"], name)
         group.device_types = list(getattr(inner, "_device_types", []))
-        # C++ keeps neither alive.
+        # C++ keeps no reference to a group made in Python.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._stand_in(inner, group, name)
         if not self.rehearses:
@@ -187,7 +189,7 @@ class LastingWorld:
         return [getattr(world, name) for name in names if hasattr(world, name)]
 
     def _stand_in(self, inner: Any, group: LastingProcessGroup, name: str) -> None:
-        """Puts a group where torch has registered its inner one."""
+        """Puts the lasting group in the place of its inner one in torch's tables."""
         for table in self._tables():
             if inner in table:
                 table[group] = table.pop(inner)
@@ -197,7 +199,7 @@ class LastingWorld:
         self._c10d._register_process_group(name, group)
 
     def _forget(self, inner: Any, name: str) -> None:
-        """Takes an inner group out of torch's tables."""
+        """Removes an inner group from torch's tables."""
         for table in self._tables():
             table.pop(inner, None)
         for groups in self._c10d._world.tags_to_pg.values():

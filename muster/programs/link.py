@@ -1,7 +1,8 @@
-"""One member's stream to the store of a generation: operations go out together, answers come when they are.
+"""One member's stream to a generation's store: sends operations in batches, takes answers in any order.
 
-A stream that breaks is opened again, and what was not answered is repeated; the scheduler carries each change
-out once. The scheduler's word that the generation is over ends it, and all that waits, with the reason.
+A stream that breaks is opened again, and operations without an answer are repeated; the scheduler carries
+each change out once. When the scheduler says that the generation is over, the link ends, and all pending
+operations fail with that reason.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Connect = Callable[[], Awaitable[grpc.aio.Channel]]
 
 
 class StoreEndedError(WorkerError):
-    """The store is gone: its generation is over, or this process may not use it; says why."""
+    """The store has ended: its generation is over, or this process may not use it; the message says why."""
 
 
 class StoreLostError(StoreEndedError):
-    """What the store held is lost, though its generation stands."""
+    """The store's content is lost, although its generation goes on."""
 
 
 @dataclass(slots=True)
@@ -55,11 +56,11 @@ _FINAL = (
 
 
 class StoreLink:
-    """The store of one generation, as one member. All of it runs on one event loop.
+    """One member's access to a generation's store. All of it runs on one event loop.
 
     Args:
-        opening: who this is, and which namespace it wants.
-        connect: opens a channel to the scheduler; an OSError means: try again.
+        opening: names the member and the namespace.
+        connect: opens a channel to the scheduler; if it raises OSError, it is called again after a pause.
     """
 
     def __init__(self, opening: pb.StoreOpen, connect: Connect) -> None:
@@ -76,12 +77,12 @@ class StoreLink:
 
     @property
     def error(self) -> StoreEndedError | None:
-        """Why the store is gone; None: it is not."""
+        """Why the store has ended; None if it has not."""
         return self._error
 
     @property
     def pending(self) -> int:
-        """How many operations are not answered."""
+        """The number of operations without an answer."""
         return len(self._pending)
 
     def submit(
@@ -93,7 +94,7 @@ class StoreLink:
         amount: int = 0,
         timeout_s: float = 0.0,
     ) -> asyncio.Future[pb.StoreAnswer]:
-        """Begins an operation; the future gets its answer, or StoreEndedError."""
+        """Starts an operation; returns a future of its answer, or of StoreEndedError if the store ends."""
         answer: asyncio.Future[pb.StoreAnswer] = asyncio.get_running_loop().create_future()
         if self._error is not None:
             answer.set_exception(self._error)
@@ -108,7 +109,7 @@ class StoreLink:
         return answer
 
     def cancel(self, answer: asyncio.Future[pb.StoreAnswer]) -> None:
-        """Cancels an operation, whose answer is dropped then."""
+        """Cancels an operation and its future."""
         for operation_id, pending in self._pending.items():
             if pending.answer is answer:
                 del self._pending[operation_id]
@@ -119,7 +120,7 @@ class StoreLink:
         answer.cancel()
 
     async def close(self, reason: str = "The store was closed.") -> None:
-        """Ends it; idempotent."""
+        """Ends the stream, and fails pending operations with the reason; idempotent."""
         self._end(StoreEndedError(reason))
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -226,7 +227,7 @@ class StoreLink:
         for each in pending.values():
             if not each.answer.done():
                 each.answer.set_exception(self._error)
-                each.answer.exception()  # nobody need look at it
+                each.answer.exception()  # else asyncio complains if nobody reads it
 
 
 async def _raise_status(call: Any) -> None:

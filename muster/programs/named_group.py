@@ -1,4 +1,4 @@
-"""What torch asks every process group in Python for its name by."""
+"""The methods by which torch reads and sets the name of a process group made in Python."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 
 class NamedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
-    """A process group that keeps the name torch has for it.
+    """A process group that keeps its name in torch.
 
     Args:
-        rank: of this process within the group.
-        size: how many ranks there are.
-        name: torch's.
+        rank: this process's rank within the group.
+        size: the group's world size.
+        name: the group's name in torch.
     """
 
     def __init__(self, rank: int, size: int, name: str) -> None:
@@ -34,6 +34,6 @@ class NamedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has n
         """See torch."""
         self._group_desc = text
 
-    # Before torch 2.6 C++ knows no name of a group without backends.
+    # Before torch 2.6, C++ has no name for a group without backends.
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc

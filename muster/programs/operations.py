@@ -1,4 +1,4 @@
-"""Torch's reductions as the communicator's, or as NumPy's where it has none."""
+"""Translates torch's reductions into the communicator's, or into NumPy's if the communicator lacks one."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _LOGICAL = {
     "MIN": ReduceOp.MIN,
     "BAND": ReduceOp.MIN,
 }
-"""Of truth values, where a sum is "any" and a product "all", as torch's own are."""
+"""Reductions of torch.bool, where a sum means "any" and a product "all", as in torch."""
 
 Combine = ReduceOp | Callable[..., Any]
 
 
 def operation_name(op: Any) -> str:
-    """The name of one of torch's operations: "SUM", say."""
+    """Returns the name of a reduction of torch's, such as "SUM"."""
     return next((name for name in (*_OPERATIONS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
 
 
 def operation(op: Any, tensor: Tensor) -> Combine:
-    """What combines values of this tensor's dtype: one of the communicator's operations, or NumPy's.
+    """Returns what reduces values of this tensor's dtype: one of the communicator's operations, or NumPy's.
 
     Raises:
         ArrayError: the operation is not defined for the dtype.

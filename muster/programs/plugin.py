@@ -1,8 +1,8 @@
 """Muster's plug-in for torch: ``import torch`` runs :func:`autoload` by the entry point ``torch.backends``.
 
-In a program that Muster has started, ``init_process_group()`` goes to Muster's store, by ``muster://`` and by
-``env://``, which is the default, and there is the backend "muster". Anywhere else it does nothing and imports
-nothing.
+In a program that Muster has started, it registers the backend "muster", and ``init_process_group()`` uses
+Muster's store, for ``muster://`` and for the default, ``env://``. In any other program it does nothing and
+imports nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from typing import Any
 
 VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
-"""The same for workers of torchrun, which gives them stores by itself."""
+"""The same for workers of torchrun, which opens their stores by itself."""
 
 IN_PLACE_VARIABLE = "MS_IN_PLACE"
 STEP_TIMES_VARIABLE = "MS_STEP_TIMES"
-"""The user's: "1" where each program is to live on as if its first line called ``keep_alive()``."""
+"""Variables that users set: MS_IN_PLACE=1 calls ``keep_alive()`` at a program's start, and MS_STEP_TIMES=0
+turns the measurement of step times off."""
 
 STACKS_VARIABLE = "MUSTER_STACKS"
-"""Where whoever may ask for the program's stacks wants them written."""
+"""Names the file into which the program writes its stacks when it is asked for them."""
 
 _CONNECT_TIMEOUT = timedelta(seconds=300)
 _GLOO_THREAD = "pt_gloo_runloop"
 _SETTLED_S = 0.02
-"""Longer than a thread waits for the interpreter's lock at a time."""
+"""The pause between looks at Gloo's threads, in seconds: longer than one wait for the interpreter's lock."""
 _LONGEST_S = 5.0
 
 
 def autoload() -> None:
-    """Registers the rendezvous handlers and the backend in a program of Muster's."""
+    """Registers the rendezvous handlers and the backend in a program that Muster has started."""
     if STACKS_VARIABLE in os.environ:
         from muster.worker.stacks.handler import answer_signal
 
@@ -75,18 +76,19 @@ def autoload() -> None:
 
 
 WRITES = ("set", "append", "multi_set", "queue_push")
-"""What torch's client says to its server without waiting for an answer."""
+"""The operations that torch's client sends to the store without waiting for an answer."""
 
 
 def _let_writes_settle(variable: str) -> None:
-    """Lets what Python writes to Muster's store return when the store has it.
+    """Makes writes from Python to Muster's store return only once the store has them.
 
-    By torch's protocol nothing answers a write. Its own server sees it before whatever the writer does
-    next; here it goes on to the scheduler, and others would read the old value. A check of no keys is
-    answered when all that this client has written has been carried out.
+    In torch's protocol a write has no answer. Torch's own server has it before the writer's next action, but
+    Muster's listener passes it on to the scheduler, and until then others would read the old value. So each
+    write is followed by a check of no keys, which is answered once all writes of this client are carried out.
 
     Args:
-        variable: where the address of the store's listener stands; others, a program's own, stay as they are.
+        variable: the environment variable with the address of the store's listener. Writes to other stores,
+            such as a program's own, do not change.
     """
     from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -111,10 +113,11 @@ def _let_writes_settle(variable: str) -> None:
 
 
 def let_gloo_settle() -> None:
-    """Waits until Gloo's threads have let go of the tensors of what is over; at most 5 s.
+    """Waits until Gloo's threads have released the tensors of completed collectives; at most 5 s.
 
-    They do so after they have woken who waited for a collective, and need the interpreter's lock for it. A
-    thread that asks for that when the interpreter ends is ended, during a C++ destructor: the process aborts.
+    They release them after they have woken the caller, and need the interpreter's lock for it. A thread that
+    requests the lock when the interpreter ends is terminated, here within a C++ destructor, which aborts the
+    process.
     """
     until = time.monotonic() + _LONGEST_S
     before: list[str] = []
@@ -126,7 +129,7 @@ def let_gloo_settle() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """What the kernel says of the threads that run collectives: their state, how often they have run."""
+    """Reads the state and the counts of context switches of the threads that run Gloo's collectives."""
     found = []
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -141,7 +144,12 @@ def _gloo_threads() -> list[str]:
 def _handler(
     url: str, timeout: timedelta = _CONNECT_TIMEOUT, **_options: object
 ) -> Iterator[tuple[Any, int, int]]:
-    """Gives torch this generation's store, with the rank and the size that the URL or environment says."""
+    """Yields this generation's store, with the rank and world size from the URL or the environment.
+
+    Raises:
+        ValueError: a variable that ``muster run`` sets is missing.
+        RuntimeError: torch asks for another rendezvous by the same URL.
+    """
     from urllib.parse import parse_qsl, urlsplit
 
     from torch.distributed import PrefixStore, TCPStore
@@ -151,8 +159,8 @@ def _handler(
     world_size = int(said.get("world_size") or _variable("WORLD_SIZE"))
     host, _, port = _variable(VARIABLE).rpartition(":")
     store = TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-    # Each time that the ranks of a world make a group they get keys of their own, also in other processes;
-    # one that is made by one rank alone, as it rehearses, counts nowhere.
+    # Each group that the ranks of a world make gets keys of its own, in other processes too. A group that a
+    # rank makes alone while it rehearses is not counted.
     living = sys.modules.get("muster.programs.keep_alive")
     program = living and living.living_program()
     count = 0 if program and program.rehearses else store.add(f"groups/{world_size}/{rank}", 1)

@@ -1,10 +1,10 @@
-"""What torch's own TCPStore clients connect to: a listener on loopback that speaks their protocol.
+"""A listener on loopback for torch's own TCPStore clients: speaks their protocol, and passes operations on.
 
-Torch's client is C++: it needs no interpreter's lock, and nothing of it runs while an interpreter ends. Only
-processes of this user are served: the kernel is asked whose the other end of each connection is, before
-anything else is done with it; one that no process holds any more is nobody's. What they
-ask for goes over mutual TLS to the store of the generation. Torch's protocol has no room for errors, so a
-connection ends where the store refuses something, and the log says why.
+Torch's client is written in C++: it does not need the interpreter's lock, and none of it runs while an
+interpreter ends. Only processes of this user are served: before anything is read from a connection, the
+kernel is asked which user owns its other end, and one that no process holds any more has no owner. The
+operations go over mutual TLS to the generation's store. Torch's protocol has no errors, so if the store
+refuses an operation, the connection is closed and the log says why.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ log = logging.getLogger("muster.worker")
 
 MAGIC = 0x3C85F7CE
 MAX_BYTES = 8 << 20
-"""Of a key or value; torch's own server takes as much."""
+"""The limit for a key or value, in bytes; torch's own server has the same."""
 
 MAX_KEYS = 65_536
 MAX_CONNECTIONS = 4096
 WINDOW = 1024
-"""Changes of all connections that may be under way before one of them waits for its own."""
+"""The number of unanswered operations beyond which a connection waits for the answer to its change."""
 
 GREETING_TIMEOUT_S = 30.0
 BACKLOG = 1024
 AT_ONCE = 64
-"""How many connections are taken before what else there is to do has a turn."""
+"""How many connections are accepted before the event loop's other work has a turn."""
 
 REST_S = 0.2
-"""The pause after the process or the host had no descriptor left for a connection."""
+"""The pause before the next accept after no file descriptor was left, in seconds."""
 
 LINES, WINDOW_S = 3, 10.0
-"""How many lines about another user's connections are logged, and in how many seconds."""
+"""The number of log lines about refused connections in a window, and the window in seconds."""
 
 (
     _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _NUM_KEYS, _DELETE, _APPEND, _MULTI_GET,
@@ -56,17 +56,17 @@ _U64, _I64 = struct.Struct("<Q"), struct.Struct("<q")
 
 
 class ConnectionEndedError(Exception):
-    """The connection must end; says why."""
+    """The connection must be closed; the message says why."""
 
 
 class Proxy:
     """One listener on 127.0.0.1.
 
     Args:
-        link: the store.
-        prefix: what all keys of this listener begin with in the store.
+        link: the link to the store.
+        prefix: put before all keys of this listener in the store.
         own: keys, without the prefix, that this process answers itself; clients can only get them.
-        owner: gives the user of the process at the other end; see :func:`peer_uid`.
+        owner: returns the user id of the process at the other end; None for :func:`peer_uid`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Proxy:
         self._refused = LogBudget[str](lines=LINES, window_s=WINDOW_S, max_callers=16)
 
     async def open(self) -> int:
-        """Begins to listen; returns the port."""
+        """Starts to listen; returns the port."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         port: int = self._listener.getsockname()[1]
@@ -94,7 +94,7 @@ class Proxy:
         return port
 
     async def close(self) -> None:
-        """Ends the listener and all connections."""
+        """Closes the listener and all connections."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -108,13 +108,13 @@ class Proxy:
             asyncio.get_running_loop().add_reader(self._listener, self._take, self._listener)
 
     def _take(self, listener: socket.socket) -> None:
-        """Takes connections; those of others are closed before the next, so that many cost one descriptor."""
+        """Accepts connections; closes another user's before the next, so that many need one descriptor."""
         for _ in range(AT_ONCE):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, ConnectionError, InterruptedError):
                 return
-            except OSError as error:  # no descriptor is left; asked at once, it would be so again
+            except OSError as error:  # no descriptor is left, which an immediate retry would find again
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(REST_S, self._listen)
@@ -137,7 +137,7 @@ class Proxy:
             reader, writer = await asyncio.open_connection(sock=connection)
             await _Connection(self._link, self._prefix, self._own, reader, writer).serve()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # it went, or this goes
+            pass  # the client or this process ends
         except StoreEndedError as error:
             log.info("a connection to the store ends: %s", error)
         except ConnectionEndedError as error:
@@ -156,7 +156,7 @@ class Proxy:
             raise ConnectionEndedError(f"there are {MAX_CONNECTIONS} already.")
 
     def _say_refused(self, kind: str, why: str) -> None:
-        """Says why a connection was not taken, or counts it: who is no user of it must not fill its log."""
+        """Logs why a connection was refused, or beyond a limit counts it: others must not fill the log."""
         now = time.monotonic()
         for more in self._refused.due(now):
             log.error("%d more connections to the store were closed: %s", more.codes.total(), more.last)
@@ -165,7 +165,7 @@ class Proxy:
 
 
 class _Connection:
-    """One client of torch's, which asks one thing after the other."""
+    """The connection of one client of torch's, which sends one command after the other."""
 
     def __init__(
         self,
@@ -303,9 +303,10 @@ class _Connection:
         return answer
 
     async def _change(self, kind: pb.StoreKind, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Torch waits for no answer to these; what comes after them here is carried out later.
+        """Submits a change without waiting for its answer, as torch does not wait for one either.
 
-        A client that wants to know that they have been carried out checks no keys; see :meth:`_settle`.
+        Later operations of this connection are carried out after it. A client that needs to know that its
+        changes have been carried out sends a check of no keys; see :meth:`_settle`.
         """
         size = sum(map(len, keys)) + sum(map(len, values))
         if size > LARGEST_CHANGE_BYTES:
@@ -319,9 +320,9 @@ class _Connection:
             await answer
 
     async def _settle(self) -> bool:
-        """Waits until all changes of this connection have been carried out: the check of no keys.
+        """Answers a check of no keys: waits until all changes of this connection have been carried out.
 
-        Costs the store nothing: it answers each change anyway.
+        It costs the store nothing, because the store answers each change anyway.
         """
         if self._changes:
             await asyncio.wait(set(self._changes))
@@ -340,10 +341,10 @@ class _Connection:
             self._failed = error if isinstance(error, Exception) else ConnectionEndedError(str(error))
             if isinstance(error, ConnectionEndedError):
                 log.error("the store refused a change: %s", error)
-            self._writer.close()  # what is read next fails
+            self._writer.close()  # the next read fails
 
     async def _wait(self) -> None:
-        """Answers when all keys are there, unless the client has enough of waiting."""
+        """Answers once all keys are set, unless the client cancels the wait."""
         keys = await self._keys()
         if len(keys) == 1 and keys[0] in self._own:
             self._pushed = (keys[0], self._own[keys[0]])
@@ -381,7 +382,7 @@ class _Connection:
 
 LARGEST_CHANGE_BYTES = 800 * 1024
 
-# ---------------------------------------------------------------- whose the other end is
+# ---------------------------------------------------------------- the owner of the other end
 
 _NETLINK_SOCK_DIAG = 4
 _HEADER = struct.Struct("=IHHII")
@@ -392,12 +393,12 @@ _ANY_COOKIE = 0xFFFFFFFF
 
 
 def owner_of(uid: int, inode: int) -> int | None:
-    """Whose a socket is, by what the kernel says of it: one that no process holds seems to be root's."""
+    """Returns a socket's owner; None for inode 0: no process holds it, and the kernel reports root."""
     return uid if inode else None
 
 
 def peer_uid(connection: socket.socket) -> int | None:
-    """The user whose process holds the other end of a connection over IPv4 loopback; None: not known."""
+    """Returns the id of the user that owns the other end of an IPv4 loopback connection; None if unknown."""
     try:
         theirs, ours = connection.getpeername(), connection.getsockname()
     except OSError:  # it is gone
@@ -409,7 +410,11 @@ def peer_uid(connection: socket.socket) -> int | None:
 
 
 def _ask_kernel(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
-    """By netlink, as ``ss`` does; see sock_diag(7)."""
+    """Asks the kernel for the owner by netlink, as ``ss`` does; see sock_diag(7).
+
+    Raises:
+        OSError: netlink does not answer, or does not know the connection.
+    """
     ports = [port.to_bytes(2, "big") for _, port in (theirs, ours)]
     hosts = [socket.inet_aton(host).ljust(16, b"\0") for host, _ in (theirs, ours)]
     request = _REQUEST.pack(
@@ -424,13 +429,13 @@ def _ask_kernel(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
     if kind == _ERROR or len(data) < _HEADER.size + _ANSWER.size:
         raise OSError("the kernel does not know this connection")
     found, uid, inode = _ANSWER.unpack_from(data, _HEADER.size)
-    if found != b"".join(ports):  # a listener at the port from which it came
+    if found != b"".join(ports):  # the answer is about a listener on the client's port
         return None
     return owner_of(uid, inode)
 
 
 def _look_up(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
-    """From /proc, where netlink does not answer; torch's clients stand in tcp6, with mapped addresses."""
+    """Reads the owner from /proc, if netlink fails; torch's clients are in tcp6, with mapped addresses."""
     ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}" for host, port in (theirs, ours)]
     for table, lead in (("tcp6", "0000000000000000FFFF0000"), ("tcp", "")):
         try:

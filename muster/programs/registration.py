@@ -1,6 +1,6 @@
-"""Makes the backend "muster" known to torch.distributed and, where that is wanted, gives it the name "gloo".
+"""Registers the backend "muster" with torch.distributed, and puts it in the place of "gloo" if asked to.
 
-What a group needs is imported when one is made: most programs that torch is imported in make none.
+What a group needs is imported when one is made, because most programs that import torch make none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(said: str) -> None:
     """Registers the backend; idempotent.
 
     Args:
-        said: the value of MS_TORCH_GLOO. "muster": groups of the backend "gloo" are Muster's, too.
+        said: the value of MS_TORCH_GLOO; with "muster", groups of the backend "gloo" are Muster's, too.
 
     Raises:
         SettingsError: ``said`` is neither empty nor the backend's name.
@@ -53,10 +53,11 @@ def _create(options: Any, _backend_options: Any = None) -> Any:
 
 
 def _serve_hooks(c10d: Any) -> None:
-    """Lets DDP take those of its hooks that a group made in Python cannot serve as they are.
+    """Adapts DDP's communication hooks that do not work with a group made in Python.
 
-    The builtin one that compresses to 16 bits wants a list of C++'s, which Python cannot give: its twin in
-    Python computes the same. Those that quantize read results in NCCL's form, and fail with Gloo, too.
+    The builtin hook that compresses to 16 bits needs a C++ list, which Python cannot make, so the Python hook
+    that computes the same takes its place. The hooks that quantize read results in NCCL's form, and fail with
+    Gloo, too; they are refused.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -90,9 +91,14 @@ def _serve_hooks(c10d: Any) -> None:
 
 
 def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
-    """Torch's function that makes a group, with a check of what cannot be held side by side.
+    """Wraps torch's function that makes a group with a check for combinations that cannot work.
 
-    A group made in Python takes the place of all its backends: one with another for GPUs would lose that.
+    A group made in Python takes the place of all its backends, so one with another backend for GPUs would
+    lose that backend.
+
+    Args:
+        helper: torch's function.
+        ours: the names of Muster's backends.
     """
 
     @functools.wraps(helper)

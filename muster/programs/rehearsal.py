@@ -1,8 +1,8 @@
-"""What collectives give a rank that is alone: the results that it would get if all ranks gave what it gives.
+"""Computes the results of collectives for a rank that is alone, as if all ranks gave the same inputs.
 
 A process that takes a lost rank's place builds its modules while the others are training, so none of its
-collectives has a counterpart. What it computes with these results is overwritten by the state that it gets
-from the others; what matters is only that all objects come to exist as theirs did.
+collectives has a counterpart. The state that it then gets from the others overwrites what it computed with
+these results; they only serve to create the same objects as on the other ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensor = Any
 
 
 class RehearsedBackend:
-    """What torch hears of the backend of a group that answers by itself."""
+    """The backend that a rehearsing group reports to torch."""
 
     supports_coalescing = False
 
@@ -26,13 +26,13 @@ class RehearsedBackend:
 
 
 def rehearse(name: str, args: Sequence[Any], rank: int, size: int) -> None:
-    """Writes the results of an operation of a process group into the tensors given for them.
+    """Writes the results of a process group's operation into its output tensors.
 
     Args:
         name: the process group's method.
-        args: its arguments, those for the results first.
-        rank: of this process within the group.
-        size: of the group.
+        args: its arguments, the output tensors first.
+        rank: this process's rank within the group.
+        size: the group's world size.
     """
     if name in ("barrier", "send"):
         return
@@ -64,11 +64,11 @@ def rehearse(name: str, args: Sequence[Any], rank: int, size: int) -> None:
             _copy_all([outputs], [args[1]])
         elif name in ("recv", "recv_anysource"):
             for output in outputs:
-                output.fill_(1)  # by which a pipeline's stages tell each other that all know their shapes
+                output.fill_(1)  # a pipeline's stages send 1 to say that all shapes are known
 
 
 def _repeat(output: Tensor, given: Tensor, size: int) -> None:
-    output.view(size, -1).copy_(given.clone().reshape(1, -1))  # FSDP2 gives a part of the output
+    output.view(size, -1).copy_(given.clone().reshape(1, -1))  # FSDP2's input is a part of its output
 
 
 def _take_part(output: Tensor, given: Tensor, rank: int, size: int) -> None:
@@ -76,7 +76,7 @@ def _take_part(output: Tensor, given: Tensor, rank: int, size: int) -> None:
 
 
 def _copy_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Where the shapes differ by rank, zeros: nobody computes with them."""
+    """Copies inputs to outputs; writes zeros where the shapes differ between ranks, as nobody reads them."""
     for output, given in zip(outputs, inputs, strict=True):
         if output.shape == given.shape:
             output.copy_(given)

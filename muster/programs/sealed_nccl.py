@@ -1,9 +1,9 @@
-"""How a program's NCCL gets the secret of its generation: an agent's side, and the program's.
+"""Hands the generation's NCCL secret from an agent to its programs: the agent's side, and the program's.
 
-An agent gives a program that it starts a descriptor of a sealed file of memory; a program that lives through
-generations gets the next one over its line to the agent, in place of the one before. torchrun closes all
-descriptors in the workers that it starts, so these open the file in /proc, which this user's processes alone
-can.
+An agent passes a file descriptor of a sealed memory file to each program that it starts. A program that
+outlives generations gets the next secret over its connection to the agent, in place of the previous one.
+torchrun closes all descriptors in the workers that it starts, so these open the file in /proc, which only
+processes of this user can do.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def hand_over(session: Session, handed: HandedSecret) -> Mapping[str, str]:
-    """Puts the secret of this worker's present generation in place of the one before.
+    """Replaces the handed secret by that of this worker's current generation.
 
     Args:
-        session: the agent's.
-        handed: what its programs get.
+        session: the agent's session.
+        handed: holds the secret for the agent's programs.
 
     Returns:
-        What NCCL is to find in their environment besides; empty, without a secret: nothing is sealed.
+        Further environment variables for the programs' NCCL; empty if NCCL's traffic is not sealed.
 
     Raises:
         MembershipChanged: the generation is over.
@@ -49,20 +49,20 @@ def hand_over(session: Session, handed: HandedSecret) -> Mapping[str, str]:
 
 
 def path_for_workers(handed: HandedSecret) -> str:
-    """Where children of this process open the secret that it holds."""
+    """Returns the path at which this process's children open the secret that it holds."""
     return f"/proc/{os.getpid()}/fd/{handed.descriptor}"
 
 
 def take_new_secret(descriptor: int, env: MutableMapping[str, str]) -> None:
-    """Takes a generation's secret in the program, in place of the one before, whose number it gets.
+    """Takes a new generation's secret in the program, under the descriptor number of the previous one.
 
     Args:
-        descriptor: of the new one, which is this process's own; it is closed or kept.
-        env: the program's environment.
+        descriptor: a descriptor of the new secret, owned by this process; the function closes or keeps it.
+        env: the program's environment variables.
     """
     with contextlib.suppress(KeyError, ValueError, CommunicatorError, OSError):
         held = int(env[DESCRIPTOR_VARIABLE])
-        read_secret_file(held)  # the program may have closed it, and opened something else
+        read_secret_file(held)  # fails if the program has closed it and opened another file
         os.dup2(descriptor, held)
         os.close(descriptor)
         return
@@ -71,10 +71,10 @@ def take_new_secret(descriptor: int, env: MutableMapping[str, str]) -> None:
 
 
 def take_secret_of_torchrun(env: MutableMapping[str, str]) -> None:
-    """Opens the secret in a worker of torchrun, before NCCL is loaded; nothing where nothing is sealed.
+    """Opens the secret in a worker of torchrun, before NCCL is loaded; does nothing if NCCL is not sealed.
 
     Raises:
-        CommunicatorError: it is not there, so that NCCL would find no secret, and end the process.
+        CommunicatorError: the secret cannot be opened; without it NCCL would end the process.
     """
     path = env.get(NCCL_SECRET_VARIABLE, "")
     if not path:
@@ -86,7 +86,7 @@ def take_secret_of_torchrun(env: MutableMapping[str, str]) -> None:
     except (OSError, CommunicatorError) as error:
         if descriptor >= 0:
             os.close(descriptor)
-        if DESCRIPTOR_VARIABLE in env:  # a process of a worker's: the worker has it
+        if DESCRIPTOR_VARIABLE in env:  # a child of a worker, which has the secret already
             return
         raise CommunicatorError(
             "this worker of torchrun cannot open the secret of NCCL's encrypted connections, which its agent"

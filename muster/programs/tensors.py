@@ -1,4 +1,4 @@
-"""Tensors as the communicator takes them, and whether those of a call fit each other."""
+"""Converts tensors to the form that the communicator takes, and checks that a call's fit each other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ Tensor = Any
 
 
 class FlatTensor:
-    """A tensor as the communicator takes it: dense, and of a dtype that it knows.
+    """A tensor in the form that the communicator takes: dense, and of a dtype that it knows.
+
+    Args:
+        tensor: a dense tensor on the CPU.
+        writes: whether a collective writes it.
 
     Attributes:
-        array: over the tensor's memory where that is possible, else a copy, written back by :meth:`finish`.
+        array: shares the tensor's memory if possible; otherwise a copy, which :meth:`finish` writes back.
+
+    Raises:
+        ArrayError: the tensor is on another device, or sparse.
     """
 
     def __init__(self, tensor: Tensor, *, writes: bool = False) -> None:
@@ -38,7 +45,7 @@ class FlatTensor:
         self.array = in_known_dtype(self._dense)
 
     def __enter__(self) -> FlatTensor:
-        """Itself; its end finishes what has not failed."""
+        """Returns itself; the block's end calls :meth:`finish`, unless the block has raised."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
@@ -47,13 +54,13 @@ class FlatTensor:
             self.finish()
 
     def finish(self) -> None:
-        """Puts the result where it belongs."""
+        """Writes the result back to the tensor, if ``array`` is a copy."""
         if self._writes and self._copied:
             self._tensor.copy_(self._dense)
 
 
 def in_known_dtype(dense: Tensor) -> Tensor:
-    """The same memory in a dtype that the communicator knows."""
+    """Returns a view of the same memory in a dtype that the communicator knows: pairs of reals, or bytes."""
     if dense.is_complex():
         return torch.view_as_real(dense)
     if str(dense.dtype).removeprefix("torch.") in ARITHMETIC:
@@ -62,7 +69,13 @@ def in_known_dtype(dense: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, target: Tensor, offset: int | None = None) -> Tensor:
-    """``source``, or a copy if it shares memory with ``target`` and does not lie exactly ``offset`` in it."""
+    """Returns ``source``, or a copy if it shares memory with ``target``.
+
+    Args:
+        source: the tensor that a collective reads.
+        target: the tensor that it writes.
+        offset: the place in ``target``, in elements, at which ``source`` may be without a copy; None: none.
+    """
     if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         return source
     if offset is not None and source.data_ptr() == target.data_ptr() + offset * target.element_size():
@@ -78,7 +91,7 @@ def hand_out(found: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
-    """Checks that input and output of a collective have one dtype.
+    """Checks that input and output of a collective have the same dtype.
 
     Raises:
         ArrayError: the dtypes differ.
@@ -88,7 +101,7 @@ def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
 
 
 def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> None:
-    """Checks that there is a tensor for each rank, of the dtype and number of elements of ``like``.
+    """Checks that there is one tensor per rank, with the dtype and the number of elements of ``like``.
 
     Raises:
         ArrayError: the number of tensors, a dtype or a size differs.
@@ -104,13 +117,13 @@ def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> 
 def split_rows(
     flat: Tensor, shape: Sequence[int], sizes: Sequence[int], ranks: int, name: str
 ) -> list[Tensor]:
-    """Cuts a tensor into rows for each rank.
+    """Splits a tensor into the rows of each rank.
 
     Args:
-        flat: the tensor.
-        shape: as the user gave it.
-        sizes: rows for each rank; none: as many for each.
-        ranks: how many ranks there are.
+        flat: the tensor, flattened.
+        shape: the shape that the user gave it.
+        sizes: the number of rows of each rank; empty for the same number each.
+        ranks: the number of ranks.
         name: "input" or "output", for messages.
 
     Raises:

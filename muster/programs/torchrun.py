@@ -1,8 +1,9 @@
 """torchrun over Muster: ``torchrun --rdzv-backend=muster --rdzv-endpoint=HOST:PORT --rdzv-id=JOB ...``.
 
-Each torchrun agent is a worker of the job ``JOB``, and a generation is a round of its rendezvous. Its workers
-are clients of a listener on loopback in the agent's process. Where an agent starts its workers again, the
-others notice and do so too, as with torchrun's own rendezvous, within the same generation.
+Each torchrun agent is a worker of the job ``JOB``, and a generation holds one or more rounds of its
+rendezvous. Its workers are clients of a listener on loopback in the agent's process. If an agent starts its
+workers again, the others notice and restart theirs too, as with torchrun's own rendezvous, in the same
+generation.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from muster.worker.session.session import Session
 
 CLOSED = b"closed"
 LAST_CALL_S = 30.0
-"""How long torchrun waits for more agents than it needs, unless ``last_call_timeout`` says so."""
+"""How long torchrun waits for more agents than it needs, in seconds, unless ``last_call_timeout`` is set."""
 
 STORE_TIMEOUT = dt.timedelta(seconds=300)
 LOOK_S = 0.5
@@ -54,7 +55,7 @@ _TORCHRUN = re.compile(r"(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_)|(RANK|WORLD_SIZE|MA
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun asks the entry point ``torchrun.handlers`` for."""
+    """Returns :func:`create_handler`; torchrun calls this by the entry point ``torchrun.handlers``."""
     return create_handler
 
 
@@ -69,13 +70,13 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def settings_of(parameters: RendezvousParameters, env: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun's options say, in Muster's variables; those that are set otherwise stay.
+    """Translates torchrun's options into Muster's variables, which take precedence over the environment's.
 
     Args:
-        parameters: torchrun's; ``--rdzv-conf join_timeout=S`` is how long to look for the scheduler, and to
-            wait for the others' agents in a round; ``last_call_timeout=S`` how long the first round waits for
-            more agents than it needs. How long it may wait for those, the scheduler says.
-        env: the agent's environment.
+        parameters: torchrun's options. ``--rdzv-conf join_timeout=S`` sets how long to look for the scheduler
+            and to wait for the other agents in a round; ``last_call_timeout=S`` sets how long the first round
+            waits for more agents than it needs; ``config=PATH`` names config.json.
+        env: the agent's environment variables.
     """
     host, _, port = parameters.endpoint.rpartition(":") if ":" in parameters.endpoint else ("", "", "")
     said = {
@@ -99,8 +100,8 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
     """One torchrun agent as a worker of a job.
 
     Args:
-        parameters: torchrun's.
-        env: Muster's variables.
+        parameters: torchrun's options.
+        env: Muster's variables, see :func:`settings_of`.
     """
 
     def __init__(self, parameters: RendezvousParameters, env: Mapping[str, str]) -> None:
@@ -111,7 +112,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
         self._agents: StoreClient | None = None
         self._keyring: Any = None
         self._round = (0, 0)
-        """The generation, and how many times its workers were started."""
+        """The generation, and how often its workers were started in it."""
         self._secret = HandedSecret()
 
     # ------------------------------------------------------------ what torchrun asks
@@ -122,7 +123,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers are clients of the agent's listener and open no store."""
+        """True: workers are clients of the agent's listener and open no store themselves."""
         return True
 
     def get_run_id(self) -> str:
@@ -130,7 +131,14 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
         return str(self._parameters.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the next generation, or for all to start their workers again in this one."""
+        """Waits for the next generation, or until all agents start their workers again in this one.
+
+        Raises:
+            RendezvousClosedError: an agent has closed the job.
+            RendezvousGracefulExitError: the job has ended, or this agent was drained.
+            RendezvousTimeoutError: the agents did not come in time.
+            RendezvousConnectionError: the scheduler cannot be reached.
+        """
         try:
             return self._next()
         except (JobEndedError, LeaveGranted) as error:
@@ -141,7 +149,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
             raise RendezvousConnectionError(str(error)) from error
 
     def num_nodes_waiting(self) -> int:
-        """1 where workers must be started again: others have begun to, or the members change."""
+        """Returns 1 if workers must be started again: other agents do so, or the members change; else 0."""
         session, store = self._session, self._store
         if session is None or store is None:
             return 0
@@ -156,7 +164,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
             return 0
 
     def is_closed(self) -> bool:
-        """Whether some agent has closed the job."""
+        """Whether an agent has closed the job."""
         if self._agents is None:
             return False
         try:
@@ -165,7 +173,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
             return False
 
     def set_closed(self) -> None:
-        """Lets no agent begin another round."""
+        """Closes the job, so that no agent begins another round."""
         if self._agents is not None:
             try:
                 self._agents.set(CLOSED, b"1")
@@ -173,7 +181,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
                 return
 
     def shutdown(self) -> bool:
-        """Leaves the job: finished, unless its workers are being started again or have failed."""
+        """Leaves the job, as finished unless this agent was asked to leave; returns True."""
         self._close_stores()
         self._secret.forget()
         if self._session is not None:
@@ -208,7 +216,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
         self._agents = self._client(session, 0)
 
     def _enter(self, session: Session) -> None:
-        """Goes to the newest generation, if this one is over."""
+        """Enters the newest generation, if this one is over."""
         while True:
             try:
                 if session.membership_event is not None:
@@ -229,7 +237,13 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
             session.report(session.generation, 0.0)
 
     def _meet(self, session: Session) -> RendezvousInfo:
-        """Waits until all members start their workers for this round."""
+        """Waits until all members start their workers for this round; opens the round's listener.
+
+        Raises:
+            FormationTimeoutError: not all agents have come in time.
+            MembershipChanged: the generation is over.
+            StoreEndedError: the store has ended, or the members are about to change.
+        """
         store, count = self._store, self._round[1] + 1
         assert store is not None
         arrivals, full = self._arrivals(count), b"agent/full/%d" % count

@@ -1,4 +1,4 @@
-"""Handles of what a process group does, as torch wants them: to wait for, and as futures."""
+"""Handles of a process group's operations: torch waits for them, and gets futures from them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 Tensor = Any
 _SIGNALS_S = 0.1
-"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+"""The longest single wait, in seconds: signals that another thread received are handled between two."""
 
 
 class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
-    """Something under way or over.
+    """The handle of an operation.
 
     Args:
-        tensors: its results.
-        callbacks: of who has called it.
-        ordered: callbacks run in the order in which they are attached; else whenever it is over.
+        tensors: the operation's results.
+        callbacks: the callbacks of the operation's caller.
+        ordered: whether callbacks run in the order in which they are attached, rather than at completion.
     """
 
     def __init__(self, tensors: Sequence[Tensor], callbacks: Callbacks, *, ordered: bool = True) -> None:
@@ -41,7 +41,7 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
         self._lock = threading.Lock()
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is over."""
+        """Marks the operation as completed, or as failed with an error."""
         with self._lock:
             self._error = error
             self._over.set()
@@ -50,11 +50,14 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             self._callbacks.complete(lambda: self._complete(future))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits until the results are there.
+        """Waits until the operation has completed.
+
+        Args:
+            timeout: how long to wait; 0 for no limit.
 
         Raises:
-            CollectiveTimeoutError: they are not within ``timeout``; it goes on nevertheless.
-            CommunicatorError: what it failed with.
+            CollectiveTimeoutError: it has not completed within ``timeout``; it goes on nevertheless.
+            CommunicatorError: the operation failed.
         """
         with WAITS.waiting():
             self._wait(timeout)
@@ -72,19 +75,19 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             left_s -= pause_s
 
     def synchronize(self) -> None:
-        """See torch; the same as to wait, on a CPU."""
+        """See torch; on a CPU it is the same as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has completed or failed."""
         return self._over.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over, and well."""
+        """Whether it has completed without an error."""
         return self._over.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
-        """What it failed with."""
+        """The error with which it failed; None if it has not."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -92,7 +95,7 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
         return self._tensors
 
     def get_future(self) -> Any:
-        """A future of the tensors; what it failed with is raised by whatever waits for that."""
+        """Returns a future of the tensors, which raises the operation's error if it failed."""
         with self._lock:
             if self._future is None:
                 self._future = CallbackFuture(self._callbacks, ordered=self._ordered)
@@ -108,13 +111,13 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
 
 
 class MessageWork(GroupWork):
-    """A message, or several, to or from one rank.
+    """The handle of one or more messages to or from one rank.
 
     Args:
-        messages: all of them must be over.
-        tensors: that are sent or filled.
-        callbacks: of who has called for it.
-        filled: called when they are, before anybody who waits goes on.
+        messages: the messages, all of which must be over.
+        tensors: the tensors that are sent or filled.
+        callbacks: the callbacks of the operation's caller.
+        filled: called when all messages have arrived, before callers that wait go on.
     """
 
     def __init__(
@@ -141,11 +144,11 @@ class MessageWork(GroupWork):
         if error is None and last and self._filled is not None:
             try:
                 self._filled()
-            except Exception as failure:  # this thread serves others, and would not wake who waits
+            except Exception as failure:  # raised here, it would end a thread that serves others
                 error = failure
         if (error is not None or last) and not self.is_completed():
             self.finish(error)
 
     def _source_rank(self) -> int:
-        """Which rank a message of anybody came from."""
+        """The rank that sent the message, for receives from any rank."""
         return self._messages[0].peer

@@ -1,4 +1,4 @@
-"""Serves the pages over HTTP: rendered on request and, while somebody looks, kept up to date."""
+"""Serves the pages over HTTP: renders them on request, and keeps them up to date while they are viewed."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ from muster.web.series import Point
 
 ASSETS = Path(__file__).parent / "assets"
 FOLLOWED = 64
-"""Jobs that are followed at the same time: each has a connection and a thread."""
+"""The largest number of jobs that are followed at the same time, each with a connection and a thread."""
 
 VIEWERS = 32
-"""Most browser windows that are kept up to date at the same time."""
+"""The largest number of browser windows that are kept up to date at the same time."""
 
 REFRESH_S = 0.2
-"""How soon after a change pages are rendered again; without one, once a second: ages change."""
+"""The least time between two renderings, in seconds; pages show ages, so they are rendered once a second even
+without changes."""
 
 SEND_S = 20.0
-"""How long a browser may not read before its stream ends."""
+"""How long a browser may stop reading before its stream is ended, in seconds."""
 
 FIRST_LOOK_S = 1.5
-"""How long a page waits for the scheduler's first word on a job."""
+"""How long a page waits for the scheduler's first reply about a job, in seconds."""
 
 LINGER_S = 20.0
-"""How long a job is followed after its page was sent, until the browser's stream comes."""
+"""How long a job is followed after its page was sent, until the browser opens its stream, in seconds."""
 
 MAX_FORM_BYTES = 8192
 MAX_REASON = 200
@@ -58,15 +59,18 @@ class Pages:
     """The pages' state and their dependencies.
 
     Attributes:
-        known: what is known of the scheduler.
-        feed: keeps that up to date.
-        login_links: who was let in.
-        identity: of the operator's certificate, in words.
-        own_ends: when that ends, in seconds since 1970; None: there is none.
-        logs: finds the logs of a job's launch on this host.
-        past: finds the figures that this launch has kept.
-        origin: finds the command that this launch runs, and the directory of its logs; empty: it is not here.
+        known: the model of the scheduler.
+        login_links: the browsers that have logged in.
         connect: see :data:`muster.web.feed.Connect`.
+        identity: the identity of the operator's certificate, in words.
+        own_ends: when that certificate ends, in seconds since 1970; None without one.
+        logs: returns the logs of a job's launch on this host.
+        past: returns the figures that this launch has recorded.
+        origin: returns this launch's command and the directory of its logs; empty if it is not here.
+        by_certificate: whether browsers log in by an operator's certificate.
+        place: the path below which the pages are.
+        feed: keeps ``known`` up to date.
+        viewers: the number of browser windows that are kept up to date.
     """
 
     known: Followed
@@ -127,7 +131,7 @@ class Pages:
         return self._jobs[job_id] if job_id else self._all
 
     async def keep_fresh(self) -> None:
-        """Renders what is looked at whenever something has changed, and once a second."""
+        """Renders the viewed pages whenever something has changed, and at least once a second."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -145,7 +149,7 @@ class Pages:
     # ------------------------------------------------------------ pages
 
     async def enter(self, request: Request) -> Response:
-        """Takes the link that the terminal shows."""
+        """Logs a browser in by the link that the terminal shows."""
         cookie = self.login_links.enter(request.query_params.get("token", ""))
         if cookie is None:
             text = (
@@ -159,7 +163,7 @@ class Pages:
         first, answer = f"{self.place}/jobs", Response()
         if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             answer = RedirectResponse(first, 303)
-        else:  # from a file, say: a redirect would come without the cookie, as another site's request
+        else:  # such as from a file: after a redirect the browser would not send the cookie
             html = render("message.html", title="muster web", text="Your jobs are on their way.")
             answer = HTMLResponse(html, headers={"Refresh": f"0; url={first}"})
         path = f"{self.place}/"
@@ -168,18 +172,18 @@ class Pages:
         return answer
 
     async def root(self, request: Request) -> Response:
-        """Leads a visitor with an operator's certificate to the pages."""
+        """Logs in a browser with an operator's certificate, and redirects it to the pages."""
         return self._let_in(request, self.login_links.open())
 
     async def jobs(self, request: Request) -> Response:
-        """The page of all jobs."""
+        """Serves the page of all jobs."""
         browser = self._browser(request)
         await self._until(lambda: bool(self.known.overview.version))
         self._all.refresh(time.time())
         return HTMLResponse(self._all.html(flash=_flash(browser)))
 
     async def job(self, request: Request) -> Response:
-        """The page of a job."""
+        """Serves the page of a job."""
         browser, job_id = self._browser(request), _named(request)
         if not job_id:
             raise HTTPException(404, "The address names no job.")
@@ -201,14 +205,14 @@ class Pages:
         return HTMLResponse(page.html(flash=_flash(browser)), status)
 
     async def worker(self, request: Request) -> Response:
-        """One worker, as a piece of its job's page."""
+        """Serves one worker's details, as a part of its job's page."""
         self._browser(request)
         job_id = _named(request)
         html = JobPage(self.known, job_id).worker(request.query_params.get("node", ""))
         return HTMLResponse(html, 200 if html else 404)
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Waits a little for the scheduler's first word."""
+        """Waits until a condition is true, at most ``FIRST_LOOK_S``."""
         deadline = time.monotonic() + FIRST_LOOK_S
         while not true() and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
@@ -218,13 +222,13 @@ class Pages:
     def _browser(self, request: Request) -> Browser:
         try:
             return browser_of(request.scope)
-        except PermissionError:  # a certificate has let it in, and the cookie is of a process before
+        except PermissionError:  # admitted by certificate, with a cookie of an earlier process
             raise HTTPException(303, headers={"Location": "/"}) from None
 
     # ------------------------------------------------------------ actions
 
     async def drain(self, request: Request) -> Response:
-        """Asks whether to drain a worker."""
+        """Serves the page that asks whether to drain a worker."""
         node = request.query_params.get("node", "")
         return self._confirm(
             request,
@@ -237,7 +241,7 @@ class Pages:
         )
 
     async def end(self, request: Request) -> Response:
-        """Asks whether to end a job."""
+        """Serves the page that asks whether to end a job."""
         return self._confirm(
             request,
             title=f"End job {_named(request)}?",
@@ -304,7 +308,7 @@ class Pages:
     # ------------------------------------------------------------ what is sent as it changes
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Server-sent events: the parts of a page that have changed, for as long as the browser listens."""
+        """Streams the parts of a page that have changed as server-sent events, while the browser listens."""
         request = Request(scope)
         job_id = request.query_params.get("id", "")
         if self.viewers >= VIEWERS or (job_id not in self._jobs and len(self._jobs) >= FOLLOWED):
@@ -321,7 +325,7 @@ class Pages:
                     async with asyncio.timeout(SEND_S):
                         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         except (TimeoutError, OSError):
-            pass  # it does not read, or is gone
+            pass  # the browser does not read, or has gone
         finally:
             self.viewers -= 1
             gone.cancel()
@@ -349,7 +353,7 @@ class Pages:
     # ------------------------------------------------------------ all of it
 
     def app(self) -> Starlette:
-        """The pages as an application below :attr:`place`; who asks must be guarded outside."""
+        """Returns the pages as an application below :attr:`place`; a :class:`Guard` must check requests."""
         pages: list[Route | Mount] = [
             Route("/enter", self.enter),
             Route("/jobs", self.jobs),
@@ -369,7 +373,7 @@ class Pages:
 
 
 class _Streamed:
-    """An endpoint that is an ASGI application itself."""
+    """A route's endpoint that is itself an ASGI application."""
 
     def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._call = call

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muster.web.serve import Transport
 
 AT_ONCE = 16
-"""Calls that block, such as drains, made at the same time at most."""
+"""The largest number of simultaneous calls that block, such as drains."""
 
 EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 
@@ -144,9 +144,9 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _ready_to_ask(address: Address) -> Iterator[None]:
-    """Has opened, while there are descriptors, what asking a scheduler needs once in the process's life.
+    """Opens early, while file descriptors are left, what a process needs once to ask a scheduler.
 
-    Without any gRPC aborts the process, and Python remembers for good that it found no codec for names.
+    Without descriptors gRPC would abort the process, and Python would never find its codec for host names.
     """
     if address.config_path is not None:
         from muster.certs.config import apply_cipher_list, load_config
@@ -162,7 +162,7 @@ def _ready_to_ask(address: Address) -> Iterator[None]:
 
 
 class _Connector:
-    """Connects to the scheduler, as the operator, for a job."""
+    """Connects to the scheduler as the operator, for one job or for all."""
 
     def __init__(self, address: Address, env: Mapping[str, str], certificate: Path | None) -> None:
         self._address, self._env, self._certificate = address, env, certificate
@@ -173,10 +173,10 @@ class _Connector:
 
 
 class _Links:
-    """Shows the links by which browsers come, or opens the first.
+    """Prints the login links, and opens the first one in a browser if asked to.
 
-    Every user of the host may read a browser's command line. So what opens there is a file that its owner
-    alone may read, and that leads on to the link; it is removed when that was used.
+    Every user of the host can read a browser's command line. So the browser opens a file that only its owner
+    can read, and that redirects to the link; it is removed once the link was used.
     """
 
     def __init__(self, origin: str, place: str, *, opens: bool) -> None:
@@ -184,7 +184,7 @@ class _Links:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def show(self, token: str) -> None:
-        """Shows the first; without a token, certificates let browsers in."""
+        """Prints the first link; without a token, for browsers that log in by certificate."""
         link = f"{self._origin}{self._place}/enter?token={token}" if token else f"{self._origin}/"
         print(f"muster web is on {link}", flush=True)
         if self._opens:
@@ -198,13 +198,13 @@ class _Links:
         return file.as_uri()
 
     def close(self) -> None:
-        """Removes the file, if there is one."""
+        """Removes the redirecting file, if there is one."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def show_next(self, token: str) -> None:
-        """Shows the next, for another browser."""
+        """Prints the next link, for another browser."""
         self.close()
         print(f"For another browser: {self._origin}{self._place}/enter?token={token}", flush=True)
 
@@ -229,7 +229,11 @@ def _transport(options: argparse.Namespace, address: Address, env: Mapping[str, 
 
 
 def _own(address: Address, env: Mapping[str, str], certificate: Path | None) -> tuple[str, float | None]:
-    """The operator's identity at the scheduler, and when its certificate ends."""
+    """Returns the operator's identity in words, and when its certificate ends, in seconds since 1970.
+
+    Raises:
+        SchedulerSettingsError: the certificate is not an operator's.
+    """
     if address.config_path is None:
         return "", None
     from muster.certs.config import load_config

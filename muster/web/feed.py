@@ -1,4 +1,4 @@
-"""Follows a scheduler: a thread for each stream, which hands what it reads to the event loop."""
+"""Follows a scheduler: one thread per stream reads replies and hands them to the event loop."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from muster.wire.threads import start_thread
 from muster.wire.v1 import watch_pb2 as pb
 
 AGAIN_S = 0.5
-"""Seconds before a scheduler that is away is asked again."""
+"""The pause before an unreachable scheduler is asked again, in seconds."""
 
 REFUSED_S, REFUSED_MOST_S = 5.0, 300.0
-"""Seconds before one that has refused a job that it has is asked again: at first, and at most; it doubles."""
+"""The pause before a scheduler that refused to show a job is asked again: the first and the longest, in
+seconds; it doubles each time."""
 
 UNTRUSTED_S = 1.0
-"""Likewise at first, where a certificate did not count: each time is a failed handshake at the scheduler."""
+"""The first pause after a certificate was not accepted, in seconds; it is longer than that after an absence,
+because each attempt is a failed handshake at the scheduler."""
 
 Connect = Callable[[str], SchedulerClient]
-"""Makes a connection on which a job, or "" for all, is asked about."""
+"""Connects to the scheduler for a job id, or for "", which means all jobs."""
 
 
 class Feed:
-    """Keeps what is known of a scheduler up to date.
+    """Keeps the model of a scheduler up to date.
 
     Args:
         connect: see :data:`Connect`; it may raise what :class:`SchedulerClient` does.
-        known: what is known; changed in the event loop alone.
+        known: the model, which is changed only in the event loop.
         changed: called in the event loop after each change.
     """
 
@@ -45,7 +47,7 @@ class Feed:
         self._viewers: dict[str, int] = {}
 
     def open(self) -> None:
-        """Follows all jobs, in short."""
+        """Starts to follow the summaries of all jobs."""
         self._follow("")
 
     def close(self) -> None:
@@ -54,7 +56,7 @@ class Feed:
             stream.stop()
 
     def watch(self, job_id: str) -> None:
-        """Adds a viewer of a job, which is followed from the first one on."""
+        """Adds a viewer of a job; the first one starts the job's stream."""
         self._viewers[job_id] = self._viewers.get(job_id, 0) + 1
         if job_id not in self._streams:
             self._follow(job_id)
@@ -63,7 +65,7 @@ class Feed:
                 stream.go_on()
 
     def leave(self, job_id: str) -> None:
-        """Removes a viewer; with the last, the job's stream ends."""
+        """Removes a viewer of a job; the last one ends the job's stream."""
         self._viewers[job_id] -= 1
         if not self._viewers[job_id]:
             del self._viewers[job_id]
@@ -105,7 +107,7 @@ class Feed:
             job.refusal = str(news)
         if isinstance(news, RefusedByScheduler):
             stream.refusals += 1
-            if self._is_listed(stream.job_id):  # else it is asked again when there is such a job
+            if self._is_listed(stream.job_id):  # otherwise it is asked again once the job is listed
                 self._ask_again(stream, REFUSED_S)
         elif isinstance(news, CertificateError):
             stream.refusals += 1
@@ -117,16 +119,19 @@ class Feed:
         self._loop.call_later(after_s, stream.go_on)
 
     def _is_listed(self, job_id: str) -> bool:
-        """Whether the scheduler has the job, for all that is known; it has that of no name, which is all."""
+        """Whether the scheduler is known to have the job; True for "", which means all jobs."""
         job = self._known.jobs.get(job_id)
         return not job_id or (job is not None and not job.gone)
 
 
 class _Stream:
-    """One stream of a scheduler, opened again for as long as it is wanted; once refused, when it shall go on.
+    """One stream of a scheduler, which is opened again until it is stopped.
+
+    After a refusal it is opened again only when :meth:`go_on` is called.
 
     Attributes:
-        refusals: how often in a row it was refused; the event loop's alone.
+        job_id: the job; "" for all.
+        refusals: the number of refusals in a row; used only in the event loop.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class _Stream:
 
     @property
     def stopped(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether it was stopped."""
         return self._stop.is_set()
 
     def stop(self) -> None:
@@ -158,7 +163,7 @@ class _Stream:
                 self._client.close()
 
     def go_on(self) -> None:
-        """Asks at once; callable from any thread."""
+        """Opens the stream again at once; callable from any thread."""
         self._wake.set()
 
     def run(self) -> None:
@@ -176,7 +181,7 @@ class _Stream:
                 self._post(self, error)
             except OSError as error:  # such as too few descriptors
                 self._post(self, UnreachableError(f"The scheduler cannot be asked: {error.strerror}."))
-            except ValueError:  # gRPC's word for a channel that was closed
+            except ValueError:  # gRPC raises it for a closed channel
                 pass
             if not self.stopped:
                 self._wake.wait(wait_s)

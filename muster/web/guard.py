@@ -1,7 +1,7 @@
-"""Decides who may use the pages: browsers that came by a link that is good once, from our pages and address.
+"""Admits browsers to the pages: those that have logged in, on requests that come from the pages themselves.
 
-Cookies are shared by all ports of a host: another server here must not get ours, nor its pages use it. So
-all pages lie below a path of their own that nobody can guess, and the cookie is sent there alone.
+Browsers share cookies among all ports of a host, but other servers of the host must not receive the cookie,
+nor their pages use it. So all pages are below a random path, and the cookie is sent to that path only.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ HEADERS = {
 
 @dataclass
 class Browser:
-    """A browser that was let in.
+    """A browser that has logged in.
 
     Attributes:
-        csrf_token: what its forms must carry.
-        flash: what its next page says once.
+        csrf_token: the token that its forms must contain.
+        flash: a message that its next page shows once.
     """
 
     csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -50,7 +50,7 @@ class Browser:
 
 
 class LoginLinks:
-    """Hands out links, each good once, and knows who came by one.
+    """Issues one-time login links, and knows the browsers that have used one.
 
     Args:
         new_link: called with the token of the next link whenever one was used.
@@ -63,11 +63,11 @@ class LoginLinks:
 
     @property
     def token(self) -> str:
-        """The token of the link that is good now."""
+        """The token of the valid link."""
         return self._token
 
     def enter(self, token: str) -> str | None:
-        """Takes a link's token; returns the browser's new cookie, None if it is not good (any more)."""
+        """Logs a browser in by a link's token; returns its new cookie, None if the token is not valid."""
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return None
         self._token = secrets.token_urlsafe(32)
@@ -75,7 +75,7 @@ class LoginLinks:
         return self.open()
 
     def open(self) -> str:
-        """Lets a browser in that has shown by other means who it is; returns its cookie."""
+        """Logs in a browser that is authenticated by other means; returns its cookie."""
         while len(self._browsers) >= BROWSERS:
             self._browsers.popitem(last=False)
         cookie = secrets.token_urlsafe(32)
@@ -83,19 +83,19 @@ class LoginLinks:
         return cookie
 
     def browser(self, cookie: str) -> Browser | None:
-        """The browser of a cookie."""
+        """Returns the browser with a cookie; None if there is none."""
         return self._browsers.get(cookie)
 
 
 class Guard:
-    """ASGI middleware before the pages, which checks each request.
+    """ASGI middleware that checks each request before the pages get it.
 
     Args:
         app: the pages, below ``place``.
-        place: their path, ``/`` and what nobody can guess.
-        origins: where they are, as a browser says it: ``http://127.0.0.1:8080``.
-        login_links: knows who was let in.
-        by_certificate: TLS has already let in operators alone.
+        place: the pages' random path, which begins with ``/``.
+        origins: the pages' origins, such as ``http://127.0.0.1:8080``.
+        login_links: the browsers that have logged in.
+        by_certificate: whether TLS has already admitted operators only.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Guard:
         self._by_certificate = by_certificate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it."""
+        """Passes a request on, or answers it with a refusal."""
         if scope["type"] != "http":
             return
 
@@ -125,7 +125,7 @@ class Guard:
                 for name, value in HEADERS.items():
                     headers[name] = value
                 if scope.get("muster.browser") is None and not self._by_certificate:
-                    headers["Connection"] = "close"  # strangers have one request a connection
+                    headers["Connection"] = "close"  # browsers without login get one request per connection
             await send(message)
 
         refusal = self._refusal(scope)
@@ -161,7 +161,7 @@ class Guard:
 
 
 def cookie_of(headers: Headers) -> str:
-    """The browser's cookie; empty: none, or none that can be read."""
+    """Returns the browser's cookie; empty if there is none that can be parsed."""
     try:
         cookies = SimpleCookie(headers.get("cookie", ""))
     except CookieError:
@@ -170,10 +170,10 @@ def cookie_of(headers: Headers) -> str:
 
 
 def browser_of(scope: MutableMapping[str, object]) -> Browser:
-    """The browser of a request that the guard has let through.
+    """Returns the browser of a request that the guard has passed on.
 
     Raises:
-        PermissionError: there is none.
+        PermissionError: the request is not from a browser that has logged in.
     """
     browser = scope.get("muster.browser")
     if not isinstance(browser, Browser):

@@ -1,4 +1,4 @@
-"""The evidence of hangs in a run's directory, for its report."""
+"""Reads the evidence of hangs from a run's directory, for its report."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from muster.wire.launches import INCIDENTS
 from muster.wire.log_lines import one_line
 
 SHOWN = 8
-"""The most hangs that are shown: the newest."""
+"""The largest number of hangs that are shown: the newest."""
 
 FILES_SHOWN = 12
 MOST_BYTES = 128 * 1024
-"""Of one file; a larger one is named alone."""
+"""The largest size of a file that is shown; of a larger one only the name is."""
 
 SUMMARY = "incident.txt"
 
 
 @dataclass
 class ObservedHang:
-    """What was gathered of one hang.
+    """The evidence of one hang.
 
     Attributes:
-        name: of its directory.
+        name: the name of its directory.
         sentence: what happened.
-        files: name and text of each, the summary first.
+        files: name and text of each file, the summary first.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ObservedHang:
 
 
 def hangs_of(directory: Path) -> list[ObservedHang]:
-    """The newest hangs of a run, the newest last, and then the stacks of workers that were killed."""
+    """Returns the newest hangs of a run, the newest last, and then the stacks of workers that were killed."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted((directory / INCIDENTS).iterdir())[-SHOWN:]:

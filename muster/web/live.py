@@ -1,4 +1,4 @@
-"""The changing parts of a page: rendered once for all viewers, sent as far as they have changed."""
+"""The changing parts of a page: rendered once for all viewers, of which each gets only what has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A place in the grid: its element's id and class, what it is called, and its HTML."""
+    """A cell of the grid: its element's id, class and label, and its HTML."""
 
     id: str
     kind: str
@@ -18,7 +18,7 @@ class Cell:
 
 @dataclass
 class Live:
-    """Parts and cells with the number of the refresh that changed them last."""
+    """A page's parts and cells, each with the number of the refresh that last changed it."""
 
     number: int = 0
     _parts: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -26,18 +26,18 @@ class Live:
     _made: dict[int, str] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Begins another refresh."""
+        """Begins the next refresh."""
         self.number += 1
         self._made.clear()
 
     def put(self, part: str, html: str) -> None:
-        """Sets what an element shows."""
+        """Sets the HTML of an element."""
         old = self._parts.get(part)
         if old is None or old[1] != html:
             self._parts[part] = (self.number, html)
 
     def put_cells(self, cells: list[Cell], *, whole: bool) -> None:
-        """Sets what the grid's cells show; ``whole``: they stand in a part that is sent whole."""
+        """Sets the grid's cells; with ``whole`` they are sent with the grid instead of one by one."""
         if whole:
             self._cells = {cell.id: (0, cell) for cell in cells}
             return
@@ -47,7 +47,7 @@ class Live:
                 self._cells[cell.id] = (self.number, cell)
 
     def since(self, number: int) -> str:
-        """What has changed after that refresh, as JSON; empty: nothing has."""
+        """Returns what has changed after the refresh ``number``, as JSON; empty if nothing has."""
         if number not in self._made:
             parts = {name: html for name, (changed, html) in self._parts.items() if changed > number}
             cells = [
@@ -61,5 +61,5 @@ class Live:
         return self._made[number]
 
     def parts(self) -> dict[str, str]:
-        """All parts as they are."""
+        """Returns the HTML of all parts, by element."""
         return {name: html for name, (_, html) in self._parts.items()}

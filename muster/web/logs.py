@@ -1,4 +1,4 @@
-"""The logs of a launch on this host: which there are, and their ends."""
+"""Finds the logs of a launch on this host, and reads their ends."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ TAIL_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log file; ``name`` is that of the file, as it can be shown."""
+    """A log file; ``name`` is the file's name without control characters."""
 
     name: str
     path: Path
 
 
 def launch_of(job_id: str, port: int, env: Mapping[str, str]) -> launches.Launched | None:
-    """The launch of a job on this host by this user, with a scheduler at that port."""
+    """Returns this user's launch of a job on this host with a scheduler at ``port``; None without one."""
     found = (each for each in launches.running(env) if each.job_id == job_id and each.port == str(port))
     return next(found, None)
 
 
 def logs_of(directory: Path) -> list[Log]:
-    """The logs of a launch, the scheduler's first, then by number."""
+    """Returns the logs of a launch, the scheduler's first, then by number."""
     try:
         found = [path for path in directory.iterdir() if path.suffix == ".log" and not path.is_symlink()]
     except OSError:
@@ -44,7 +44,7 @@ def logs_of(directory: Path) -> list[Log]:
 
 
 def tail(log: Log, lines: int) -> str:
-    """The last lines of a log, each without control characters."""
+    """Returns the last lines of a log, each without control characters."""
     try:
         descriptor = open_regular(log.path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The model of a scheduler and its jobs, built from its streams. Pure: time is an argument."""
+"""The pages' model of a scheduler and its jobs, built from its streams. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from muster.wire.v1 import watch_pb2 as pb
 GENERATIONAL = frozenset(("formed", "stands", "over", "ended"))
 EVENTS_KEPT = 512
 STILL_S = 5.0
-"""Seconds without a finished step, and five times the last steps' time, after which a job stands still."""
+"""The least time without a finished step after which a job counts as stalled, in seconds; at least five times
+the recent step time must have passed, too."""
 
 LISTED = 8
 ONE_OFF = "one-off"
@@ -24,10 +25,10 @@ ONE_OFF = "one-off"
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A worker as last seen: its seat, and its figures; None: not reported.
+    """A worker as last seen: its seat and its figures, with None for those that it has not reported.
 
-    ``computed_s``, ``waited_s`` and ``data_s`` say where a step's time goes; ``straggler`` says how it holds
-    the others up; ``gpu`` is what its driver says.
+    ``computed_s``, ``waited_s`` and ``data_s`` are the parts of a step's time, in seconds; ``straggler`` says
+    how it slows the others down; ``gpu`` is its GPU's health as reported by the driver.
     """
 
     seat: pb.Seat
@@ -49,7 +50,7 @@ class ObservedWorker:
 
 @dataclass(slots=True)
 class ObservedGeneration:
-    """A membership: when it was formed, stood and was over, in seconds since 1970; None: not (yet) seen."""
+    """A generation: when it was formed, established and over, in seconds since 1970; None if not seen."""
 
     number: int
     members: int
@@ -65,14 +66,15 @@ class ObservedJob:
     """A job as last heard of.
 
     Attributes:
-        line: the job in short.
-        roster: who is in.
-        progress: how far they are, in the roster's order.
-        events: what happened, the oldest first.
-        series: its figures over time.
-        moved_at: when a step was last seen to end.
-        gone: the scheduler has no such job any more.
-        refusal: why the scheduler does not show it; empty: it does.
+        line: the job's summary.
+        roster: the job's workers.
+        progress: the workers' figures, in the roster's order.
+        events: the latest events, the oldest first.
+        series: the job's figures over time.
+        moved_at: when the job last made progress, in seconds since 1970.
+        gone: whether the scheduler has no such job any more.
+        refusal: why the scheduler does not show it; empty if it does.
+        homes: the last seat of each node, by node id.
     """
 
     line: pb.JobLine
@@ -86,7 +88,7 @@ class ObservedJob:
     homes: dict[str, pb.Seat] = field(default_factory=dict)
 
     def take_line(self, line: pb.JobLine, now: float) -> None:
-        """Takes the job in short in."""
+        """Takes over the job's summary."""
         if (line.step, line.furthest, line.generation, line.state) != (
             self.line.step,
             self.line.furthest,
@@ -95,7 +97,7 @@ class ObservedJob:
         ):
             self.moved_at = now
         if line.began > self.line.began + 60 and line.generation < self.line.generation:
-            self.series = Series()  # another run of that name
+            self.series = Series()  # another run with the same job id
         self.line, self.gone = line, False
         if line.members and (line.step or line.samples_per_s) and line.state != "ended":
             loss = line.loss if line.HasField("loss") and math.isfinite(line.loss) else None
@@ -105,17 +107,17 @@ class ObservedJob:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Whether it has failed."""
         return any(event.kind == "ended" and event.code == "failed" for event in self.events)
 
     def begin(self) -> None:
-        """A new stream of the job begins, perhaps another scheduler's: it sends everything from the start."""
+        """Clears what a new stream of the job sends again from the start; it may be another scheduler's."""
         self.events.clear()
         self.refusal = ""
-        self.progress = pb.Progress()  # its numbers are the stream's before; the roster comes first
+        self.progress = pb.Progress()  # it refers to the previous stream's roster
 
     def take(self, reply: pb.WatchReply, now: float) -> None:
-        """Takes a part of the job's own stream in."""
+        """Takes over a part of the job's own stream."""
         kind = reply.WhichOneof("body")
         if kind == "roster":
             self.roster = reply.roster
@@ -130,7 +132,7 @@ class ObservedJob:
             self.events.extend(reply.happenings.happenings)
 
     def workers(self) -> list[ObservedWorker]:
-        """The workers, with figures where those are of the newest roster."""
+        """Returns the workers, with figures if those belong to the newest roster."""
         seats, columns = self.roster.seats, self.progress
         if columns.roster != self.roster.number or len(columns.step) != len(seats):
             return [ObservedWorker(seat, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
@@ -168,19 +170,19 @@ class ObservedJob:
         ]
 
     def stands_still_s(self, now: float) -> float:
-        """Seconds without a finished step, if the job stands still; else 0."""
+        """Returns the seconds without a finished step, if the job is stalled; else 0."""
         if self.line.state not in ("running", "quiescing") or not self.moved_at:
             return 0.0
         still_s = now - self.moved_at
         return still_s if still_s >= max(STILL_S, 5 * self._step_s()) else 0.0
 
     def _step_s(self) -> float:
-        """How long a step took lately; 0: not known."""
+        """Returns the median time of the last steps, in seconds; 0 if not known."""
         times = sorted(took for _, took in self.series.step_times()[-32:])
         return times[len(times) // 2] if times else 0.0
 
     def generations(self) -> list[ObservedGeneration]:
-        """The memberships that are remembered, the oldest first."""
+        """Returns the generations in the remembered events, the oldest first."""
         found: list[ObservedGeneration] = []
         for event in self.events:
             last = found[-1] if found else None
@@ -198,7 +200,7 @@ class ObservedJob:
 def _copies(
     seat: pb.SeatCopies | None,
 ) -> tuple[rendezvous_pb.SnapshotReport | None, rendezvous_pb.CheckpointReport | None]:
-    """What a worker says of its snapshots and its last checkpoint."""
+    """Returns a worker's reports of its snapshots and its last checkpoint; None if there is none."""
     if seat is None:
         return None, None
     has_snapshot = seat.HasField("snapshot") and newest_of(seat.snapshot) >= 0
@@ -209,14 +211,14 @@ def _copies(
 
 
 def _times(columns: pb.Progress, number: int) -> tuple[float, float, float]:
-    """Where a worker's time goes; zeros where an older scheduler does not say it."""
+    """Returns a worker's time per step for computing, waiting and data, in s; zeros from older schedulers."""
     if number >= len(columns.computed_s):
         return 0.0, 0.0, 0.0
     return columns.computed_s[number], columns.waited_s[number], columns.data_s[number]
 
 
 def trouble(line: pb.JobLine) -> str:
-    """What is wrong with a job, in the scheduler's words; empty: nothing is."""
+    """Returns what is wrong with a job, in the scheduler's words; empty if nothing is."""
     calm = line.state == "running" and line.reason.startswith(f"Generation {line.generation} stands with ")
     if calm and not line.missing:
         return ""
@@ -226,7 +228,7 @@ def trouble(line: pb.JobLine) -> str:
 
 
 def who_waits(workers: Sequence[ObservedWorker]) -> Iterator[str]:
-    """Who waits for which ranks in which collective: a sentence for each group of ranks that has one."""
+    """Yields a sentence per group in which ranks wait: which ranks, for which others, in which collective."""
     groups: dict[str, list[ObservedWorker]] = {}
     for worker in workers:
         if worker.seat.rank >= 0 and worker.call is not None:
@@ -252,7 +254,7 @@ def who_waits(workers: Sequence[ObservedWorker]) -> Iterator[str]:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 to 2, 5``."""
+    """Returns ranks in words: ``rank 3``, ``ranks 0 to 2, 5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -274,11 +276,11 @@ class Followed:
 
     Attributes:
         where: its address.
-        overview: its jobs in short, and what of its own ends.
-        refusals: who was turned away before any job was known.
-        jobs: by name.
-        absent_since: since when it cannot be reached; None: it can.
-        why_absent: in words.
+        overview: summaries of its jobs, and when its own certificates end.
+        refusals: the latest connections that were refused before their job was known.
+        jobs: the jobs by job id.
+        absent_since: since when it cannot be reached, in seconds since 1970; None if it can.
+        why_absent: why it cannot be reached, in words.
     """
 
     where: str
@@ -289,7 +291,7 @@ class Followed:
     why_absent: str = "It has not answered yet."
 
     def take(self, reply: pb.WatchReply, now: float) -> None:
-        """Takes a part of the stream of all jobs in."""
+        """Takes over a part of the stream of all jobs."""
         self.absent_since = None
         kind = reply.WhichOneof("body")
         if kind == "overview":
@@ -303,16 +305,16 @@ class Followed:
             self.refusals.extend(reply.happenings.happenings)
 
     def take_of(self, job_id: str, reply: pb.WatchReply, now: float) -> None:
-        """Takes a part of a job's own stream in."""
+        """Takes over a part of the own stream of the job ``job_id``."""
         self.job(job_id, pb.JobLine(job_id=job_id)).take(reply, now)  # it may come before the list of all
 
     def job(self, job_id: str, line: pb.JobLine) -> ObservedJob:
-        """The job of that name, a new one if there was none."""
+        """Returns the job with this id; adds it if there is none."""
         if job_id not in self.jobs:
             self.jobs[job_id] = ObservedJob(line)
         return self.jobs[job_id]
 
     def lose(self, why: str, now: float) -> None:
-        """The scheduler cannot be reached."""
+        """Notes that the scheduler cannot be reached, and why."""
         self.absent_since = now if self.absent_since is None else self.absent_since
         self.why_absent = why

@@ -21,7 +21,7 @@ from muster.wire.messages import NCCL_WORDS
 from muster.wire.v1 import watch_pb2 as pb
 
 CARDS_AT_MOST = 64
-"""Workers up to which each is shown as a card; beyond, as cells of a grid."""
+"""The largest number of workers that are shown as cards; more are shown as cells of a grid."""
 
 EVENTS_SHOWN = 60
 SILENT_S = 3.0
@@ -46,7 +46,7 @@ TEMPLATES.globals.update(words=words, trouble=trouble, STATES=STATES)
 
 
 def url(page: str, **query: str) -> str:
-    """A link below the pages' own place."""
+    """Returns a link relative to the pages' path."""
     return f"{page}?{urlencode(query)}" if query else page
 
 
@@ -54,12 +54,12 @@ TEMPLATES.globals["url"] = url
 
 
 def render(template: str, **values: Any) -> str:
-    """A template with these values."""
+    """Renders a template with these values."""
     return TEMPLATES.get_template(template).render(**values)
 
 
 def cell_id(node_id: str) -> str:
-    """An element's id for a node, whatever its name has in it."""
+    """Returns the id of a node's HTML element, which is valid whatever characters the node id has."""
     return f"w-{hashlib.sha256(node_id.encode()).hexdigest()[:16]}"
 
 
@@ -71,7 +71,7 @@ class JobsPage:
     live: Live = field(default_factory=Live)
 
     def refresh(self, now: float) -> None:
-        """Renders what may have changed."""
+        """Renders the parts that may have changed."""
         self.live.begin()
         known = self.known
         self.live.put("absence", render("absence.html", known=known, now=now))
@@ -80,7 +80,7 @@ class JobsPage:
         self.live.put("refusals", _events(known.refusals, "Nobody has been refused."))
 
     def html(self, **values: Any) -> str:
-        """The whole page."""
+        """Returns the whole page."""
         return render("page_jobs.html", known=self.known, live=_shown(self.live), **values)
 
 
@@ -89,9 +89,12 @@ class JobPage:
     """The page of a job.
 
     Attributes:
-        logs: of the launch on this host; empty: none runs here.
-        own_ends: when the certificate of this side ends, in seconds since 1970; None: there is none.
-        origin: the command that the launch on this host runs, and the directory of its logs; empty: none.
+        known: what is known of the scheduler.
+        job_id: the job.
+        logs: the logs of the job's launch on this host; empty if there is none.
+        own_ends: when the operator's certificate ends, in seconds since 1970; None without one.
+        origin: the command of the launch on this host and the directory of its logs; empty if there is none.
+        live: the changing parts of the page.
     """
 
     known: Followed
@@ -104,7 +107,7 @@ class JobPage:
     _logs: tuple[str, ...] | None = None
 
     def refresh(self, now: float) -> None:
-        """Renders what may have changed."""
+        """Renders the parts that may have changed."""
         live, job = self.live, self.known.jobs.get(self.job_id)
         live.begin()
         live.put("absence", render("absence.html", known=self.known, now=now))
@@ -144,18 +147,18 @@ class JobPage:
         self._put_logs()
 
     def html(self, **values: Any) -> str:
-        """The whole page."""
+        """Returns the whole page."""
         job = self.known.jobs.get(self.job_id)
         return render("page_job.html", job_id=self.job_id, job=job, live=_shown(self.live), **values)
 
     def worker(self, node_id: str) -> str:
-        """One worker, in full; empty: it is not there."""
+        """Renders one worker in full; returns an empty text if the job has no such worker."""
         job = self.known.jobs.get(self.job_id)
         found = [w for w in job.workers() if w.seat.node_id == node_id] if job is not None else []
         return render("worker.html", worker=found[0], job_id=self.job_id) if found else ""
 
     def _put_grid(self, job: ObservedJob, workers: Sequence[ObservedWorker]) -> None:
-        """Renders the grid: whole when a worker comes, goes or moves; else the cells that have changed."""
+        """Renders the cells; renders the grid around them only if a worker has come, gone or moved."""
         dense = len(workers) > CARDS_AT_MOST
         template = TEMPLATES.get_template("cell_small.html" if dense else "cell.html")
         cells = [_cell(worker, template, self.job_id, dense=dense) for worker in workers]
@@ -198,7 +201,7 @@ class JobPage:
 
 
 def gpus_unwell(workers: Iterable[ObservedWorker]) -> list[str]:
-    """A sentence for each worker whose GPU is not well, those that are ill first."""
+    """Returns a sentence for each worker whose GPU is not well, those with failing GPUs first."""
     found = [(w.seat, w.gpu) for w in workers if w.gpu is not None and w.gpu.state != WELL]
     return [
         gpu_warning(seat.rank, seat.node_id, seat.host_name, seat.device, gpu)
@@ -207,12 +210,12 @@ def gpus_unwell(workers: Iterable[ObservedWorker]) -> list[str]:
 
 
 def _shown(live: Live) -> dict[str, Markup]:
-    """The parts, for the page that holds them."""
+    """Returns the parts as HTML for the page that contains them."""
     return {name: Markup(html) for name, html in live.parts().items()}
 
 
 def _events(events: Iterable[pb.Happening], nothing: str) -> str:
-    """The latest events, the newest first."""
+    """Renders the latest events, the newest first; ``nothing`` if there is none."""
     return render("events.html", events=list(events)[: -EVENTS_SHOWN - 1 : -1], nothing=nothing)
 
 
@@ -231,7 +234,7 @@ def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, den
     if worker.silent_s >= SILENT_S:
         kinds.append("silent")
     label = ""
-    if dense:  # read out: what does not change with every step
+    if dense:  # for screen readers: only what does not change with every step
         name = f"rank {seat.rank}" if seat.rank >= 0 else "no rank"
         slow = ", holds the others up" if "straggles" in kinds else ""
         quiet = f", not heard for {worker.silent_s:.0f} s" if "silent" in kinds else ""
@@ -251,7 +254,7 @@ class _HostRow:
 
 
 def _by_host(job: ObservedJob, workers: Sequence[ObservedWorker], cells: Sequence[Cell]) -> list[_HostRow]:
-    """The cells of each host by device; a missing worker stays where it was last, or apart."""
+    """Groups the cells by host, ordered by device; a missing worker stays at its last host, if known."""
     hosts: dict[str, _HostRow] = {}
 
     def of(seat: pb.Seat) -> _HostRow:

@@ -1,4 +1,4 @@
-"""Reads a run from its directory: what its launchers have kept, and the scheduler's log if that is there."""
+"""Reads a run from its directory: the records of its launchers, and the scheduler's log if it is there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from muster.wire.time_by_cause import CAUSES, spent_of
 
 MAX_LOG_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 4000
-"""Characters of a text that are shown."""
+"""The largest number of characters of a text that are shown."""
 
 PACED = 10
-"""Most of the last intervals between figures that say how long the rest of a run takes."""
+"""The number of recent intervals between figures from which the remaining time is computed."""
 
 END_LINES = 60
-"""Lines of a log's end that are shown."""
+"""The number of lines of a log's end that are shown."""
 
 _SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
 _TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
@@ -38,7 +38,7 @@ _WHO = re.compile(r'\b(rank|node_id|host|hosts)=("[^"]*"|\S+)')
 _LOSS = re.compile(r"\b(?:(?:is lost|was expelled): |holds? (?:the others|all) up: )")
 _CHANGE = re.compile(r"\. Generation \d+ is formed .*", re.DOTALL)
 TIME = "time"
-"""The scheduler's word where a job's time went."""
+"""The scheduler's log event that says where a job's time went."""
 
 NOTED = frozenset(
     ("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended", TIME)
@@ -47,7 +47,7 @@ NOTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """A log line and its time; ``tone`` is ``error``, ``warning``, ``good`` or empty."""
+    """A line that was shown or logged; ``tone`` is ``error``, ``warning``, ``good`` or empty."""
 
     time_s: float
     text: str
@@ -68,11 +68,11 @@ class LastCopy:
     """The last snapshot in peers' memory, or the last checkpoint, that a launcher's first worker has noted.
 
     Attributes:
-        step: steps finished in it.
+        step: the number of steps finished in it.
         at: when it was complete, in seconds since 1970.
-        size_bytes: of that worker's part.
-        seconds: that copying, or writing, took.
-        partner: the first rank that kept it; -1: none.
+        size_bytes: the size of that worker's part.
+        seconds: how long copying or writing it took.
+        partner: the first rank that held the copy; -1 for none.
     """
 
     step: int
@@ -84,22 +84,27 @@ class LastCopy:
 
 @dataclass
 class Run:
-    """A run of one launcher or several.
+    """A run of one or more launchers.
 
     Attributes:
-        job_id: its job.
-        hosts: of the launchers.
-        workers: how many there were to be.
-        command: what the workers ran.
-        began: in seconds since 1970.
-        ended: likewise; None: it goes on, or its launcher was killed.
-        codes: exit codes of the launchers.
-        latest: when something was kept last.
-        copies: the last ``snapshot`` and ``checkpoint``, where there are any.
-        steps: how many there were to be; 0: not known.
-        epoch: the last one, from 1; 0: not known.
-        epochs: how many there were to be; 0: not known.
-        time_by_cause: where its time went, in seconds, as its schedulers have said; empty: none has.
+        job_id: the job.
+        hosts: the launchers' hosts.
+        workers: the requested number of workers.
+        command: the workers' command.
+        began: when it began, in seconds since 1970.
+        ended: when it ended, in seconds since 1970; None if it goes on, or its launcher was killed.
+        codes: the launchers' exit codes.
+        latest: the time of the latest record, in seconds since 1970.
+        series: the job's figures over time.
+        generations: the generations, the oldest first.
+        copies: the last ``snapshot`` and ``checkpoint``, by these names.
+        steps: the total number of steps; 0 if not known.
+        epoch: the last epoch, from 1; 0 if not known.
+        epochs: the total number of epochs; 0 if not known.
+        said: what the launchers have shown.
+        scheduler_said: the scheduler's log lines.
+        ends: the ends of the logs of processes that failed.
+        time_by_cause: seconds by cause, as its schedulers have logged them; empty if none has.
     """
 
     job_id: str = ""
@@ -123,9 +128,9 @@ class Run:
 
     @property
     def faults(self) -> list[Saying]:
-        """What the launchers showed as a warning or an error, and the losses that the scheduler saw.
+        """The launchers' warnings and errors, and the losses that the scheduler logged, in order of time.
 
-        Where the scheduler's log lies elsewhere, the reasons of the generations tell of those.
+        Without the scheduler's log, the losses come from the reasons of the generations.
         """
         shown = [each for each in self.said if each.tone in ("warning", "error")]
         seen = [(each.time_s, _CHANGE.sub(".", each.text)) for each in self.scheduler_said]
@@ -136,7 +141,7 @@ class Run:
 
     @property
     def remaining_s(self) -> float:
-        """How long the rest takes at the pace of the last steps, in seconds; 0: not known, or none."""
+        """The remaining time at the pace of the last steps, in seconds; 0 if not known or none."""
         paces = [step_s for _, step_s in self.series.step_times()[-PACED:]]
         if self.ended is not None or not paces:
             return 0.0
@@ -144,7 +149,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in words."""
+        """The run's outcome in words."""
         if self.ended is None:
             return "not ended when this was written, or its launcher was killed"
         return "ended well" if not any(self.codes) else f"ended with exit code {max(self.codes)}"
@@ -190,7 +195,11 @@ def load(directory: Path) -> Run:
 
 
 def _spent(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Where a run's time went, of what its schedulers said one after the other: each begins at 0."""
+    """Sums the seconds by cause over a run's schedulers, each of which began at 0.
+
+    Args:
+        told: the seconds by cause in the order of the log; a smaller sum marks the next scheduler.
+    """
     whole = Counter[str]()
     before: Mapping[str, float] = {}
     for spent in told:
@@ -202,7 +211,7 @@ def _spent(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def points_of(directory: Path) -> list[Point]:
-    """The figures of a run; none where they cannot be read."""
+    """Returns the figures of a run; empty if they cannot be read."""
     try:
         return load(directory).series.points
     except OSError:
@@ -210,7 +219,7 @@ def points_of(directory: Path) -> list[Point]:
 
 
 def command_of(directory: Path) -> str:
-    """What the workers of a run are; empty: that is not known."""
+    """Returns the command of a run's workers; empty if it is not known."""
     try:
         began = next((line for line in read_records(directory) if line.get("kind") == "began"), {})
     except OSError:
@@ -244,7 +253,7 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Puts lines together that a log has broken because they were too long."""
+    """Joins the lines that a log has broken because they were too long."""
     whole: str | None = None
     for line in lines:
         more = _MORE.fullmatch(line)
@@ -259,7 +268,7 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _who(facts: str) -> str:
-    """The worker or hosts that a log line is about: ``rank 2, node 3 on gpu-17``."""
+    """Returns the worker or hosts that a log line is about: ``rank 2, node 3 on gpu-17``."""
     told = {name: value.strip('"') for name, value in _WHO.findall(facts.partition(" text=")[0])}
     rank = f"rank {told['rank']}" if "rank" in told else ""
     node = f"node {told['node_id']}" if "node_id" in told else ""
@@ -269,7 +278,7 @@ def _who(facts: str) -> str:
 
 
 def _said_in_json(line: str) -> Iterable[Saying]:
-    """The saying of a line that a scheduler has written as JSON."""
+    """Yields the entry of a log line that the scheduler has written as JSON, if it is one to show."""
     found = fields_of(line.encode())
     if found is None or found["event"] not in NOTED:
         return
@@ -306,14 +315,14 @@ def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -
     speed = _number(line, "samples_per_s") or 0.0
     step = _whole(line, "step")
     if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:
-        return  # another launcher's worker, heard a little earlier
+        return  # an older figure, from another launcher's worker
     run.steps, run.epoch, run.epochs = (_whole(line, name) for name in ("steps", "epoch", "epochs"))
     loss, rate = _number(line, "loss"), _number(line, "learning_rate")
     run.series.take(Point(now, step, speed * workers, loss, rate, _numbers(line)))
 
 
 def _numbers(line: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """The script's own numbers."""
+    """Returns the script's own numbers as pairs of name and value."""
     given = line.get("numbers")
     if not isinstance(given, dict):
         return ()
@@ -326,7 +335,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
 
 
 def _shown(said: object) -> str:
-    """A text without characters that do something instead of being shown, or that no file can hold."""
+    """Returns a text, at most ``MAX_SHOWN`` long, without characters that cannot be shown or stored."""
     text = str(said)
     if len(text) > MAX_SHOWN:
         text = f"{text[: MAX_SHOWN - 3]}..."

@@ -1,4 +1,4 @@
-"""Plots of figures over time and of generations, as coordinates for SVG templates. Pure."""
+"""Computes the coordinates of plots over time, and of generations, for SVG templates. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from muster.wire.time_by_cause import CAUSES
 WIDTH, HEIGHT = 440, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
 LARGEST, SMALLEST = 1e300, 1e-290
-"""Beyond these nothing is drawn, or distinguished: workers may report what they like."""
+"""The largest value that is drawn, and the smallest difference that is: workers may report any number."""
 
 MARKED = 64
-"""Most changes of members that are marked, the newest."""
+"""The largest number of member changes that are marked: the newest."""
 
 DRAWN = 240
-"""Most points of a line; more would not be visible."""
+"""The largest number of points of a line; more would not be visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisTick:
-    """A mark on an axis."""
+    """A tick on an axis: its place in pixels, and its text."""
 
     at: float
     text: str
@@ -37,13 +37,13 @@ class Plot:
     """A line over time.
 
     Attributes:
-        title: what is drawn.
-        latest: the newest value, in words.
-        summary: the line in a sentence, for those who do not see it.
-        path: of the line, as SVG has it; empty: there is nothing to draw yet.
-        x_ticks: along the time.
-        y_ticks: along the values.
-        marks: where members changed, along the time.
+        title: the name of the value.
+        latest: the newest value, as text.
+        summary: a sentence about the line, for screen readers.
+        path: the line as an SVG path; empty if there is nothing to draw yet.
+        x_ticks: the ticks of the time axis.
+        y_ticks: the ticks of the value axis.
+        marks: the places on the time axis at which members changed.
     """
 
     title: str
@@ -56,11 +56,11 @@ class Plot:
 
 
 def plots(series: Series, generations: Sequence[ObservedGeneration] = ()) -> list[Plot]:
-    """The plots of a job: loss, learning rate, samples a second, seconds a step, the script's own numbers.
+    """Returns a job's plots: loss, learning rate, samples per second, seconds per step, the script's numbers.
 
     Args:
-        series: what is drawn.
-        generations: whose beginnings are marked.
+        series: the job's figures.
+        generations: the generations whose beginnings are marked.
     """
     points = series.points
     own: dict[str, list[tuple[float, float]]] = {}
@@ -92,13 +92,13 @@ def plot(
     *,
     zero: bool = False,
 ) -> Plot:
-    """A line through points.
+    """Returns the plot of a line through points.
 
     Args:
-        title: what is drawn.
-        points: times in seconds, and values.
-        changes: of members, when and which; those in the time that is drawn are marked.
-        zero: the axis of the values begins at 0.
+        title: the name of the value.
+        points: pairs of time in seconds and value.
+        changes: pairs of time and text of member changes; those within the drawn time are marked.
+        zero: whether the value axis begins at 0.
     """
     points = thinned([point for point in points if abs(point[1]) <= LARGEST])
     if len(points) < 2 or points[-1][0] <= points[0][0]:
@@ -135,7 +135,7 @@ def plot(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Reduces a line to the points that are drawn: means of neighbours, the first and last unchanged."""
+    """Reduces a line to at most ``DRAWN`` points and the two ends: means of neighbours in between."""
     if len(points) <= DRAWN:
         return points
     each = math.ceil(len(points) / DRAWN)
@@ -145,7 +145,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round values from below ``low`` to above ``high``, about ``count`` steps apart."""
+    """Returns round values in about ``count`` equal steps, from at most ``low`` to at least ``high``."""
     if high - low <= SMALLEST:
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if abs(low) > SMALLEST else (0.0, 1.0)
     raw = (high - low) / count
@@ -158,7 +158,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A generation on the line of time; ``state`` is ``building``, ``stood`` or ``idle`` (between two)."""
+    """A phase of a generation on the timeline; ``state`` is ``building`` or ``stood`` (established)."""
 
     x: float
     width: float
@@ -168,7 +168,7 @@ class Bar:
 
 
 def bars(generations: Sequence[ObservedGeneration], now: float) -> list[Bar]:
-    """The generations side by side, as long as they lasted; of short ones enough is left to be seen."""
+    """Returns the generations' bars on the timeline, with a least width at which short ones are visible."""
     if not generations:
         return []
     start = generations[0].formed
@@ -191,7 +191,7 @@ def bars(generations: Sequence[ObservedGeneration], now: float) -> list[Bar]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a job's time: its cause, where its bar begins, how wide that is (of 1000), and in words."""
+    """A part of a job's time: its cause, its bar's start and width (of 1000), its percentage and duration."""
 
     cause: str
     x: float
@@ -201,12 +201,12 @@ class Share:
 
     @property
     def kind(self) -> str:
-        """Its class in the style sheet."""
+        """The part's CSS class."""
         return f"c-{self.cause.replace(' ', '-')}"
 
 
 def shares(seconds_by_cause: Mapping[str, float]) -> list[Share]:
-    """Where a job's time went, side by side, in the order of the causes; empty: nothing is known of it."""
+    """Returns the parts of a job's time, in the order of the causes; empty if nothing is known."""
     whole_s = sum(max(0.0, seconds_by_cause.get(cause, 0.0)) for cause in CAUSES)
     found, x = [], 0.0
     for cause in CAUSES:

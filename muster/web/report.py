@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form
 LOG_LINES = 60
 SENTENCES = 400
 ENDS, BARS, HOSTS = 32, 500, 64
-"""Most ends of logs, generations and hosts that are shown."""
+"""The largest numbers of log ends, generations and hosts that are shown."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _list(folder: Path, *, as_json: bool) -> int:
 
 
 def page(directory: Path) -> str | None:
-    """The report of a run as HTML; None: there is no record of one.
+    """Returns the report of a run as HTML; None if the directory has no record of a run.
 
     Raises:
         OSError: the directory cannot be read.
@@ -150,7 +150,7 @@ def page(directory: Path) -> str | None:
 
 
 def _shown(path: object) -> str:
-    """A path, in which strangers may have put whatever they like, as it can be shown."""
+    """Returns a path as one printable line, since others may have chosen its characters."""
     return one_line(str(path))
 
 
@@ -159,11 +159,11 @@ def _digest(style: str) -> str:
 
 
 def _write(target: Path, html: str) -> None:
-    """Writes the file atomically, for its owner alone, as the logs are that it shows."""
+    """Writes the file atomically; only its owner can read it, as with the logs that it shows."""
     part = beside(target)
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:  # not by its name: it may be a link by now
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:  # by name it could be a link by now
             out.write(html)
         part.replace(target)
     finally:

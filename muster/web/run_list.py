@@ -15,14 +15,14 @@ from muster.wire.launches import LATEST
 from muster.wire.log_lines import one_line
 
 MOST_RUNS = 100
-"""The most directories that are read: those that changed last."""
+"""The largest number of directories that are read: those that changed last."""
 
 
 def runs_in(folder: Path) -> Iterator[tuple[Path, Run]]:
-    """The runs whose directories are in this one, the last that began first.
+    """Yields the runs whose directories are in ``folder``, those that began last first.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: ``folder`` cannot be read.
     """
     changed: list[tuple[float, Path]] = []
     for each in folder.iterdir():
@@ -39,7 +39,7 @@ def runs_in(folder: Path) -> Iterator[tuple[Path, Run]]:
 
 
 def as_json(directory: Path, run: Run) -> dict[str, Any]:
-    """A run's row: times in seconds since 1970, and durations in seconds."""
+    """Returns a run's row as JSON values: times in seconds since 1970, and durations in seconds."""
     report = directory / "report.html"
     return {
         "directory": str(directory),
@@ -58,7 +58,7 @@ def as_json(directory: Path, run: Run) -> dict[str, Any]:
 
 
 def show(rows: Sequence[tuple[Path, Run]], out: TextIO, *, json_wanted: bool) -> None:
-    """Prints the runs."""
+    """Prints the runs as a table, or as JSON."""
     if json_wanted:
         print(json.dumps([as_json(*row) for row in rows], indent=2), file=out)
         return
@@ -86,7 +86,7 @@ def show(rows: Sequence[tuple[Path, Run]], out: TextIO, *, json_wanted: bool) ->
 
 
 def _training(run: Run) -> str:
-    """The part of its time in which it trained."""
+    """Returns the share of a run's time in which it trained, in percent."""
     whole = sum(run.time_by_cause.values())
     return f"{run.time_by_cause.get('training', 0.0) / whole:.0%}" if whole else "-"
 

@@ -1,4 +1,4 @@
-"""A time series with a bounded number of points: the older the coarser."""
+"""A time series with a bounded number of points, which grows coarser as it grows longer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Point(NamedTuple):
     """A job's figures at a time.
 
     Attributes:
-        time_s: seconds since 1970.
-        step: steps that all have finished.
-        samples_per_s: of all workers together.
-        loss: None: not reported.
-        learning_rate: None: not reported.
-        numbers: the script's own, by name.
+        time_s: the time in seconds since 1970.
+        step: the number of steps that all workers have finished.
+        samples_per_s: the speed of all workers together.
+        loss: the loss; None if not reported.
+        learning_rate: the learning rate; None if not reported.
+        numbers: the script's own numbers, as pairs of name and value.
     """
 
     time_s: float
@@ -33,14 +33,19 @@ class Point(NamedTuple):
 class Series:
     """Points in order of time.
 
-    Every time there are too many, each second one goes, and new ones must be twice as far apart.
+    Whenever there are ``POINTS_KEPT``, every second one is dropped, and new ones must be almost twice as far
+    apart.
+
+    Attributes:
+        points: the points.
+        apart_s: the least time between two new points, in seconds.
     """
 
     points: list[Point] = field(default_factory=list)
     apart_s: float = 0.0
 
     def take(self, point: Point) -> None:
-        """Takes one in, unless it is too near to the last; if the clock was put back, what was later goes."""
+        """Adds a point, unless it is too close to the last; drops later points if the clock was set back."""
         while self.points and self.points[-1].time_s > point.time_s:
             self.points.pop()
         last = self.points[-1] if self.points else None
@@ -52,7 +57,7 @@ class Series:
             self.apart_s = 1.8 * (self.points[-1].time_s - self.points[0].time_s) / len(self.points)
 
     def prepend(self, older: Iterable[Point]) -> None:
-        """Puts earlier points in front."""
+        """Adds earlier points at the front."""
         before = self.points[0].time_s if self.points else float("inf")
         points = [*(point for point in older if point.time_s < before), *self.points]
         self.points, self.apart_s = [], 0.0
@@ -60,7 +65,7 @@ class Series:
             self.take(point)
 
     def step_times(self) -> list[tuple[float, float]]:
-        """Times, and mean seconds per step between two points; nothing where no step has ended."""
+        """Returns pairs of time and mean seconds per step, one for each point at which steps had ended."""
         found = []
         start = self.points[0] if self.points else None
         for point in self.points:

@@ -1,4 +1,4 @@
-"""The web server: plain HTTP on loopback, and elsewhere TLS that asks for an operator's certificate."""
+"""The web server: plain HTTP on loopback, and elsewhere TLS that requires an operator's certificate."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ from muster.web.guard import Guard
 from muster.wire.settings import show_address
 
 CONNECTIONS = 128
-"""Most connections at the same time; more are answered that the server is busy."""
+"""The largest number of connections; of more, the one that has been without a request longest is closed."""
 
 STRANGERS, HANDSHAKE_S = 64, 5.0
-"""Most connections that have not shown who they are yet, of more the oldest goes; how long each may take."""
+"""The largest number of connections in the TLS handshake, of which the oldest is closed when there are more,
+and the time limit of a handshake in seconds."""
 
 HEAD_BYTES = 16 * 1024
 REQUEST_S = 10.0
-"""How long a connection may take to bring a request, with its body."""
+"""How long a connection may take to send a request with its body, in seconds."""
 
 REST_S = 1.0
-"""How long the rest of a body may come once its request is answered: its sender is to read the answer."""
+"""How long the rest of a body may come after its request was answered, in seconds, so that its sender can
+read the answer."""
 
 LOOK_S = 1.0
-"""How often certificates and revocation lists are looked at, and the browsers that they let in."""
+"""The interval at which certificates, revocation lists and connected browsers are checked, in seconds."""
 
 
 _IN_TURN = 8
-"""Connections that are accepted before those that were hung up on get to close."""
+"""How many connections are accepted before the event loop has a turn to close aborted ones."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener(socket.socket):
-    """Accepts connections for asyncio, a bounded number of which are in their TLS handshake.
+    """Accepts connections for asyncio, with a bounded number of them in the TLS handshake.
 
-    What cannot be accepted for want of descriptors is hung up on: by the one that is kept for that.
+    If no file descriptor is left, connections are accepted with a spare one and closed.
 
     Attributes:
-        not_accepted: how many those were.
+        not_accepted: the number of connections that were closed for want of descriptors.
     """
 
     def __init__(self, family: int, kind: int) -> None:
@@ -67,7 +69,11 @@ class Listener(socket.socket):
         self._keep_spare()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Takes a connection, which is a stranger's until :meth:`welcome`."""
+        """Accepts a connection, which counts as being in its handshake until :meth:`welcome`.
+
+        Raises:
+            OSError: as of :meth:`socket.socket.accept`; asyncio handles it.
+        """
         loop = asyncio.get_running_loop()
         if self._in_turn >= _IN_TURN:
             raise BlockingIOError(errno.EAGAIN, "the others are next")
@@ -81,8 +87,8 @@ class Listener(socket.socket):
                 raise
             if not self._turn_away():
                 raise  # asyncio accepts nothing for a second
-            raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio passes over it
-        self._strangers.pop(connection.fileno(), None)  # closed since: its number is this one's now
+            raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio ignores it
+        self._strangers.pop(connection.fileno(), None)  # a closed connection had this descriptor before
         if len(self._strangers) >= STRANGERS:
             self._hang_up(*next(iter(self._strangers.items())))
         self._strangers[connection.fileno()] = connection
@@ -90,7 +96,7 @@ class Listener(socket.socket):
         return connection, address
 
     def welcome(self, number: int) -> None:
-        """The connection with this descriptor has come through its handshake."""
+        """Notes that the connection with this descriptor has completed its handshake."""
         self._strangers.pop(number, None)
 
     def _end_turn(self) -> None:
@@ -103,7 +109,7 @@ class Listener(socket.socket):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _turn_away(self) -> bool:
-        """Hangs up on who is next; false: another thread has the descriptor that is kept for that."""
+        """Accepts and closes the next connection with the spare descriptor; returns False without one."""
         if not self.not_accepted:
             logging.getLogger("muster.web").warning(
                 "connections are turned away: this process has as many files open as it may"
@@ -126,7 +132,7 @@ class Listener(socket.socket):
 
 
 def bind(host: str, port: int) -> Listener:
-    """Listens; port 0: any free one.
+    """Binds a listener; port 0 means any free one.
 
     Raises:
         BindError: the address cannot be bound.
@@ -147,13 +153,13 @@ def bind(host: str, port: int) -> Listener:
 
 @dataclass(frozen=True)
 class Transport:
-    """How browsers come.
+    """How browsers reach the pages.
 
     Attributes:
-        names: by which they may call this host.
-        server: gives the server's certificate and what counts now; None: plain HTTP on loopback, behind a
-            link that is good once.
-        job: whose operators may come; None: any's.
+        names: the host names that browsers may use.
+        server: the server's current credentials; None for plain HTTP on loopback, with one-time links.
+        job: the job whose operators are admitted; None for those of any job.
+        place: the random path below which the pages are.
     """
 
     names: tuple[str, ...]
@@ -162,7 +168,7 @@ class Transport:
     place: str = field(default_factory=lambda: f"/{secrets.token_urlsafe(12)}")
 
     def origins(self, port: int) -> list[str]:
-        """The pages' origins, as browsers name them."""
+        """Returns the pages' origins, as browsers send them."""
         scheme = "http" if self.server is None else "https"
         standard = 80 if self.server is None else 443
         named = [f"[{name}]" if ":" in name else name for name in self.names]
@@ -170,7 +176,7 @@ class Transport:
 
 
 async def serve(pages: Pages, transport: Transport, listener: Listener, ready: Callable[[], None]) -> None:
-    """Serves until a signal comes; ``ready`` is called when a browser may come."""
+    """Serves until a signal comes; calls ``ready`` once browsers can connect."""
     origins = transport.origins(listener.getsockname()[1])
     pages.place = transport.place
     app = Guard(
@@ -196,7 +202,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=2 * CONNECTIONS,  # requests that were hung up on count until they know it
+        limit_concurrency=2 * CONNECTIONS,  # requests of aborted connections count until they end
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_keep_alive=20,
         timeout_graceful_shutdown=1,
@@ -221,20 +227,20 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
 
 
 def _pass_over_no_room(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Shows what asyncio reports, but no traceback for each connection that finds no descriptor."""
+    """Passes asyncio's reports on, except tracebacks of connections for which no descriptor was left."""
     if getattr(context.get("exception"), "errno", None) not in _NO_ROOM:
         loop.default_exception_handler(context)
 
 
 class _Bounded(H11Protocol):
-    """HTTP for a bounded number of connections, each of which must bring a request soon."""
+    """HTTP with a bounded number of connections and a time limit for each request."""
 
     _patience: asyncio.TimerHandle | None = None
     _silent_since: float | None = None
     _is_answered_early = False
 
     def connection_made(self, transport: Any) -> None:
-        """Takes a connection; of too many the one goes that has been without a request longest."""
+        """Takes a connection; if there are too many, closes the one that was without a request longest."""
         super().connection_made(transport)
         self._silent_since = self.loop.time()
         self._await_request()
@@ -247,7 +253,7 @@ class _Bounded(H11Protocol):
             min(silent)[-1].give_up()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes; a part of a request gives no more time for the rest."""
+        """Takes bytes; a partial request does not extend the time limit."""
         super().data_received(data)
         if self._is_answered_early:
             return
@@ -258,30 +264,30 @@ class _Bounded(H11Protocol):
             self._await_request()
 
     def on_response_complete(self) -> None:
-        """The answer is sent; who has not sent the whole request, and need not any more, is hung up on."""
+        """Handles the end of an answer; closes the connection soon if its request was answered early."""
         self._silent_since = self.loop.time()
         if self.conn.their_state is h11.SEND_BODY:
             self._is_answered_early = True
             self._stop_awaiting()
             self._patience = self.loop.call_later(REST_S, self.give_up)
-            if self.conn.our_state is h11.MUST_CLOSE:  # closed at once, the answer would be lost
+            if self.conn.our_state is h11.MUST_CLOSE:  # an immediate close would lose the answer
                 return
         super().on_response_complete()
-        if not self._is_answered_early and self._has_request():  # the next one was there already
+        if not self._is_answered_early and self._has_request():  # the next request has already come
             self._silent_since = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Handles the end of the connection."""
         self._stop_awaiting()
         super().connection_lost(exc)
 
     def give_up(self) -> None:
-        """Hangs up."""
+        """Aborts the connection."""
         self._stop_awaiting()
         self.transport.abort()
 
     def _has_request(self) -> bool:
-        """Whether a whole request is here that is not answered yet."""
+        """Whether a complete request is waiting for its answer."""
         return self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
 
     def _await_request(self) -> None:
@@ -294,10 +300,10 @@ class _Bounded(H11Protocol):
 
 
 class _Newest(ssl.SSLContext):
-    """Has each connection begin with the certificate and authorities that are in force then."""
+    """A TLS context that uses, for each new connection, the certificate and authorities of that moment."""
 
     def __new__(cls, server: Follower) -> Self:
-        """As :class:`ssl.SSLContext`, which takes nothing but a protocol."""
+        """Creates the :class:`ssl.SSLContext`, which takes nothing but a protocol."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, server: Follower) -> None:
@@ -313,7 +319,7 @@ class _Newest(ssl.SSLContext):
 
 
 async def _keep_looking(server: Follower, connections: Iterable[Any]) -> None:
-    """Looks at the files, and hangs up on who was let in and may not be any more."""
+    """Checks the credential files regularly; aborts connections whose certificates are not valid any more."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(LOOK_S)
@@ -324,11 +330,11 @@ async def _keep_looking(server: Follower, connections: Iterable[Any]) -> None:
 
 
 def _for_operators(server: Follower, job: str | None) -> type[H11Protocol]:
-    """A protocol that hangs up on who shows no operator's certificate, or one revoked or out of date."""
+    """Returns a protocol that refuses browsers without a valid operator's certificate."""
 
     class OperatorsOnly(_Bounded):
         def refusal(self) -> str | None:
-            """Why this browser may see nothing; None: it may."""
+            """Returns why this browser is not admitted; None if it is."""
             try:
                 peer = server.credentials.peer(peer_pem(self.transport.get_extra_info("ssl_object")))
             except CertificateError as error:

@@ -12,11 +12,11 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 
 DAY_S = 86_400.0
 DRAINS_NAMED = 8
-"""Most hosts and nodes of a planned drain that are named."""
+"""The largest number of hosts and nodes of a planned drain that are named."""
 
 
 def duration(seconds: float) -> str:
-    """``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    """Formats a duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 d 4 h``."""
     seconds = max(0.0, seconds)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -34,29 +34,29 @@ def duration(seconds: float) -> str:
 
 
 def clock(time_s: float) -> str:
-    """The time of day here, ``14:03:09``."""
+    """Formats the local time of day: ``14:03:09``."""
     return dt.datetime.fromtimestamp(time_s).strftime("%H:%M:%S")
 
 
 def day(time_s: float) -> str:
-    """The day here, ``2026-01-31``."""
+    """Formats the local date: ``2026-01-31``."""
     return dt.datetime.fromtimestamp(time_s).strftime("%Y-%m-%d")
 
 
 def moment(time_s: float) -> str:
-    """Day and time here, for ``<time datetime>``."""
+    """Formats local date and time for the attribute ``<time datetime>``."""
     return dt.datetime.fromtimestamp(time_s).astimezone().isoformat(timespec="seconds")
 
 
 def days(seconds: float) -> str:
-    """``89 days``; below two days in hours."""
+    """Formats a validity: ``89 days``, below two days ``47 hours``, and ``ended`` if it is over."""
     if seconds <= 0:
         return "ended"
     return f"{seconds / DAY_S:,.0f} days" if seconds >= 2 * DAY_S else f"{seconds / 3600:.0f} hours"
 
 
 def number(value: float | None) -> str:
-    """Four digits that count, with commas: ``12,345``, ``12.35``, ``1.2e-05``; a dash for None."""
+    """Formats a number with four significant digits: ``12,345``, ``12.35``, ``1.2e-05``; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–" if value is None else str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -67,7 +67,7 @@ def number(value: float | None) -> str:
 
 
 def snapshot(report: pb.SnapshotReport, *, short: bool = False) -> str:
-    """``step 120, 12 s ago, at rank 3``, and in full also ``1.5 MB in 0.8 s``."""
+    """Formats a snapshot: ``step 120, 12 s ago, at rank 3``, and unless short also ``1.5 MB in 0.8 s``."""
     where = ", ".join(map(str, report.partners))
     at = f", at rank{'' if len(report.partners) == 1 else 's'} {where}" if where else ""
     what = f"step {number(newest_of(report))}, {duration(report.age_s)} ago{at}"
@@ -75,19 +75,19 @@ def snapshot(report: pb.SnapshotReport, *, short: bool = False) -> str:
 
 
 def job_snapshot(copies: pb.JobCopies) -> str:
-    """``step 120, 12 s ago, 1.5 GB in 0.8 s``."""
+    """Formats a job's snapshot: ``step 120, 12 s ago, 1.5 GB in 0.8 s``."""
     step, age = number(copies.snapshot_step), duration(copies.snapshot_age_s)
     return f"step {step}, {age} ago, {size(copies.snapshot_bytes)} in {duration(copies.snapshot_seconds)}"
 
 
 def checkpoint(report: pb.CheckpointReport) -> str:
-    """``step 100, 3 min ago, 1.5 GB in 2.1 s``."""
+    """Formats a checkpoint: ``step 100, 3 min ago, 1.5 GB in 2.1 s``."""
     age, took = duration(report.age_s), duration(report.seconds)
     return f"step {number(report.step)}, {age} ago, {size(report.size_bytes)} in {took}"
 
 
 def planned_drain(drain: pb.PlannedDrain, now: float) -> str:
-    """``Host gpu-17 and node 3 are to be drained at 2026-01-31 02:00:00, in 2 h: new disks.``."""
+    """Formats a plan: ``Host gpu-17 and node 3 are to be drained at 2026-01-31 02:00:00, in 2 h: disks.``."""
     names = [*(f"host {each}" for each in drain.hosts), *(f"node {each}" for each in drain.node_ids)]
     shown = names[:DRAINS_NAMED] + (
         [f"{len(names) - DRAINS_NAMED} more"] if len(names) > DRAINS_NAMED else []
@@ -99,12 +99,12 @@ def planned_drain(drain: pb.PlannedDrain, now: float) -> str:
 
 
 def gpu(report: pb.GpuReport, *, short: bool = False) -> str:
-    """``98 %, 61 C``, and in full also memory, clock, errors, and what speaks against it."""
+    """Formats a GPU's state: ``98 %, 61 C``, and unless short also memory, clock, errors and complaints."""
     return gpu_in_short(report) if short else gpu_in_full(report)
 
 
 class Timed(Protocol):
-    """A worker, as far as it is said here where its time goes; in seconds a step."""
+    """A worker's times per step in seconds: computing, waiting for others, and waiting for data."""
 
     computed_s: float
     waited_s: float
@@ -112,13 +112,13 @@ class Timed(Protocol):
 
 
 def waits(worker: Timed) -> str:
-    """``40 %``: the part of its steps in which a worker waited for others, or for data."""
+    """Formats the share of its steps in which a worker waited for others or for data: ``40 %``."""
     whole_s = worker.computed_s + worker.waited_s + worker.data_s
     return f"{100 * (worker.waited_s + worker.data_s) / whole_s:.0f} %" if whole_s > 0 else "–"
 
 
 def step_time(worker: Timed) -> str:
-    """``computes 120 ms, waits 30 ms for others and 2 ms for data``."""
+    """Formats the parts of a step: ``computes 120 ms, waits 30 ms for others and 2 ms for data``."""
     if worker.computed_s + worker.waited_s + worker.data_s <= 0:
         return "–"
     computes, waited, data = (
@@ -129,7 +129,7 @@ def step_time(worker: Timed) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """``512 B``, ``1.5 MB``."""
+    """Formats a number of bytes: ``512 B``, ``1.5 MB``."""
     value = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":

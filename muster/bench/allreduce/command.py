@@ -93,7 +93,7 @@ def _on_gpus(options: argparse.Namespace) -> int:
 
 
 def rounds_of(size: int) -> int:
-    """How many rounds a size is measured: many of the short, some of the long."""
+    """Returns the number of rounds of a size, from 8 for large sizes to 300 for small ones."""
     return max(8, min(300, (256 << 20) // max(1, size)))
 
 
@@ -105,7 +105,11 @@ def _backend(text: str) -> str:
 
 
 def size_in_bytes(text: str) -> int:
-    """A number of bytes as a command line says it; as an argument's type of argparse."""
+    """Parses a number of bytes of a command line, such as ``64M``; an argument type for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not a size divisible by 4 and up to 4G.
+    """
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     if not number.isdigit() or int(number) * unit % 4 or not 0 < int(number) * unit <= 4 << 30:
@@ -132,7 +136,7 @@ def report(results: dict[str, Any]) -> None:
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """The time of each round: that of its slowest rank."""
+    """Returns the time of each round, which is that of its slowest rank."""
     return [max(times) for times in zip(*per_rank, strict=True)]
 
 
@@ -140,7 +144,7 @@ def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def measure_ours(options: argparse.Namespace) -> dict[int, list[float]]:
-    """Runs our workers once; seconds of each round, by size.
+    """Runs Muster's workers once; returns the seconds of each round, by size.
 
     Raises:
         RuntimeError: a worker failed.
@@ -180,10 +184,10 @@ def _measure(communicator: Communicator, size: int) -> list[float]:
 
 
 def measure_peer(options: argparse.Namespace) -> dict[int, list[float]]:
-    """Runs torch's gloo once, as many processes, rounds and sizes as ours.
+    """Runs torch's gloo once, with the same processes, rounds and sizes; returns the seconds of each round.
 
     Raises:
-        RuntimeError: it failed, or torch is not installed there.
+        RuntimeError: it failed, or the peer's Python has no torch.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

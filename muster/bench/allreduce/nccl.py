@@ -20,7 +20,7 @@ from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, Fleet
 from muster.bench.gpu_machine import describe_machine
 
 GRADIENT_BYTES = 25_557_032 * 4
-"""ResNet-50's gradients in float32 (1000 classes)."""
+"""The size of ResNet-50's gradients in float32, with 1000 classes."""
 SIZES = (4, 1024, 64 * 1024, 2**20, 16 * 2**20, GRADIENT_BYTES, 2**28, 2**30, 2**32)
 _BURST = 200
 
@@ -31,14 +31,14 @@ KINDS = ("muster", "muster-cupy", "torch")
 def measure(
     communicator: Any, *, sizes: tuple[int, ...], init_file: str = ""
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs in each process of a fleet: times in-place AllReduce of float32 by size in bytes.
+    """Times in-place AllReduce of float32 by size; runs in each process of a fleet.
 
-    All kinds take turns, round by round, so that what else the machine does meets all of them.
+    All kinds take turns, round by round, so that other load of the machine affects all of them alike.
 
     Args:
-        communicator: ours.
-        sizes: in bytes.
-        init_file: where torch.distributed's processes meet.
+        communicator: Muster's communicator.
+        sizes: the sizes in bytes.
+        init_file: the rendezvous file of torch.distributed's processes.
     """
     callers = {kind: _caller(communicator, kind, init_file) for kind in KINDS}
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -67,7 +67,7 @@ def turned(kinds: tuple[str, ...], turn: int) -> tuple[str, ...]:
 
 
 def _burst(caller: tuple[Any, Any, Any, Any], array: Any, iterations: int) -> tuple[float, float]:
-    """Seconds per call until all are issued, and until all are done."""
+    """Runs a burst of calls; returns the seconds per call until all are issued, and until all are done."""
     call, _, synchronize, barrier = caller
     for _ in range(5):
         call(array)
@@ -115,7 +115,7 @@ def _caller(communicator: Any, kind: str, init_file: str) -> tuple[Any, Any, Any
 
 
 def run_nccl_tests(binary: Path, gpus: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Runs ``all_reduce_perf`` in place for each size; the average of its own iterations."""
+    """Runs ``all_reduce_perf`` in place for each size; returns the averages over its iterations."""
     rows = []
     for size in sizes:
         count = "20" if size >= 2**28 else "200"
@@ -160,10 +160,10 @@ def run(*, gpus: int, sizes: tuple[int, ...], nccl_tests: Path | None, json_path
     """Measures, prints and writes; returns the exit code.
 
     Args:
-        gpus: how many of this host.
-        sizes: in bytes, multiples of 4.
-        nccl_tests: an ``all_reduce_perf`` built from nccl-tests; None: without it.
-        json_path: where to write the results; None: nowhere.
+        gpus: the number of this host's GPUs to use.
+        sizes: the sizes in bytes, multiples of 4.
+        nccl_tests: the path of ``all_reduce_perf`` of nccl-tests; None to leave it out.
+        json_path: the file for the results; None for no file.
     """
     kinds: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as directory, Fleet(gpus, timeout_s=240) as fleet:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def measure(rank: int, world_size: int, size: int, rounds: int) -> list[float]:
-    """Seconds of each AllReduce of ``size`` bytes of float32, checked by value."""
+    """Measures the seconds of each AllReduce of ``size`` bytes of float32; checks the values."""
     tensor = torch.empty(size // 4)
     samples = []
     for _ in range(rounds + 3):

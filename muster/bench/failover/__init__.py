@@ -1,1 +1,1 @@
-"""Several schedulers on etcd: what their deaths cost a job."""
+"""Several schedulers on etcd: measures what their failures cost a job."""

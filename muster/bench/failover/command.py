@@ -33,12 +33,12 @@ from muster.bench.recovery.job import longest_pause
 NODE_TIMEOUT_S = 5.0
 SCHEDULER, UNGUARDED = "scheduler", "muster.bench.failover.unguarded"
 LAUNCHED = ("together", "mourning")
-"""Parts on one job whose workers run under launchers."""
+"""Parts that share a job whose workers run under launchers."""
 
 IMPATIENT = "muster.bench.failover.impatient"
 
 SPACE = ("space", "disk")
-"""Parts with jobs of their own."""
+"""Parts that each have a job of their own."""
 
 PARTS = {
     "leader": SCHEDULER,
@@ -47,7 +47,7 @@ PARTS = {
     "worker": SCHEDULER,
     "stopped": UNGUARDED,
 }
-"""Which module runs as a scheduler; of parts with the same one all are on one job."""
+"""The module that runs as a scheduler, by part; parts with the same module share one job."""
 
 Say = Callable[[str], None]
 
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures and returns the results.
 
     Raises:
-        RuntimeError: the job did not behave; says how.
+        RuntimeError: the job did not behave as expected; the message says how.
     """
     say = stopwatch()
 
@@ -157,7 +157,7 @@ def _worst_and_median(values: Sequence[float]) -> dict[str, float]:
 
 
 def _undisturbed(job: SeveralSchedulers, since: float) -> dict[str, int]:
-    """What may not happen to a training whose schedulers die."""
+    """Returns the counts that must be 0 for a training whose schedulers fail."""
     return {"steps_lost_or_doubled": job.irregular_steps(since), "group_changes": job.group_changes(since)}
 
 
@@ -335,7 +335,7 @@ def _quorum(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, An
 
 
 def _mourning(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
-    """A worker dies and nobody can lead: the others wait as long as that lasts, and then go on."""
+    """Kills a worker while no scheduler can lead: the others must wait for a leader, and then go on."""
     job.settled()
     began = time.monotonic()
     for number in (0, 1):

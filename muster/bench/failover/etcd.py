@@ -35,10 +35,10 @@ class EtcdCluster:
     """Members of one cluster. A context manager: leaving kills them.
 
     Args:
-        directory: for data and logs.
+        directory: the folder for data and logs.
         keys: the folder that ``muster certs etcd`` made.
-        size: how many members.
-        quota_bytes: so large its database may be; 0: as etcd has it.
+        size: the number of members.
+        quota_bytes: the quota of etcd's database in bytes; 0 for etcd's default.
 
     Raises:
         RuntimeError: etcd is not installed.
@@ -66,7 +66,7 @@ class EtcdCluster:
             time.sleep(POLL_S)
 
     def start_member(self, number: int) -> None:
-        """Starts a member, for the first time or on what it has kept."""
+        """Starts a member, for the first time or on its stored data."""
         own, peer = f"https://{self.endpoints[number]}", self._peers[number]
         cluster = ",".join(f"e{index}={each}" for index, each in enumerate(self._peers))
         command = [
@@ -90,14 +90,18 @@ class EtcdCluster:
             )
 
     def kill(self, number: int) -> None:
-        """SIGKILL."""
+        """Kills a member by SIGKILL."""
         member = self.members[number]
         assert member is not None
         member.send_signal(signal.SIGKILL)
         member.wait()
 
     def fill(self) -> None:
-        """Writes until it has no space: to its quota, which must be small."""
+        """Writes until the database has reached its quota, which must be small.
+
+        Raises:
+            RuntimeError: the quota was not reached.
+        """
         for number in range(FILL_LIMIT):
             done = self.ctl("put", f"/filler/{number}", stdin="x" * FILL_BYTES, check=False)
             if "database space exceeded" in done.stderr:
@@ -105,7 +109,7 @@ class EtcdCluster:
         raise RuntimeError(f"etcd took {FILL_LIMIT} values, and has space left: {done.stderr}")
 
     def make_space(self) -> None:
-        """Deletes what :meth:`fill` has written, as an administrator does."""
+        """Deletes what :meth:`fill` has written, as an administrator would."""
         self.ctl("del", "--prefix", "/filler/")
         (status, *_) = json.loads(self.ctl("endpoint", "status", "-w", "json").stdout)
         self.ctl("compact", str(status["Status"]["header"]["revision"]))
@@ -113,7 +117,7 @@ class EtcdCluster:
         self.ctl("alarm", "disarm")
 
     def leader(self) -> int:
-        """The number of the member that leads."""
+        """Returns the number of etcd's leader."""
         statuses = json.loads(self.ctl("endpoint", "status", "-w", "json").stdout)
         return next(
             number
@@ -153,7 +157,7 @@ class EtcdCluster:
         self.close()
 
     def close(self) -> None:
-        """Kills what runs."""
+        """Kills the members that run."""
         for member in self.members:
             if member is not None and member.poll() is None:
                 member.kill()

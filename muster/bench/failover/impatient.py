@@ -1,4 +1,4 @@
-"""A worker of the recovery benchmark for which MS_RECONNECT_TIMEOUT, where nobody sets it, is a second."""
+"""A worker of the recovery benchmark whose default of MS_RECONNECT_TIMEOUT is one second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job with three schedulers, each kept running by this process, and the etcd that they share."""
+"""A job with three schedulers, which this process restarts when they end, and the etcd that they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muster.bench.recovery.loop import PACE_VARIABLE
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 RESTART_S = 1.0
-"""As `RestartSec=` in deploy/systemd."""
+"""The pause before a scheduler is started again, in seconds, as `RestartSec=` in deploy/systemd."""
 
 DEPOSED = 75
 WORKER = "muster.bench.recovery.digits"
@@ -29,7 +29,7 @@ _SESSIONS = re.compile(r"^muster_sessions (\d+)", re.M)
 
 
 class Scheduler:
-    """One of them: its process, started again when it ends."""
+    """One of the schedulers: its process, which is started again when it ends."""
 
     def __init__(self, job: SeveralSchedulers, host: str) -> None:
         self.job = job
@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def listens(self) -> bool:
-        """Whether it takes connections."""
+        """Whether it accepts connections."""
         try:
             socket.create_connection((self.host, self.job.port), 0.2).close()
         except OSError:
@@ -74,7 +74,7 @@ class Scheduler:
         return True
 
     def sessions(self) -> int:
-        """How many workers' streams it has."""
+        """Returns the number of its workers' streams, from its metrics."""
         with contextlib.suppress(OSError):
             where = f"http://{self.host}:{self.job.metrics_port}/metrics"
             with urllib.request.urlopen(where, timeout=1.0) as reply:
@@ -84,19 +84,19 @@ class Scheduler:
 
 
 class SeveralSchedulers(MeasuredJob):
-    """The digits, learnt under three schedulers.
+    """A job that learns the digits under three schedulers.
 
     Args:
-        directory: for keys, logs and records; is made.
+        directory: the folder for keys, logs and records, which is created.
         workers: MS_WORKER_NUM.
         worker_min: MS_WORKER_MIN.
-        pace_s: least time of a step.
+        pace_s: the least time of a step, in seconds.
         say: shows progress.
-        module: what runs as a scheduler.
-        arguments: of the schedulers.
-        launched: each worker runs under a launcher of its own, as on a host of its own.
+        module: the module that runs as a scheduler.
+        arguments: the schedulers' arguments.
+        launched: whether each worker runs under its own launcher, as on a host of its own.
         worker: the module that a worker runs.
-        quota_bytes: so large etcd's database may be; 0: as etcd has it.
+        quota_bytes: the quota of etcd's database in bytes; 0 for etcd's default.
     """
 
     def __init__(
@@ -152,20 +152,21 @@ class SeveralSchedulers(MeasuredJob):
         self.wait("all train", lambda: self.training(self.size, 3), 120)
 
     def check(self, *, may_end: bool = False) -> None:
-        """As :meth:`MeasuredJob.check`; also starts schedulers again that have ended."""
+        """Restarts schedulers that have ended, and checks the workers; see :meth:`MeasuredJob.check`."""
         for scheduler in self.schedulers:
             scheduler.tend()
         super().check(may_end=may_end)
 
     def leader(self, but: subprocess.Popen[bytes] | None = None) -> Scheduler | None:
-        """The scheduler that listens, if one does; another process than ``but``.
+        """Returns the scheduler that listens, unless its process is ``but``; None if none does.
 
-        A process and no host: the one that is started again on the host of the last leader may be the next.
+        ``but`` is a process rather than a host, because a restarted scheduler on the last leader's host may
+        be the next leader.
         """
         return next((each for each in self.schedulers if each.process is not but and each.listens), None)
 
     def settled(self, but: subprocess.Popen[bytes] | None = None) -> Scheduler:
-        """Waits until somebody leads who has all workers; returns that one; another process than ``but``."""
+        """Waits for a leader, other than the process ``but``, that has all workers' streams; returns it."""
 
         def found() -> Scheduler | None:
             leader = self.leader(but)
@@ -175,21 +176,25 @@ class SeveralSchedulers(MeasuredJob):
         return settled
 
     def kill_leader(self, old: Scheduler) -> tuple[float, subprocess.Popen[bytes]]:
-        """SIGKILL; returns when, on the monotonic clock, and which process it was."""
+        """Kills the leader by SIGKILL; returns the time on the monotonic clock in s, and its process."""
         began, process = time.monotonic(), old.process
         process.send_signal(signal.SIGKILL)
         process.wait()
         return began, process
 
     def takeover(self, old: subprocess.Popen[bytes], since: float) -> tuple[Scheduler, float, float]:
-        """Waits for the leader after this process, and all workers; returns it, and when each came, in s."""
+        """Waits until another leader than ``old`` listens, and then has all workers' streams.
+
+        Returns:
+            The new leader, and the seconds from ``since`` until each of the two.
+        """
         self.wait("the next one leads", lambda: self.leader(old), 60)
         led_s = time.monotonic() - since
         new = self.settled(old)
         return new, round(led_s, 3), round(time.monotonic() - since, 3)
 
     def irregular_steps(self, since: float) -> int:
-        """How many steps of any worker, finished since then, do not follow the one before by one."""
+        """Returns the number of steps since ``since`` that were lost or doubled, over all workers."""
         return sum(
             after["t"] > since and after["step"] != before["step"] + 1
             for worker in self.workers
@@ -197,7 +202,7 @@ class SeveralSchedulers(MeasuredJob):
         )
 
     def group_changes(self, since: float) -> int:
-        """How many generations have begun to train since then."""
+        """Returns the number of changes of generation in training since ``since``."""
         return sum(
             after["t"] > since and after["generation"] != before["generation"]
             for before, after in itertools.pairwise(self.living()[0].steps())

@@ -1,7 +1,7 @@
-"""A journal without space: a worker dies in that time, and training goes on when there is space again.
+"""Fills up the journal's space and kills a worker: training must go on once there is space again.
 
-On etcd, whose database reaches its quota, and on a disk of its own (a tmpfs, which takes root to mount), each
-with ``--serve`` and without.
+Measured on etcd, whose database reaches its quota, and on a small disk (a tmpfs, which requires root to
+mount), each with ``--serve`` and without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from muster.bench.small_disk import SmallDisk
 
 QUOTA_BYTES = 8 << 20
 LIMIT_S = 10.0
-"""So soon after there is space again the survivors train."""
+"""The time within which the survivors must train after there is space again, in seconds."""
 
 _GAUGE = re.compile(r"^muster_journal_unwritable (\S+)$", re.M)
 
@@ -41,11 +41,11 @@ class OnEtcd(SeveralSchedulers):
         self.etcd.make_space()
 
     def lives(self) -> list[int]:
-        """The processes of all schedulers."""
+        """Returns the process ids of all schedulers."""
         return [each.process.pid for each in self.schedulers]
 
     def metrics_at(self) -> tuple[str, int]:
-        """Where the scheduler that leads serves its metrics."""
+        """Returns host and port at which the leading scheduler serves its metrics."""
         leader = self.leader()
         return (leader.host if leader is not None else "127.0.0.1"), self.metrics_port
 
@@ -77,7 +77,7 @@ class OnDisk(MeasuredJob):
         """Mounts the disk, starts everything, and waits until all train.
 
         Raises:
-            RuntimeError: nothing may be mounted here.
+            RuntimeError: this process must not mount disks.
         """
         self._disk.mount()
         self.start_scheduler(*self._arguments)
@@ -94,16 +94,16 @@ class OnDisk(MeasuredJob):
         self._disk.make_space()
 
     def lives(self) -> list[int]:
-        """The processes of all schedulers."""
+        """Returns the process ids of all schedulers that run."""
         assert self.scheduler is not None
         return [self.scheduler.pid] if self.scheduler.poll() is None else []
 
     def metrics_at(self) -> tuple[str, int]:
-        """Where the scheduler that leads serves its metrics."""
+        """Returns host and port at which the leading scheduler serves its metrics."""
         return "127.0.0.1", self._metrics_port
 
     def __exit__(self, *error: object) -> None:
-        """Kills everything, and takes the disk away."""
+        """Kills everything, and unmounts the disk."""
         super().__exit__(*error)
         self._disk.unmount()
 
@@ -112,7 +112,7 @@ class OnDisk(MeasuredJob):
 def job_without_much_space(
     part: str, directory: Path, *, workers: int, pace_s: float, say: Callable[[str], None], serve: bool
 ) -> Iterator[Any]:
-    """A job that trains, on ``etcd`` or a ``disk``."""
+    """Yields a job that trains with its journal on ``etcd`` or on a small ``disk``."""
     if part == "disk":
         with OnDisk(directory, workers=workers, pace_s=pace_s, say=say, serve=serve) as on_disk:
             on_disk.begin()
@@ -133,10 +133,10 @@ def job_without_much_space(
 
 
 def measure(job: Any, shortages_s: list[float]) -> dict[str, Any]:
-    """Takes the space away for each of these times; a worker dies in the middle.
+    """Fills up the journal's space for each of these times, and kills a worker in the middle.
 
     Raises:
-        RuntimeError: the job did not behave; says how.
+        RuntimeError: the job did not behave as expected; the message says how.
     """
     rows = []
     for number, seconds in enumerate(shortages_s):
@@ -208,7 +208,7 @@ def _unwritable(job: Any) -> float | None:
 
 
 def _health(job: Any) -> str:
-    """What ``muster health`` says of the scheduler that leads."""
+    """Returns what ``muster health`` prints about the leading scheduler."""
     host, _ = job.metrics_at()
     command = [*MUSTER, "health", "--host", host]
     done = subprocess.run(

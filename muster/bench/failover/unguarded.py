@@ -1,4 +1,4 @@
-"""A scheduler that does not look after its lease: what is left to stop it is the fence."""
+"""A scheduler that does not notice the loss of its lease, so that only the fence can stop it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.scheduler.etcd.leadership import Leadership
 
 
 async def _renew_for_ever(self: Leadership) -> None:
-    """Renews the lease, and passes over that it has ended."""
+    """Renews the lease, and ignores that it has ended."""
     while True:
         await self._renew()
         await asyncio.sleep(0.2)

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Floods and returns what happened.
+    """Runs the flood, and returns the results.
 
     Raises:
         RuntimeError: not root, nft is missing, or the job did not form.
@@ -135,7 +135,7 @@ def _measure(options: argparse.Namespace, job: MeasuredJob) -> dict[str, Any]:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    # Workers that are to be lost for silence are lost by now.
+    # By now every worker that would be lost by its node timeout is lost.
     settled = time.monotonic() + options.node_timeout_s + 3
     while time.monotonic() < settled:
         most = max(most, _memory_mb(scheduler))
@@ -172,7 +172,7 @@ def _start_joiner(job: MeasuredJob, number: int, after_s: float) -> subprocess.P
 
 
 def _joined(joiner: subprocess.Popen[str]) -> float | None:
-    """How long a join took; None: it did not come through."""
+    """Returns the seconds that a join took; None if it failed."""
     try:
         answer = joiner.communicate(timeout=60)[0].strip()
     except subprocess.TimeoutExpired:

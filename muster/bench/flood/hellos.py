@@ -24,7 +24,7 @@ AT_A_TIME = 16
 
 
 def client_hello() -> bytes:
-    """What a TLS client says first."""
+    """Returns the first message of a TLS client."""
     out = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         trusting_context().wrap_bio(ssl.MemoryBIO(), out).do_handshake()
@@ -32,7 +32,7 @@ def client_hello() -> bytes:
 
 
 class Flood:
-    """All connections of one flood, and what became of them."""
+    """The connections of one flood, with counts of their outcomes."""
 
     def __init__(self, target: tuple[str, int], source: str) -> None:
         self.target, self.source = target, source
@@ -43,7 +43,7 @@ class Flood:
         self._open: collections.deque[socket.socket] = collections.deque()
 
     def turn(self) -> None:
-        """Begins some connections, and says hello on those that stand."""
+        """Starts some connections, and sends a hello on those that are established."""
         if len(self._pending) >= PENDING:
             for number in list(self._pending)[: PENDING // 4]:
                 self._pending.pop(number).close()

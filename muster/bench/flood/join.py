@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _answer(dial: Dial, profile: messages.Profile) -> messages.SchedulerMessage | None:
-    """The scheduler's first word; None where it could not be asked."""
+    """Returns the scheduler's first message; None if it could not be reached."""
     outbox: SimpleQueue[bytes | None] = SimpleQueue()
     outbox.put(encode(messages.Join(profile)))
     try:

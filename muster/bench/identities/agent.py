@@ -1,4 +1,4 @@
-"""Stands for SPIRE's agent: a Workload API on Unix sockets, with an authority of its own."""
+"""A stand-in for SPIRE's agent: serves the Workload API on Unix sockets, with an authority of its own."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ DOMAIN = "prod.example"
 
 @dataclass(frozen=True)
 class AgentEntry:
-    """What one socket hands out.
+    """The identity that one socket hands out.
 
     Attributes:
-        path: the SPIFFE ID's, in the agent's trust domain.
-        dns: names that a server needs.
-        mode: ``serve``, ``refuse``, ``rubbish``, ``silent`` or ``huge``.
-        life_s: of the certificates.
-        authority: the leaf is an authority's, too.
-        usage: the leaf has a key usage.
+        path: the path of the SPIFFE ID in the agent's trust domain.
+        dns: the DNS names in a server's certificate.
+        mode: the answer: ``serve``, ``refuse``, ``rubbish``, ``silent`` or ``huge``.
+        life_s: the certificates' lifetime in seconds.
+        authority: whether the leaf certificate is also an authority.
+        usage: whether the leaf certificate has a key usage.
         more: further URIs in the certificate.
     """
 
@@ -60,7 +60,7 @@ class StandInAgent:
         self._lists = 0
 
     def __enter__(self) -> StandInAgent:
-        """Closed at the end."""
+        """Returns itself; the sockets are closed at the end of the block."""
         return self
 
     def __exit__(
@@ -89,39 +89,39 @@ class StandInAgent:
         return f"unix://{socket}"
 
     def stop(self, socket: Path) -> None:
-        """Ends the service of a socket, as where the agent is restarted."""
+        """Ends the service of a socket, as when the agent restarts."""
         with self._changed:
             server = self._servers.pop(socket)
             self._changed.notify_all()
         server.stop(0).wait()
 
     def change(self, socket: Path, **changes: Any) -> None:
-        """Hands out something else on a socket from now on."""
+        """Changes what a socket hands out from now on."""
         self.entries[socket] = replace(self.entries[socket], **changes)
         self.rotate()
 
     def rotate(self) -> None:
-        """Sends everybody a new certificate."""
+        """Sends all workloads new certificates."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
 
     def rotate_authority(self) -> None:
-        """Signs with a new authority; the bundle has the old one beside it."""
+        """Signs with a new authority, and adds it to the bundle, which keeps the old ones."""
         self._authorities.append(self._make_authority())
         self.rotate()
 
     def forget_old_authorities(self) -> None:
-        """Takes all but the newest out of the bundle."""
+        """Removes all authorities but the newest from the bundle."""
         self._authorities = self._authorities[-1:]
         self.rotate()
 
     def serials(self, socket: Path) -> list[int]:
-        """The serial numbers of all certificates that a socket has handed out."""
+        """Returns the serial numbers of all certificates that a socket has handed out."""
         return list(self._given.get(socket, ()))
 
     def revocation_lists(self, serials: Iterable[int] = ()) -> bytes:
-        """A list of each authority in the bundle, which names these certificates: PEM."""
+        """Returns a revocation list of each authority in the bundle with these serial numbers, as PEM."""
         now = datetime.datetime.now(datetime.UTC)
         self._lists += 1
         entries = [
@@ -159,7 +159,7 @@ class StandInAgent:
                 yield self._answer(socket, entry)
 
     def _newer_than(self, sent: int) -> int:
-        """Waits until there is something to send after this version; also where a socket is closed."""
+        """Waits until there is a newer version than ``sent``, or a socket is closed; returns the version."""
         with self._changed:
             if self._version == sent:
                 self._changed.wait()
@@ -178,7 +178,7 @@ class StandInAgent:
         return api.X509SVIDResponse(svids=[svid])
 
     def issue(self, entry: AgentEntry) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        """A new key, and its certificate by the newest authority."""
+        """Returns a new key, and its certificate signed by the newest authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         signing, authority = self._authorities[-1]
         uris = [f"spiffe://{self.domain}/{entry.path}", *entry.more]

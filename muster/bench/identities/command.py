@@ -38,7 +38,7 @@ RULES = (
     {"uri": "spiffe://prod.example/{job}/worker/{node}", "role": "worker"},
 )
 WANTED_END_S = 5.0
-"""How soon a worker must have ended that has lost its identity."""
+"""The time within which a worker that has lost its identity must end, in seconds."""
 
 START_TIMEOUT_S = 120.0
 TAKEN_UP_S = 60.0
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains, and returns what was seen.
+    """Trains, and returns the results.
 
     Raises:
         RuntimeError: the job did not come up, or something that must hold did not.
@@ -91,7 +91,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def judge(result: Mapping[str, Any]) -> list[str]:
-    """What must hold and did not, of the results."""
+    """Returns the requirements that the results do not meet."""
     ends = [(way, each) for way, all_of_them in result["ends"].items() for each in all_of_them]
     rules = {
         "every step is that of an undisturbed run": not result["wrong_steps"] and result["checked_steps"] > 0,
@@ -107,16 +107,16 @@ def judge(result: Mapping[str, Any]) -> list[str]:
 
 
 class IdentityJob(MeasuredJob):
-    """A job whose scheduler and workers have a socket each of the stand-in for SPIRE's agent.
+    """A job whose scheduler and workers each have a socket of the stand-in for SPIRE's agent.
 
     Args:
-        directory: for sockets, configuration, logs and records.
-        agent: who hands out certificates.
+        directory: the folder for sockets, configuration, logs and records.
+        agent: the stand-in for SPIRE's agent.
         say: shows progress.
 
     Attributes:
-        results: what is right, and what was not.
-        longest_s: the longest time between two steps of one worker.
+        results: the right result of each step, and the wrong ones that were seen.
+        longest_s: the longest time between two steps of one worker, in seconds.
     """
 
     def __init__(self, directory: Path, agent: StandInAgent, say: Callable[[str], None]) -> None:
@@ -262,7 +262,7 @@ class IdentityJob(MeasuredJob):
         return number % 3 == 1
 
     def _certificates_said(self) -> list[int]:
-        """How many new certificates each process's log tells of."""
+        """Returns the number of new certificates that each process has logged."""
         logs = [self.directory / "scheduler.log", *(each.log for each in self.living())]
         return [log.read_text(errors="replace").count("new certificate spiffe://") for log in logs]
 

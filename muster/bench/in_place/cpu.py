@@ -1,4 +1,4 @@
-"""Ranks of torch programs killed at random moments: the others' processes stay, and so do the numbers."""
+"""Kills ranks of torch programs at random moments: the others' processes and the numbers must stay."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from muster.bench.recovery.job import MeasuredJob, WorkerProcess, median_and_wor
 
 RANKS, SPARES = 4, 2
 KINDS = ("ddp", "fsdp2", "hsdp", "fsdp2-tp", "pipeline", "zero")
-"""Those of :mod:`muster.bench.in_place.program`, which needs torch."""
+"""The kinds of programs in :mod:`muster.bench.in_place.program`, which needs torch."""
 
 MANNERS = ("one", "one", "two at once", "one", "two in a row")
-"""Who is killed, in turns; in a row: a second one while the first one's loss is dealt with."""
+"""How ranks are killed, in turns; "in a row": a second one while the job recovers from the first loss."""
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 150.0
@@ -36,13 +36,13 @@ class LivingJob(MeasuredJob):
     """Four ranks of a torch program, and two spares.
 
     Args:
-        directory: for keys, logs and records; is made.
-        kind: of program.
-        every: steps between two copies.
-        copies: of each rank's part.
-        pace_ms: a pause in each step.
-        steps: how many in all; 0: no end.
-        gpu: over NCCL; all ranks are on the first GPU.
+        directory: the folder for keys, logs and records, which is created.
+        kind: the kind of program.
+        every: the number of steps between two snapshots.
+        copies: the number of copies of each rank's part.
+        pace_ms: a pause in each step, in milliseconds.
+        steps: the total number of steps; 0 for no end.
+        gpu: whether to run over NCCL, with all ranks on the first GPU.
         say: shows progress.
     """
 
@@ -74,7 +74,7 @@ class LivingJob(MeasuredJob):
         self._begun = 0
 
     def __exit__(self, *error: object) -> None:
-        """Asks the agents to end, which end their programs; one that is killed would leave its program."""
+        """Asks the agents to end, which end their programs; a killed agent would leave its program."""
         for worker in self.living():
             worker.process.terminate()
         for worker in self.living():
@@ -87,12 +87,12 @@ class LivingJob(MeasuredJob):
         self._begun += 1
         name = f"w{self._begun}"
         env = {"MS_WORKER_SPARE": "1"} if spare else {}
-        if self._gpu:  # to NCCL each is on a host of its own: it refuses two ranks on one GPU
+        if self._gpu:  # NCCL refuses two ranks on one GPU unless they seem to be on different hosts
             env |= {"DEVICE_ID": "0", "NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
         return self.start_worker(name, **env)
 
     def members(self) -> dict[int, WorkerProcess]:
-        """Who has made a step in the newest generation, by the program's rank."""
+        """Returns the workers that have finished a step in the newest generation, by rank in the program."""
         last = {worker: worker.steps()[-1] for worker in self.living() if worker.steps()}
         newest = max((step["generation"] for step in last.values()), default=0)
         return {
@@ -102,12 +102,12 @@ class LivingJob(MeasuredJob):
         }
 
     def is_safe(self) -> bool:
-        """Whether all ranks train, and have copies: those of a new generation are made at once."""
+        """Whether all ranks train, and have snapshots, which a new generation takes at once."""
         members = self.members()
         return len(members) == RANKS and all(worker.steps()[-1]["step"] > 2 for worker in members.values())
 
     def has_spares(self) -> bool:
-        """Whether those that are no members wait for a place."""
+        """Whether all spares wait for a place."""
         members = self.members().values()
         others = [worker for worker in self.living() if worker not in members]
         waits = ["waits as a spare" in worker.log.read_text(errors="replace") for worker in others]
@@ -122,13 +122,13 @@ class LivingJob(MeasuredJob):
         self.restock()
 
     def restock(self) -> None:
-        """Starts spares where some have become members."""
+        """Starts spares in the place of those that have become members."""
         for _ in range(RANKS + SPARES - len(self.living())):
             self.add(spare=True)
         self.wait("the spares are in", self.has_spares, START_TIMEOUT_S)
 
     def kill(self, chance: random.Random, manner: str) -> Event:
-        """Kills ranks at a random moment; waits until a step later than any before is done by all."""
+        """Kills ranks at a random moment; waits until all ranks have finished a later step than before."""
         members = self.members()
         victims = chance.sample(sorted(members), 1 if manner == "one" else 2)
         time.sleep(chance.uniform(0.0, 0.5))
@@ -171,13 +171,13 @@ class LivingJob(MeasuredJob):
         ]
 
     def _end(self, worker: WorkerProcess) -> float:
-        """Kills the program; its agent ends, too, or starts it again where another was lost first."""
+        """Kills a worker's program; its agent ends, too, or restarts it if another rank was lost first."""
         now = time.monotonic()
         os.kill(worker.steps()[-1]["pid"], signal.SIGKILL)
         return now
 
     def numbers(self) -> dict[tuple[int, int], set[tuple[str, str]]]:
-        """Each rank's loss and digest after each step, by (step, rank); several where they differ."""
+        """Returns each rank's loss and digest after each step, by (step, rank); several if they differ."""
         found: dict[tuple[int, int], set[tuple[str, str]]] = {}
         for worker in self.workers:
             for step in worker.steps():
@@ -187,14 +187,14 @@ class LivingJob(MeasuredJob):
 
 
 def _building_s(worker: WorkerProcess, since: float) -> float:
-    """How long a process that began since then took for its imports, its modules and its first two steps."""
+    """Returns the seconds that a process begun after ``since`` took for imports, modules and rehearsal."""
     begun = [event["at"] for event in worker.follow() if event["what"] == "begun" and event["at"] > since]
     built = [event["t"] for event in worker.follow() if event["what"] == "rehearsed" and event["t"] > since]
     return max(built) - min(begun) if begun and built else 0.0
 
 
 def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
-    """Kills ranks of each kind of program, then compares with runs in which nobody is killed.
+    """Kills ranks of each kind of program, and compares the numbers with those of undisturbed runs.
 
     Raises:
         RuntimeError: a program did not go on in its processes, or with other numbers.

@@ -1,4 +1,4 @@
-"""What a process group that outlives its members costs: GPT-2's step over it and over torch's own."""
+"""Measures the cost of a process group that outlives its members: GPT-2's step over it and over torch's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def measure(*, steps: int, turns: int, tiny: bool) -> dict[str, Any]:
     """Trains GPT-2 124M by DDP on one rank, so that nothing but the group differs between the turns.
 
     Args:
-        steps: of a turn.
-        turns: of each group.
-        tiny: a small net, also where there is no GPU.
+        steps: the number of steps of a turn.
+        turns: the number of turns of each group.
+        tiny: whether to train a small net, which also runs without a GPU.
 
     Raises:
         RuntimeError: this torch lacks what lasting groups need.

@@ -1,8 +1,8 @@
-"""The same kills with torchft: how many steps are dropped, and how soon the others go on, and all of them.
+"""Measures the same kills with torchft: steps dropped, and the time until the others and until all go on.
 
-Its replica groups are DDP's single ranks, or HSDP's halves. A lost rank ends its group, which is started
-again at once, as nothing of torchft takes the place of one rank. The other groups go on without it until it
-is back.
+Its replica groups are single ranks for DDP, and halves of the ranks for HSDP. A lost rank ends its group,
+which is restarted at once, because torchft cannot replace a single rank. The other groups go on without the
+group until it is back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from muster.bench.launches import environment, free_ports
 from muster.bench.recovery.job import POLL_S, WorkerProcess, median_and_worst
 
 PEER_KINDS = {"ddp": 1, "hsdp": 2}
-"""Of which kinds torchft has the same, and the ranks of a replica group."""
+"""The kinds of programs that torchft supports, and the number of ranks of a replica group."""
 
 PEER_FIGURES = ("next_step_s", "all_back_s", "newcomer_builds_s", "steps_dropped")
 _PROGRAM = Path(__file__).with_name("torchft_program.py")
@@ -34,10 +34,10 @@ class TorchftJob:
     """A lighthouse and replica groups, four ranks in all. A context manager: all end with it.
 
     Args:
-        directory: for logs and records; is made.
-        kind: of program.
-        pace_ms: a pause in each step.
-        python: one that has torch and torchft.
+        directory: the folder for logs and records, which is created.
+        kind: the kind of program.
+        pace_ms: a pause in each step, in milliseconds.
+        python: a Python interpreter with torch and torchft.
         say: shows progress.
     """
 
@@ -46,7 +46,7 @@ class TorchftJob:
         self._directory, self._say = directory, say
         self._command = [python, str(_PROGRAM), f"--kind={kind}", f"--pace-ms={pace_ms:g}"]
         self._size = PEER_KINDS[kind]
-        # Muster may be in that environment, too, and is of no use there.
+        # Muster may be installed in that environment, too, but must not be used there.
         self._env = environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         self._groups: dict[int, list[WorkerProcess]] = {}
         self._begun = 0
@@ -97,7 +97,7 @@ class TorchftJob:
         self._groups[replica] = group
 
     def _all_since(self, since: float) -> list[Event] | None:
-        """Each rank's first step since then that all groups have made, and in which all took part."""
+        """Returns each rank's first step after ``since`` with all groups; None if a rank has none yet."""
         found = []
         for group in self._groups.values():
             for worker in group:
@@ -124,7 +124,7 @@ class TorchftJob:
         self._start(replica)
 
         def firsts() -> list[Event] | None:
-            """Not of a step that all had summed before the kill."""
+            """Returns the other groups' first steps without the lost group; None if one has none yet."""
             later = [
                 [step for step in worker.steps() if step["step"] > before and step["replicas"] < there]
                 for worker in others
@@ -155,7 +155,7 @@ class TorchftJob:
         return sum(event["what"] == "dropped" and event["t"] > since for event in worker.follow())
 
     def differing(self) -> int:
-        """At how many steps ranks that hold the same had other numbers."""
+        """Returns the number of (step, rank in its group) pairs at which replicas had different numbers."""
         seen: dict[tuple[int, int], set[str]] = {}
         for record in self._directory.glob("record_*.jsonl"):
             worker = WorkerProcess("", self._groups[0][0].process, record, record)
@@ -186,9 +186,9 @@ def _end(group: list[WorkerProcess]) -> None:
 
 
 def measure_peer(kind: str, options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
-    """Kills single ranks of a program with torchft.
+    """Kills single ranks of a program with torchft; returns the results.
 
-    Where it does not go on, the results end with that kill, and have the end of a rank's log: ``failed``.
+    If the program does not go on, the results end with that kill, and ``failed`` has the end of a rank's log.
     """
     chance, kills = random.Random(f"{options.seed} {kind} torchft"), list[Event]()
     found: dict[str, Any] = {"seed": options.seed, "kills": kills}

@@ -1,4 +1,4 @@
-"""A torch program that lives on, of one of several kinds, which notes each step and its state's digest.
+"""A torch program that goes on after losses, in several kinds; it records each step and its state's digest.
 
 Started by ``muster bench in-place`` through the agent of ``muster run``.
 """
@@ -29,12 +29,12 @@ Pause = Callable[[int], None]
 
 
 class Program:
-    """What is trained: a net of four layers, and AdamW.
+    """A net of four layers that is trained with AdamW under DDP.
 
     Attributes:
-        state: for :func:`muster.torch.steps`.
-        net: what has the parameters.
-        optimizer: what has the optimizer's state on this rank.
+        state: the state for :func:`muster.torch.steps`.
+        net: the module with the parameters.
+        optimizer: the optimizer with this rank's state.
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class Program:
         self.state: dict[str, Any] = {"net": self.net, "optimizer": self.optimizer}
 
     def layers(self) -> Any:
-        """The same on all ranks; its dropout draws from each rank's generator."""
+        """Makes the net, the same on all ranks; its dropout draws from each rank's generator."""
         torch.manual_seed(7)
         hidden = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1)]
         net = nn.Sequential(*hidden, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         return net.to(_device_type())
 
     def make(self) -> Any:
-        """The net as this kind divides it."""
+        """Makes the net, wrapped or sharded as this kind does it."""
         return DistributedDataParallel(self.layers(), bucket_cap_mb=0.004)
 
     def train(self, rows: Any, pause: Pause) -> float:
-        """One step; returns this rank's loss."""
+        """Trains one step; returns this rank's loss."""
         self.optimizer_of_all.zero_grad()
         loss = (self.net(rows) - rows).square().mean()
         pause(1)
@@ -65,21 +65,21 @@ class Program:
 
     @property
     def optimizer_of_all(self) -> Any:
-        """What the step calls."""
+        """The optimizer that a step calls."""
         return self.optimizer
 
     def digest(self) -> str:
-        """Names what this rank holds of parameters and of the optimizer's state."""
+        """Returns a digest of this rank's parameters and optimizer state."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.net.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
         return digest((each.to_local() if hasattr(each, "to_local") else each).cpu() for each in tensors)
 
 
 class Fsdp2(Program):
-    """Sharded among all ranks."""
+    """FSDP2 over all ranks."""
 
     def mesh(self) -> Any:
-        """The ranks that share parameters."""
+        """Returns the mesh of the ranks over which parameters are sharded."""
         return init_device_mesh(_device_type(), (dist.get_world_size(),))
 
     def make(self) -> Any:
@@ -94,7 +94,7 @@ class Fsdp2(Program):
 
 
 class Hsdp(Fsdp2):
-    """Sharded within each half of the ranks, which are replicas."""
+    """FSDP2 within each half of the ranks; the halves are replicas."""
 
     def mesh(self) -> Any:
         """See :class:`Fsdp2`."""
@@ -104,7 +104,7 @@ class Hsdp(Fsdp2):
 
 
 class Fsdp2AndTensorParallel(Fsdp2):
-    """The first two layers divided between two ranks by columns and rows, and all sharded among two."""
+    """Tensor parallelism of two linear layers over two ranks, by columns and rows, and FSDP2 over two."""
 
     def mesh(self) -> Any:
         """See :class:`Fsdp2`."""
@@ -123,7 +123,7 @@ class Fsdp2AndTensorParallel(Fsdp2):
 
 
 class Pipeline(Program):
-    """Two stages, each on half of the ranks, and two pipelines."""
+    """Two pipelines of two stages; each stage is on half of the ranks."""
 
     def make(self) -> Any:
         """See :class:`Program`."""
@@ -137,7 +137,7 @@ class Pipeline(Program):
         net = self.layers()[3:] if self._is_last else self.layers()[:3]
         piece = torch.zeros(
             BATCH // 2, WIDTH, device=_device_type()
-        )  # else ranks tell each other, and a newcomer is alone
+        )  # without shapes the stages exchange them, and a newcomer is alone
         given, gives = piece.clone().requires_grad_(self._is_last), piece.clone().requires_grad_()
         device, group = torch.device(_device_type()), mesh.get_group("stage")
         made = PipelineStage(net, stage, 2, device, given, gives, group=group)
@@ -160,7 +160,7 @@ class Pipeline(Program):
 
 
 class ZeroRedundancy(Program):
-    """DDP, with the optimizer's state divided among the ranks."""
+    """DDP with torch's ZeroRedundancyOptimizer, which shards the optimizer state."""
 
     def __init__(self) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -187,19 +187,19 @@ KINDS: dict[str, type[Program]] = {
 
 
 def _device_type() -> str:
-    """Where all is: main() has made the first GPU the default one, or there is the CPU."""
+    """Returns the type of the default device, which main() has set to the first GPU or left at the CPU."""
     return str(torch.get_default_device().type)
 
 
 def _begun() -> float:
-    """When this process began, on the monotonic clock."""
+    """Returns the time on the monotonic clock at which this process began, in seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
 
 
 def main() -> int:
-    """Trains, and notes each step that counts."""
+    """Trains, and records each step that counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS, default="ddp")
     parser.add_argument("--steps", type=int, default=0)
@@ -229,7 +229,7 @@ def main() -> int:
     for step, (batch,) in muster.torch.steps(program.state, loader, epochs=10**9, **copying):
 
         def pause(place: int, number: int = int(step)) -> None:
-            """A step's longest moment is another one each time."""
+            """Pauses at one place of each step, and at another place in the next."""
             if options.pace_ms and number * 7919 % 4 == place:
                 time.sleep(options.pace_ms / 1000)
 

@@ -27,13 +27,14 @@ from torchft.coordination import LighthouseServer
 WIDTH, ROWS, BATCH = 32, 40, 8
 
 HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS = 1000, 60_000, 20
-"""Who is not heard for so long is lost (torchft: 5000); a quorum waits so long for all who are heard."""
+"""Milliseconds: the silence after which a group is lost (torchft's default: 5000), the time for which a
+quorum waits for groups that are alive, and the interval of the lighthouse's checks."""
 
 COLLECTIVE_TIMEOUT_S, TIMEOUT_S = 30.0, 30.0
 
 
 def serve() -> None:
-    """Runs the lighthouse, which all replica groups ask in each step who is there."""
+    """Runs the lighthouse, from which replica groups learn the quorum of each step."""
     server = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=1,
@@ -46,14 +47,14 @@ def serve() -> None:
 
 
 def layers() -> Any:
-    """The net, the same on all ranks."""
+    """Makes the net, the same on all ranks."""
     torch.manual_seed(7)
     hidden = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1)]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
 def sharded(manager: Any, size: int) -> Any:
-    """FSDP2 within the replica group; gradients go to the other groups by torchft."""
+    """Makes the net with FSDP2 within the replica group; torchft averages gradients over the groups."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -72,7 +73,7 @@ class TorchftRank:
     """One rank: its manager, net and optimizer.
 
     Args:
-        options: the command line's.
+        options: the command line's options.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -81,7 +82,7 @@ class TorchftRank:
         self._pace_s = options.pace_ms / 1000
         self._record = Path(options.record).open("a", buffering=1)  # noqa: SIM115 until the process ends
         store = dist.TCPStore("localhost", options.port, size, is_master=rank == 0, wait_for_workers=False)
-        self._store = store  # the server goes with it
+        self._store = store  # keeps the store's server alive
         if size > 1:
             group = dist.PrefixStore("group", store)
             dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
@@ -103,10 +104,10 @@ class TorchftRank:
             self._net: Any = DistributedDataParallel(self._manager, layers())
         else:
             self._net = sharded(self._manager, size)
-        # Amid a step, when others may ask for them, FSDP2's modules have their whole parameters.
+        # Within a step, when others may ask for the state, FSDP2's modules hold their whole parameters.
         self._parameters = list(self._net.parameters())
         self._adam = torch.optim.AdamW(self._net.parameters(), 1e-2)
-        for parameter in self._net.parameters():  # so that there is a state of it to be overwritten
+        for parameter in self._net.parameters():  # creates the optimizer state, which is then overwritten
             parameter.grad = torch.zeros_like(parameter)
         self._adam.step()
         self._optimizer = Optimizer(self._manager, self._adam)
@@ -119,7 +120,7 @@ class TorchftRank:
         self._record.write(json.dumps(said) + "\n")
 
     def _tensors(self) -> list[Any]:
-        """What this rank holds of the state."""
+        """Returns this rank's tensors of the state."""
         states = [value for state in self._adam.state.values() for value in state.values()]
         found = [*self._parameters, *(each for each in states if isinstance(each, torch.Tensor))]
         return [(each.to_local() if hasattr(each, "to_local") else each).detach() for each in found]
@@ -153,7 +154,7 @@ class TorchftRank:
             self._note("dropped", step=step + 1)
 
     def train(self) -> None:
-        """Makes steps until the process is killed."""
+        """Trains until the process is killed."""
         while True:
             self._step()
 

@@ -117,7 +117,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def check(result: dict[str, Any], bounds: Sequence[str]) -> bool:
-    """Whether a bound is missed; says which."""
+    """Whether a bound is missed; prints which."""
     rows = {(row["connections"], row["variant"]): row["gb_per_s"] for row in result["bandwidth"]}
     latency = {row["variant"]: row["us"] for row in result["latency"]}
     compared = max((count for count, _ in rows if count <= RATIO_CONNECTIONS), default=0)
@@ -168,7 +168,7 @@ def _compile(compiler: str, output: Path, *arguments: str) -> None:
 def _measure(
     programs: dict[str, Path], what: str, variant: str, connections: int, size: int, seconds: float
 ) -> dict[str, Any]:
-    """One figure of one variant.
+    """Measures one figure of one variant.
 
     Raises:
         RuntimeError: the program failed.
@@ -188,7 +188,7 @@ def _median(turns: Sequence[dict[str, float]], name: str) -> float:
 
 
 def _bandwidth_row(connections: int, variant: str, turns: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """A variant's medians, its turns, and what they cost in processor time for each GB."""
+    """Returns a variant's median bandwidth, that of each turn, and the processor time per GB."""
     return {
         "connections": connections,
         "variant": variant,
@@ -215,5 +215,5 @@ def _latency_row(variant: str, turns: Sequence[dict[str, float]]) -> dict[str, A
 def _ratio(
     measured: dict[tuple[int, str], list[dict[str, Any]]], connections: int, one: str, other: str
 ) -> float:
-    """Of the medians: a turn's two figures are seconds apart, and neither belongs to the other."""
+    """Returns the ratio of two variants' medians, since the two figures of a turn are not simultaneous."""
     return _median(measured[connections, one], "gb_per_s") / _median(measured[connections, other], "gb_per_s")

@@ -1,1 +1,1 @@
-"""Divided models against data parallelism and what users would write by hand."""
+"""Compares models that a plan splits with data parallelism and with what users would write by hand."""

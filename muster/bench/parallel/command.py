@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _row(options: argparse.Namespace, machine: Any, model: str, variant: str, turn: int) -> dict[str, Any]:
-    """One variant in processes of its own; where they die, a row that says so."""
+    """Measures one variant in processes of its own; returns a row with ``error`` if they die."""
     from muster.bench.parallel import job
 
     try:
@@ -100,7 +100,7 @@ def _row(options: argparse.Namespace, machine: Any, model: str, variant: str, tu
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each model and variant: that of its first pass, with the median of all passes."""
+    """Merges the passes: returns one row per model and variant, the first pass's with the median of all."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"], row["variant"]), []).append(row)
@@ -137,12 +137,12 @@ def report(result: dict[str, Any]) -> None:
 
 
 def _off(row: dict[str, Any], predicted: str, measured: str) -> str:
-    """How far a prediction is from what was measured."""
+    """Returns a prediction's relative error, in percent."""
     return f"{row[predicted] / row[measured] - 1:+.1%}" if row[measured] else "not measured"
 
 
 def behind_the_best(rows: Sequence[dict[str, Any]], model: str) -> float | None:
-    """How much longer the chosen plan takes than the fastest other one; None: one of them did not run."""
+    """Returns by what share the chosen plan is slower than the fastest other; None if one did not run."""
     times = {row["variant"]: row["step_ms"] for row in rows if row["model"] == model and "step_ms" in row}
     others = [ms for variant, ms in times.items() if variant in PLANS and variant != "auto"]
     return times["auto"] / min(others) - 1 if others and "auto" in times else None

@@ -1,4 +1,4 @@
-"""What each rank of ``muster bench parallel`` runs."""
+"""Measures one variant of ``muster bench parallel`` on each rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from muster.torch.transfer import array_of
 
 WARM_UP = 6
 OPTIMIZER_BYTES = 16
-"""Of a parameter in float32, with its gradient and AdamW's two."""
+"""The bytes of a float32 parameter with its gradient and AdamW's two states."""
 
 
 class Classifier(nn.Module):  # type: ignore[misc]
-    """ResNet-50 with a last layer of its own name."""
+    """ResNet-50 whose last layer is named ``head``."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ TASKS = {
 
 
 def machine_of(communicator: Communicator) -> dict[str, Any]:
-    """What things cost on this machine, for the plans of all models."""
+    """Measures this machine's costs for the plans of all models."""
     return measure_machine(communicator).to_json()
 
 
 def measure(
     communicator: Communicator, *, model: str, variant: str, seconds: float, init_file: str, machine: Any
 ) -> dict[str, Any]:
-    """The row of one variant, in processes of its own: what it leaves behind spoils no other."""
+    """Measures one variant, in processes of its own so as not to affect others; returns its row."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     task = TASKS[model]
@@ -138,7 +138,7 @@ def measure(
         count = max(5, round(_slowest(communicator, device, seconds / _timed(step, 5, device))))
         communicator.barrier()
         step_ms = 1e3 * _slowest(communicator, device, _timed(step, count, device))
-    except RuntimeError as error:  # what does not fit is a row that says so
+    except RuntimeError as error:  # such as out of memory: the row says so
         return row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
     row |= {"step_ms": step_ms, "losses": losses}
     row["captured"] = bool(captured is not None and captured.captured)
@@ -152,7 +152,7 @@ def measure(
 
 
 def predictions(plan: Plan) -> dict[str, Any]:
-    """What a plan says of its step."""
+    """Returns a plan's predictions: milliseconds, GB, and the plan itself."""
     memory = step_memory(plan.graph, plan.states, plan.mesh, optimizer_states=plan.options.optimizer_states)
     return {
         "predicted_ms": plan.timeline.seconds * 1e3,
@@ -165,7 +165,7 @@ def predictions(plan: Plan) -> dict[str, Any]:
 
 
 def _lacking_memory(task: Task, ranks: int) -> str:
-    """Why a model fits into the ranks' memory in no division; "": it may."""
+    """Returns why a model cannot fit into the ranks' memory however it is split; empty if it may fit."""
     parameters = sum(each.numel() for each in task.make(torch.device("meta")).parameters())
     needed = OPTIMIZER_BYTES * parameters / ranks
     here = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -185,7 +185,7 @@ def _over_ranks(group: Communicator, value: float, device: Any, op: ReduceOp) ->
 
 
 def _timed(step: Callable[[], Any], count: int, device: Any) -> float:
-    """Seconds a step."""
+    """Returns the mean seconds of ``count`` steps."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()

@@ -69,7 +69,7 @@ class _LlamaBlock(nn.Module):  # type: ignore[misc]
 
 
 class Llama(nn.Module):  # type: ignore[misc]
-    """A transformer of Llama's kind: rotary places, RMSNorm, SwiGLU."""
+    """A transformer like Llama: rotary position embeddings, RMSNorm, SwiGLU."""
 
     def __init__(self, words: int, width: int, layers: int, tokens: int) -> None:
         super().__init__()

@@ -26,10 +26,10 @@ from muster.torch.transfer import array_of
 _SEEDING = threading.Lock()  # ranks that are threads share torch's generator
 SETTINGS: dict[str, Any] = {"lr": 1e-4}
 IGNORED = -100
-"""The target that counts for nothing; there is none."""
+"""The target value that a loss ignores; the batches have none."""
 
 Made = tuple[Callable[[], Any], Any, Any]
-"""What trains a step and returns its loss, what says whether it is captured, and the model."""
+"""A function that trains a step and returns its loss, an object with ``captured``, and the model."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Task:
     """A model and its batches.
 
     Attributes:
-        make: the module, on a device; ends in ``head``.
-        batch: inputs and targets of a rank.
-        head: name of the last layer, linear.
+        make: makes the module on a device; it ends in ``head``.
+        batch: makes a rank's inputs and targets.
+        head: the name of the last layer, which is linear.
         blocks: the modules that FSDP gathers one by one.
     """
 
@@ -50,19 +50,19 @@ class Task:
 
 
 def written_loss(scores: Any, targets: Any) -> Any:
-    """The mean cross entropy, as a program writes it."""
+    """Returns the mean cross entropy, as a program would write it."""
     return nn.functional.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
 
 
 def fused_loss(scores: Any, targets: Any) -> Any:
-    """The same in one pass, as a divided model computes it: all others get it too."""
+    """Returns the same in one pass, as the models of plans compute it; the other variants use it, too."""
     return CrossEntropy.apply(scores.flatten(0, -2), targets.flatten(), 0, None, IGNORED, True).mean()
 
 
 def make_step(
     variant: str, task: Task, group: Communicator, device: Any, machine: Hardware | None, init_file: str
 ) -> Made:
-    """A variant of training a model, ready for its first step."""
+    """Makes a variant of training a model, ready for its first step."""
     with _SEEDING:
         torch.manual_seed(0)
         net = task.make(device)
@@ -95,7 +95,7 @@ def _planned(
     machine: Hardware | None,
     settings: dict[str, Any],
 ) -> Made:
-    """The plan that a search chooses, freely or within what a variant fixes."""
+    """Makes the variant of a plan that the search chooses, freely or with what the variant fixes."""
     ways: dict[str, dict[str, Any]] = {
         "auto": {},
         "plan-data-parallel": {"mode": "data_parallel"},
@@ -122,7 +122,7 @@ def _planned(
 def _eager(
     variant: str, net: Any, task: Task, group: Communicator, batch: Any, init_file: str, device: Any
 ) -> Made:
-    """What launches its kernels one by one, or as torch compiles them."""
+    """Makes a variant whose step is not captured: eager, or compiled by torch."""
     cuda = device.type == "cuda"
     optimizer: Any
     if variant == "zero-1":
@@ -135,7 +135,7 @@ def _eager(
         model = _of_torch(variant, net, task, group, init_file, device)
         plain = [p for p in model.parameters() if not hasattr(p, "placements")]
         divided = [p for p in model.parameters() if hasattr(p, "placements")]
-        parts = [{"params": each} for each in (plain, divided) if each]  # fused kernels take one kind
+        parts = [{"params": each} for each in (plain, divided) if each]  # fused kernels need one kind each
         optimizer = torch.optim.AdamW(parts, **SETTINGS, fused=cuda)
 
     def step() -> Any:
@@ -158,7 +158,7 @@ def _of_torch(variant: str, net: Any, task: Task, group: Communicator, init_file
     _ddp(group, nn.Linear(1, 1).to(device), init_file, device)  # makes the process group
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    net.to(memory_format=torch.contiguous_format)  # it takes no other
+    net.to(memory_format=torch.contiguous_format)  # the only format that is supported
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in task.blocks(net):
         fully_shard(block, mp_policy=policy)
@@ -174,7 +174,7 @@ def _compiled(module: Any, device: Any) -> Any:
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """The samples of all ranks; the gradients of each rank's samples summed."""
+    """Gathers the samples of all ranks; its backward pass sums the gradients of each rank's samples."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, group: Communicator) -> Any:
@@ -192,14 +192,14 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _stacked(group: Communicator, x: Any) -> Any:
-    """The ranks' tensors as one of shape [ranks, ...]."""
+    """Gathers the ranks' tensors into one of shape [ranks, ...]."""
     whole = x.new_empty(group.world_size, *x.shape)
     group.all_gather(array_of(group, x.contiguous().view(-1)), array_of(group, whole.view(-1)))
     return whole
 
 
 class HandSplit(nn.Module):  # type: ignore[misc]
-    """The body data-parallel, of the last layer each rank's share of rows."""
+    """A model split by hand: a data-parallel body, and on each rank a shard of the last layer's rows."""
 
     def __init__(self, module: nn.Module, head: str, group: Communicator) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class HandSplit(nn.Module):  # type: ignore[misc]
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach()[own].clone())
 
     def forward(self, x: Any, targets: Any) -> Any:
-        """The loss of all ranks' samples."""
+        """Returns the loss of all ranks' samples."""
         features = self.body(x).flatten(0, -2)
         everyone = _Gather.apply(features, self.communicator)
         scores = nn.functional.linear(everyone, self.weight, self.bias)
@@ -228,7 +228,7 @@ class HandSplit(nn.Module):  # type: ignore[misc]
 
 
 class TensorParallel(nn.Module):  # type: ignore[misc]
-    """The body under compiled DDP, the last layer divided by torch's ``parallelize_module``."""
+    """A model with its body under compiled DDP, its last layer split by torch's ``parallelize_module``."""
 
     def __init__(
         self, module: nn.Module, head: str, group: Communicator, init_file: str, device: Any
@@ -246,7 +246,7 @@ class TensorParallel(nn.Module):  # type: ignore[misc]
         self.ranks, self.rank = group.world_size, group.rank
 
     def forward(self, x: Any, targets: Any) -> Any:
-        """The loss of all ranks' samples."""
+        """Returns the loss of all ranks' samples."""
         features = self.body(x).flatten(0, -2)
         scores = self.head(Scale.apply(features, self.ranks))  # DDP averages what is to be summed
         whole = self._stacked(targets.flatten()).flatten()

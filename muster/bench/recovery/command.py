@@ -86,7 +86,7 @@ def _on_gpus(options: argparse.Namespace, directory: Path, say: Any) -> dict[str
 
 
 def _keep(directory: Path, target: Path) -> None:
-    """Copies logs and records, no keys."""
+    """Copies logs and records, but no keys."""
     target.mkdir(parents=True, exist_ok=True)
     for path in (*directory.rglob("*.log"), *directory.rglob("*.jsonl")):
         shutil.copy(path, target / "-".join(path.relative_to(directory).parts))

@@ -20,17 +20,18 @@ PROGRESS_S = 5.0
 
 
 def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
-    """Kills workers at random for a while, also newcomers that are still joining; then lets the run end.
+    """Kills workers and the scheduler at random for a while, and then lets the run end.
 
-    Two workers that hold the state always live: with none of them the training would start over.
+    Newcomers that are still joining are killed, too. Two workers that hold the state always survive, because
+    without any the training would start over.
 
     Args:
-        job: of at least four workers, which may go on with two.
-        seconds: for how long.
-        chance: decides which, and when.
+        job: a job of at least four workers, which may go on with two.
+        seconds: how long to harm it.
+        chance: decides what is killed, and when.
 
     Raises:
-        RuntimeError: a process ended that nobody killed, or the job did not settle.
+        RuntimeError: a process ended that was not killed, or the job did not settle.
     """
     job.begin()
     job.say(f"chaos: all train; harm for {seconds:g} s")
@@ -74,7 +75,7 @@ START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 60.0
 SLOW_PACE_S = 0.1
 SETTLE_PACE_S = 0.5
-"""So slow that the training is not over before those that were started last have come."""
+"""The least time of a step, in seconds, by which the last newcomers join before the training ends."""
 
 Say = Callable[[str], None]
 
@@ -84,11 +85,11 @@ def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str,
 
     Args:
         options: workers, kills, scheduler_kills, epochs, pace_ms, seed, limit_s.
-        directory: for keys, logs and records.
+        directory: the folder for keys, logs and records.
         say: shows progress.
 
     Raises:
-        RuntimeError: the job did not behave as it must.
+        RuntimeError: the job did not behave as expected.
     """
     results: dict[str, Any] = {"workers": options.workers, "tls": "mutual", "pace_ms": options.pace_ms}
     results["load_at_start"] = os.getloadavg()
@@ -104,14 +105,14 @@ def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str,
 
 
 class Digits(MeasuredJob):
-    """The digits, learnt by ``train.py``; slowed down while there is harm to do.
+    """The job of ``train.py``, which learns the digits; slowed down while it is harmed.
 
     Args:
-        directory: for keys, logs and records; is made.
+        directory: the folder for keys, logs and records, which is created.
         workers: MS_WORKER_NUM.
         worker_min: MS_WORKER_MIN.
-        epochs: how many.
-        pace_s: least time of a step, until :meth:`finish`; 0: none.
+        epochs: the number of epochs.
+        pace_s: the least time of a step until :meth:`finish`, in seconds; 0 for none.
         say: shows progress.
     """
 
@@ -146,7 +147,7 @@ class Digits(MeasuredJob):
             self.pace.write_text(str(pace_s))
 
     def finish(self, timeout_s: float) -> list[float]:
-        """Lets the training run at full speed to its end; the accuracies that the workers printed."""
+        """Lets the training run at full speed to its end; returns the accuracies that the workers printed."""
         self.pace.unlink(missing_ok=True)
         running = self.living()
         self.wait("the end", lambda: all(not worker.alive for worker in running), timeout_s, may_end=True)
@@ -160,7 +161,7 @@ class Digits(MeasuredJob):
         return [float(each[0]) for each in found]
 
     def count(self) -> dict[str, Any]:
-        """Whether every step was finished, and none twice by one process."""
+        """Returns the number of steps, whether each was finished, and whether none was by a process twice."""
         steps = [[step["step"] for step in worker.steps()] for worker in self.workers]
         finished = {step for each in steps for step in each}
         return {
@@ -171,7 +172,7 @@ class Digits(MeasuredJob):
 
 
 def accuracy_undisturbed(directory: Path, *, workers: int, epochs: int, say: Say) -> float:
-    """The accuracy of a run that nobody harms."""
+    """Returns the accuracy of a run without harm."""
     with Digits(directory, workers=workers, worker_min=workers, epochs=epochs, pace_s=0, say=say) as job:
         job.begin()
         return job.finish(300 + epochs)[0]
@@ -248,12 +249,12 @@ def kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
 
 
 def next_step(worker: WorkerProcess, generation: int, since: float) -> dict[str, Any]:
-    """The first step that this worker finished in a generation after ``generation``; {} if none yet."""
+    """Returns the worker's first step after ``since`` in a later generation; {} if there is none yet."""
     return next((s for s in worker.steps() if s["t"] > since and s["generation"] > generation), {})
 
 
 def _last(workers: list[WorkerProcess], what: str, since: float) -> float:
-    """When the last of the workers noted something for the first time since."""
+    """Returns when all workers had recorded an event of a kind after ``since``, on the monotonic clock."""
     firsts = [
         next(event["t"] for event in worker.follow() if event["what"] == what and event["t"] > since)
         for worker in workers
@@ -278,14 +279,14 @@ def _scheduler_kills(options: argparse.Namespace, directory: Path, say: Say) -> 
 
 
 def kill_schedulers(job: Digits, kills: int, chance: random.Random) -> dict[str, Any]:
-    """Kills the scheduler at random times, at last together with a worker; lets the run end.
+    """Kills the scheduler at random times, the last time together with a worker; lets the run end.
 
     Returns:
-        What the workers noticed of it (nothing), and how the worker's death was handled.
+        What the workers noticed (it must be nothing), and how the loss of the worker was handled.
     """
     job.begin()
     for number in range(kills):
-        time.sleep(chance.uniform(0.0, 2.0))  # before it is up, while workers come back, or later
+        time.sleep(chance.uniform(0.0, 2.0))  # while it starts, while workers reconnect, or later
         job.kill_scheduler()
         time.sleep(chance.uniform(0.0, 0.5))
         job.start_scheduler()
@@ -330,7 +331,7 @@ def _kill_both(job: Digits, chance: random.Random) -> dict[str, Any]:
 
 
 def chaos_epochs(seconds: float, pace_ms: float) -> int:
-    """Epochs that take about as long as the harm: half of what there is time for undisturbed."""
+    """Returns half the number of epochs that an undisturbed run would have in the time of the harm."""
     return max(20, int(seconds * 1000 / max(pace_ms, 1) / STEPS_PER_EPOCH / 2))
 
 
@@ -373,7 +374,7 @@ def _summary(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken_promises(harmed: dict[str, Any] | None, absent: dict[str, Any] | None) -> list[str]:
-    """What must hold and did not, in words."""
+    """Returns the requirements that did not hold, in words."""
     rules = []
     if harmed:
         gap = max(abs(each - harmed["accuracy_undisturbed"]) for each in harmed["accuracy"])

@@ -1,4 +1,4 @@
-"""``train.py`` as it stands, with its elastic loop noting each step. Started by the recovery benchmark."""
+"""Runs ``train.py`` with an elastic loop that records each step. Started by the recovery benchmark."""
 
 from __future__ import annotations
 

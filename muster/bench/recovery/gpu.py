@@ -20,11 +20,11 @@ STEADY_STEPS = 20
 
 
 def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the job, does harm to it and returns what was seen; stops early at the time limit.
+    """Runs the job, harms it and returns the results; stops early at the time limit.
 
     Args:
         options: kills, gpus, ranks_per_gpu, images, seed, limit_s, tiny.
-        directory: for logs and records.
+        directory: the folder for logs and records.
         say: shows progress.
     """
     command = ["-m", "muster.bench.recovery.resnet", "--images", str(options.images)]
@@ -77,7 +77,7 @@ def _start(job: MeasuredJob, number: int, ranks_per_gpu: int) -> WorkerProcess:
 
 
 def _await_steady(job: MeasuredJob, options: argparse.Namespace, deadline: float) -> None:
-    """Until all ranks have trained for a while, on captured steps where there is a GPU."""
+    """Waits until all ranks have trained for ``STEADY_STEPS``, on a GPU by captured steps."""
 
     def steady() -> bool:
         if not job.training(options.gpus, STEADY_STEPS):
@@ -89,7 +89,7 @@ def _await_steady(job: MeasuredJob, options: argparse.Namespace, deadline: float
 
 
 def _step_time(workers: list[WorkerProcess]) -> float:
-    """Median time between the last finished steps."""
+    """Returns the median time between the last finished steps, in seconds."""
     times = [[step["t"] for step in worker.steps()[-STEADY_STEPS:]] for worker in workers]
     return float(statistics.median([b - a for each in times for a, b in itertools.pairwise(each)]))
 
@@ -128,7 +128,10 @@ def _kill_one(job: MeasuredJob, options: argparse.Namespace, name: str, deadline
 
 
 def _first(worker: WorkerProcess, what: str, since: float) -> dict[str, Any] | None:
-    """The first event of a kind in a generation that was entered after ``since``; interruptions at once."""
+    """Returns the first event of a kind in a generation that was entered after ``since``; None without one.
+
+    Events without a generation, such as interruptions, count from ``since`` on.
+    """
     events = worker.follow()
     entered = next((e["generation"] for e in events if e["what"] == "rejoined" and e["t"] > since), None)
     for event in events:
@@ -142,7 +145,7 @@ def _first(worker: WorkerProcess, what: str, since: float) -> dict[str, Any] | N
 
 
 def phases(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
-    """When each phase was over on the last survivor, in seconds since the kill."""
+    """Returns when each phase was over on all survivors, in seconds since the kill."""
     phases = {}
     for what, name in (("interrupted", "told_s"), ("rejoined", "built_s"), ("shared", "shared_s")):
         times = [_first(worker, what, killed) for worker in survivors]
@@ -153,7 +156,7 @@ def phases(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
 
 
 def _since_rejoined(worker: WorkerProcess, since: float) -> list[dict[str, Any]]:
-    """The steps finished in generations that were entered after ``since``."""
+    """Returns the steps finished in generations that were entered after ``since``."""
     entered = _first(worker, "rejoined", since)
     return [] if entered is None else [s for s in worker.steps() if s["generation"] >= entered["generation"]]
 
@@ -164,7 +167,7 @@ def _captured(worker: WorkerProcess, since: float) -> dict[str, Any] | None:
 
 
 def recapture(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
-    """How long the step that captured took, and from when on steps were captured again."""
+    """Returns how long the capturing step took, and when steps were replayed again after the kill."""
     made = [
         step["seconds"]
         for worker in survivors
@@ -181,7 +184,7 @@ def recapture(survivors: list[WorkerProcess], killed: float) -> dict[str, Any]:
 
 
 def _leave(job: MeasuredJob, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """SIGTERM to one worker: it leaves at a step boundary, and the others go on without an abort."""
+    """Sends SIGTERM to one worker: it leaves at a step boundary, and the others go on without an abort."""
     leaver, *others = job.living()
     asked = time.monotonic()
     leaver.process.terminate()
@@ -198,7 +201,7 @@ def _leave(job: MeasuredJob, options: argparse.Namespace, deadline: float) -> di
 
 
 def _values(job: MeasuredJob) -> dict[str, Any]:
-    """What the ranks found when they checked their values."""
+    """Returns the results of the ranks' checks of their values."""
     found: dict[str, list[bool]] = {"same bits": [], "right step": []}
     errors = []
     for worker in job.workers:

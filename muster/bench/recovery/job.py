@@ -23,7 +23,7 @@ J = TypeVar("J", bound="MeasuredJob")
 
 
 class WorkerProcess:
-    """One worker process, and the events that it has noted so far."""
+    """One worker process, and the events that it has recorded so far."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[Any], record: Path, log: Path, *, launched: bool = False
@@ -39,11 +39,11 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, and nobody has killed it."""
+        """Whether the process runs and was not killed."""
         return not self.killed and self.process.poll() is None
 
     def follow(self) -> list[dict[str, Any]]:
-        """Reads what was noted since; returns all events."""
+        """Reads new events; returns all events so far."""
         if self._record.exists():
             with self._record.open("rb") as file:
                 file.seek(self._read)
@@ -54,11 +54,11 @@ class WorkerProcess:
         return self.events
 
     def steps(self) -> list[dict[str, Any]]:
-        """The finished steps, in order."""
+        """Returns the finished steps, in order."""
         return [event for event in self.follow() if event["what"] == "step"]
 
     def kill(self) -> float:
-        """SIGKILL of the worker, not of its launcher; returns when, on the monotonic clock."""
+        """Kills the worker, not its launcher, by SIGKILL; returns the time on the monotonic clock in s."""
         self.killed = True
         if self._launched:
             pid = next(event["pid"] for event in self.follow() if event["what"] == "joined")
@@ -72,13 +72,13 @@ class WorkerProcess:
 
 
 def longest_pause(worker: WorkerProcess, since: float = 0.0, *, but_first: int = 0) -> float:
-    """The longest time between two steps of this worker since then, without the first ``but_first`` steps."""
+    """Returns the longest time between two steps after ``since``, without the first ``but_first`` steps."""
     times = [step["t"] for step in worker.steps() if step["t"] > since][but_first:]
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
 def median_and_worst(kills: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    """Of each figure that there is of the kills: its median and the largest."""
+    """Returns the median and the largest value of each of the kills' figures."""
     found = {key: [kill[key] for kill in kills if key in kill] for key in keys}
     return {
         key: {"median": round(statistics.median(values), 4), "worst": max(values)}
@@ -91,17 +91,17 @@ class MeasuredJob:
     """A scheduler and its workers. A context manager: what still runs at the end is killed.
 
     Args:
-        directory: for keys, journal, logs and records.
+        directory: the folder for keys, journal, logs and records.
         workers: MS_WORKER_NUM.
         worker_min: MS_WORKER_MIN.
-        command: what a worker runs, after the interpreter.
-        env: variables besides, for all processes.
+        command: a worker's command line after the interpreter.
+        env: further environment variables of all processes.
         say: shows progress.
-        launched: that is a launcher, which starts the worker.
+        launched: whether ``command`` runs a launcher, which starts the worker.
 
     Attributes:
-        scheduler_module: what the scheduler is started as, by ``python -m``.
-        scheduler_prefix: what starts it, before the interpreter; as ``ip netns exec``.
+        scheduler_module: the module that runs as the scheduler.
+        scheduler_prefix: a command before the scheduler's interpreter, such as ``ip netns exec``.
     """
 
     scheduler_module = "scheduler"
@@ -144,13 +144,13 @@ class MeasuredJob:
         }
 
     def arguments(self, *more: str) -> None:
-        """Adds to the command line of the workers yet to be started."""
+        """Adds arguments to the command line of workers that are started later."""
         self._command += more
 
     # ------------------------------------------------------------ processes
 
     def start_scheduler(self, *arguments: str) -> None:
-        """Starts the scheduler, for the first time or on the journal of the one before."""
+        """Starts the scheduler, for the first time or on the journal of the previous one."""
         with (self.directory / "scheduler.log").open("ab") as log:
             self.scheduler = subprocess.Popen(
                 [*self.scheduler_prefix, sys.executable, "-m", self.scheduler_module, *arguments],
@@ -162,7 +162,7 @@ class MeasuredJob:
             )
 
     def kill_scheduler(self) -> float:
-        """SIGKILL; returns when."""
+        """Kills the scheduler by SIGKILL; returns the time on the monotonic clock, in seconds."""
         assert self.scheduler is not None
         now = time.monotonic()
         self.scheduler.send_signal(signal.SIGKILL)
@@ -218,7 +218,7 @@ class MeasuredJob:
                 raise RuntimeError(f"worker {worker.name} ended with code {code}\n{self.tails()}")
 
     def living(self) -> list[WorkerProcess]:
-        """The workers that run."""
+        """Returns the workers that run."""
         return [worker for worker in self.workers if worker.alive]
 
     def training(self, world: int, steps: int = 1) -> bool:
@@ -233,14 +233,14 @@ class MeasuredJob:
         )
 
     def tails(self) -> str:
-        """The end of every log, for an error message."""
+        """Returns the end of every log, for an error message."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
             for path in sorted(self.directory.glob("*.log"))
         )
 
     def __enter__(self: J) -> J:
-        """The job itself."""
+        """Returns the job itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,7 +28,7 @@ class EventFile:
 
 
 class RecordingLoop(ElasticLoop):
-    """An elastic loop that notes what it does, and may be slowed down while a file exists."""
+    """An elastic loop that records its steps and changes of members; a file can slow it down."""
 
     def __init__(self, session: Any, state: Any, **options: Any) -> None:
         super().__init__(session, state, **options)

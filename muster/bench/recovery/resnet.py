@@ -34,8 +34,8 @@ class Trainer:
     """The model, the data and the step of one worker.
 
     Args:
-        args: the command line.
-        device: where to compute.
+        args: the command line's options.
+        device: the device on which to train.
     """
 
     def __init__(self, args: argparse.Namespace, device: Any) -> None:
@@ -52,7 +52,7 @@ class Trainer:
         )
 
     def batch(self, indices: Any) -> tuple[Any, Any]:
-        """Images at the size of ImageNet's, and their labels."""
+        """Returns images, enlarged to ``args.size``, and their labels."""
         rows = torch.as_tensor(indices, device=self.device)
         images = self.images[rows]
         if self.args.size != 32:
@@ -60,7 +60,7 @@ class Trainer:
         return images.contiguous(memory_format=torch.channels_last), self.labels[rows]
 
     def warm_up(self) -> None:
-        """Loads and tunes the kernels before joining, so that none waits for it; changes no parameter."""
+        """Loads and tunes the kernels before joining, so that no rank waits for it; changes no parameter."""
         cuda = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda):
             images, labels = self.batch(range(self.args.images))
@@ -71,7 +71,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def join(self, session: muster.Session) -> None:
-        """Makes what needs a session."""
+        """Makes the parts that need a session: model, optimizer, state and step."""
         cuda = self.device.type == "cuda"
         self.session = session
         self.model = DataParallel(self.net, session, elastic=True)
@@ -85,7 +85,7 @@ class Trainer:
         )
 
     def loss(self, images: Any, labels: Any) -> Any:
-        """Mean loss of a batch."""
+        """Returns the mean loss of a batch."""
         return torch.nn.functional.cross_entropy(self.model(images).float(), labels)
 
     # ------------------------------------------------------------ checks
@@ -106,7 +106,7 @@ class Trainer:
         return len({tuple(row) for row in rows}) == 1 and bool(rows[0][1]) and bool((known == expected).all())
 
     def expected_head(self, images: Any, labels: Any) -> tuple[Any, Any]:
-        """The classifier's weights after a step, by a plain average of all ranks' gradients, and before."""
+        """Returns the classifier's weights after a step by plainly averaged gradients, and those before."""
         weight = self.net.head.classify.weight
         cuda = self.device.type == "cuda"
         self.optimizer.zero_grad(set_to_none=True)
@@ -120,20 +120,20 @@ class Trainer:
         return weight.detach() - RATE * (MOMENTUM * momentum + gradient), weight.detach().clone()
 
     def close_to(self, expected: tuple[Any, Any]) -> float:
-        """How far the step is from the expected one, relative to its length."""
+        """Returns the distance of the weights from the expected ones, relative to the step's length."""
         after, before = expected
         weight = self.net.head.classify.weight.detach()
         return float((weight - after).norm() / (after - before).norm())
 
 
 def _digest(tensor: Any) -> int:
-    """A number of the bits and their places."""
+    """Returns a checksum of a tensor's bytes and their places."""
     data = tensor.detach().reshape(-1).view(torch.uint8).to(torch.int64)
     return int((data * (torch.arange(data.numel(), device=data.device) % 65_521 + 1)).sum())
 
 
 def train(trainer: Trainer, session: muster.Session, steps: int) -> None:
-    """Trains until enough steps are done, through changes of members."""
+    """Trains ``steps`` steps, through changes of members."""
     epochs = 1 + steps // (SAMPLES // (trainer.args.images * session.world_size))
     loop = RecordingLoop(session, trainer.state, epochs=epochs)
     generation, since = 0, 0
@@ -156,7 +156,7 @@ def train(trainer: Trainer, session: muster.Session, steps: int) -> None:
 
 
 def check(loop: RecordingLoop, trainer: Trainer, expected: Any, since: int) -> None:
-    """Checks the values in the first two steps of a generation, after their time was noted."""
+    """Checks the values in the first two steps of a generation, after the steps' times were recorded."""
     try:
         if since == 1:
             good = trainer.same_everywhere()
@@ -171,7 +171,7 @@ def check(loop: RecordingLoop, trainer: Trainer, expected: Any, since: int) -> N
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Trains as one worker; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=32, help="per rank and step")
     parser.add_argument("--size", type=int, default=224)

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    """Runs each size in a process of its own, so that none inherits the memory of the one before."""
+    """Runs each size in a process of its own, so that none inherits memory from the previous one."""
     for size in args.sweep:
         path = args.results / f"{'uplinks' if args.uplinks else 'scale'}_{size}.json"
         rest = ["--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s]
@@ -145,7 +145,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Starts a scheduler and what plays its workers; returns what was seen (times in seconds)."""
+    """Starts a scheduler and the load processes; returns the results (times in seconds)."""
     cores = args.scheduler_cores
     with scheduler_for(args.workers, args.node_timeout_s, folder, cores=cores) as (pid, port):
         crowd = Crowd(args, pid, port, folder)
@@ -159,14 +159,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def scheduler_for(
     workers: int, node_timeout_s: float, folder: Path, *, serve: bool = False, cores: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """A scheduler with keys of its own in a folder; yields its process id and port.
+    """Runs a scheduler with its own keys; yields its process id and port.
 
     Args:
-        workers: of its job.
+        workers: the number of workers of its job.
         node_timeout_s: MS_NODE_TIMEOUT.
-        folder: of keys and log.
-        serve: it takes any job.
-        cores: how many processors are its own; what else this process starts gets the others. 0: none.
+        folder: the folder for keys and log.
+        serve: whether it serves any job.
+        cores: the number of cores reserved for it; this process's other children get the rest. 0 for none.
     """
     config, password = make_keys(folder)
     env = environment(
@@ -196,16 +196,18 @@ def scheduler_for(
 def beside_a_job(
     args: argparse.Namespace, beat_s: float, measure: Callable[[Load, int, Path], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Measures something of a scheduler while simulated workers stand, all played by this process.
+    """Measures a scheduler with an established generation of workers that this process simulates.
 
     Args:
-        args: ``workers``, ``node_timeout_s``, ``limit_s``.
-        beat_s: pause between two heartbeats; 0: as the scheduler asks.
-        measure: takes the workers, the scheduler's process id and the folder of its keys; its figures
-            are printed.
+        args: the options ``workers``, ``node_timeout_s`` and ``limit_s``.
+        beat_s: the pause between two heartbeats in seconds; 0 for the one that the scheduler asks for.
+        measure: measures, given the workers, the scheduler's process id and the folder of its keys.
+
+    Returns:
+        The figures.
 
     Raises:
-        RuntimeError: a worker was lost, or it did not end within ``limit_s``.
+        RuntimeError: a worker was lost, or the measurement did not end within ``limit_s``.
     """
     from muster.bench.scale.load import Load
 
@@ -255,7 +257,7 @@ def _wait_ready(scheduler: subprocess.Popen[str], log: Any) -> int:
 
 
 class Crowd:
-    """The load processes, and what they say."""
+    """The load processes, and their messages."""
 
     def __init__(self, args: argparse.Namespace, scheduler_pid: int, port: int, folder: Path) -> None:
         self._args = args
@@ -389,7 +391,11 @@ class Crowd:
     # ------------------------------------------------------------ talk
 
     def _until_all_stand(self, generation: int) -> list[dict[str, Any]]:
-        """Waits until one generation stands for all processes, and has for a moment."""
+        """Waits until all processes have had the same established generation for a moment.
+
+        Returns:
+            Each process's message about it.
+        """
         newest: dict[int, dict[str, Any]] = {}
         while True:
             settled = (
@@ -430,7 +436,11 @@ class Crowd:
         return at, said
 
     def _refuse_failures(self, seconds: float) -> None:
-        """Waits; what comes can only be a generation that should not end."""
+        """Waits for ``seconds``.
+
+        Raises:
+            RuntimeError: a process reported something, which means that the generation has changed.
+        """
         try:
             at, said = self._next(seconds)
         except queue.Empty:
@@ -454,7 +464,7 @@ class Crowd:
 
 
 def _parts(workers: int, loads: int) -> list[range]:
-    """Divides workers among processes, whole hosts each."""
+    """Distributes workers over load processes by whole hosts."""
     hosts = -(-workers // WORKERS_PER_HOST)
     loads = min(loads, hosts)
     ends = [min(workers, WORKERS_PER_HOST * (hosts * (at + 1) // loads)) for at in range(loads)]
@@ -462,7 +472,7 @@ def _parts(workers: int, loads: int) -> list[range]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is not swapped out."""
+    """Returns the resident memory of a process, in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -470,6 +480,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken so far, in seconds."""
+    """Returns the CPU time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -21,7 +21,7 @@ WORKERS_PER_HOST = 8
 
 
 def candidate(index: int, size: int) -> messages.Candidate:
-    """The worker of this number."""
+    """Returns the worker with this number."""
     host, device = divmod(index, WORKERS_PER_HOST)
     return messages.Candidate(
         node_id=f"node{host}-{device}",
@@ -37,7 +37,7 @@ def candidate(index: int, size: int) -> messages.Candidate:
 
 
 def measure(size: int) -> dict[str, float]:
-    """CPU seconds for each kind of event, from the first Join to a generation without 1 % of the members."""
+    """Measures CPU seconds by kind of event, from the first Join to a generation without 1 % of members."""
     settings = events.CoreSettings(size, 1, 0, 300.0, 31.5, 1.0)
     machine, encoder = Machine("default", settings), AssignmentEncoder()
     streams, figures = range(1, size + 1), dict[str, float]()

@@ -42,9 +42,9 @@ class SimulatedWorker:
 
 @dataclass
 class Stream:
-    """One connection with its workers: one that has its own, or all of a host whose uplink carries them.
+    """One connection to the scheduler: that of one worker, or of an uplink, which carries a host's workers.
 
-    Messages that come to an end of a host's stream together leave together, as an uplink sends them.
+    Messages that are queued on a host's stream together are sent together, as by an uplink.
     """
 
     load: Load
@@ -60,7 +60,7 @@ class Stream:
     waiting_interval_s: float = 1.0
 
     async def join(self) -> None:
-        """Shakes hands twice, as a worker does: once to look who is there, once by gRPC. Then all join."""
+        """Does two TLS handshakes as a worker does, the preflight's and gRPC's; then all workers join."""
 
         from muster.wire.v1 import host_pb2
         from muster.wire.v1 import rendezvous_pb2 as pb
@@ -80,7 +80,7 @@ class Stream:
         load.tasks += [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
 
     def put(self, worker: SimulatedWorker, message: Any) -> None:
-        """Sends a message of a worker's; a dead worker sends none."""
+        """Sends a worker's message, unless the worker is dead."""
         from muster.wire.v1 import host_pb2
 
         if not worker.alive:
@@ -91,7 +91,7 @@ class Stream:
         self.wake.set()
 
     def kill(self, worker: SimulatedWorker) -> None:
-        """What the scheduler sees of a worker that is killed: its stream ends, or its uplink says so."""
+        """Simulates a killed worker: ends its stream, or sends the uplink's message that it is gone."""
         from muster.wire.v1 import host_pb2
 
         worker.alive = False
@@ -145,16 +145,16 @@ class Stream:
 
 
 class Load:
-    """All that this process plays.
+    """All workers that this process simulates.
 
     Args:
         orders: ``port``, ``folder`` of the keys, ``node_timeout_s``, ``world_size``, the ``indices`` of its
-            workers, ``per_host``, whether uplinks carry them (``uplinks``), and ``beat_s`` between two
-            heartbeats; 0: as the scheduler asks.
-        say: takes what is seen.
+            workers, ``per_host``, whether uplinks carry them (``uplinks``), and ``beat_s``, the seconds
+            between two heartbeats; 0 for those that the scheduler asks for.
+        say: called with each result.
 
     Attributes:
-        standing: set once a generation stands for all workers of this process.
+        standing: set once all workers of this process have established the same generation.
     """
 
     def __init__(self, orders: dict[str, Any], say: Callable[..., None]) -> None:
@@ -195,7 +195,7 @@ class Load:
         ]
 
     async def connect(self) -> Any:
-        """A channel to the scheduler, as a worker gets it: it looks first who is there."""
+        """Opens a channel to the scheduler as a worker does, after a preflight."""
         import grpc.aio
 
         from muster.certs.runtime.grpc_credentials import channel_credentials
@@ -209,7 +209,7 @@ class Load:
         return grpc.aio.secure_channel(f"127.0.0.1:{self.port}", tls, self.options)
 
     async def play(self) -> None:
-        """Carries out orders until the last."""
+        """Carries out orders until standard input ends."""
         orders = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
@@ -234,7 +234,7 @@ class Load:
             beating.cancel()
 
     async def join(self) -> None:
-        """Lets all workers ask for a place."""
+        """Lets all workers join."""
         gate = asyncio.Semaphore(JOIN_PARALLELISM)
 
         async def one(stream: Stream) -> None:
@@ -247,7 +247,7 @@ class Load:
         self._say(first_join_at=first, last_join_at=time.monotonic())
 
     def join_message(self, index: int) -> Any:
-        """What worker ``index`` says first."""
+        """Returns the first message of worker ``index``."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         host = index // self._per_host
@@ -270,7 +270,7 @@ class Load:
         )
 
     def take(self, stream: Stream, worker: SimulatedWorker, message: Any, rank: int | None = None) -> None:
-        """A message has come to a worker; ``rank``: of an assignment that is shared."""
+        """Handles a message to a worker; ``rank`` is its rank if the message is a shared assignment."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         kind = message.WhichOneof("body")
@@ -287,7 +287,7 @@ class Load:
             stream.beats_at = now + stream.waiting_interval_s
         elif kind == "assignment":
             assignment = message.assignment
-            if not worker.generation:  # their phases spread by rank, as workers' do
+            if not worker.generation:  # heartbeats are spread by rank, as those of real workers
                 share = (worker.index + 1) / self._world_size
                 stream.beats_at = min(stream.beats_at, now + share * stream.interval_s)
             worker.generation, worker.assigned_at = assignment.generation, now
@@ -306,7 +306,7 @@ class Load:
             self.failed(f"worker {worker.index} was refused: {message.refused.sentence}")
 
     def _say_standing(self) -> None:
-        """Says, once for each generation, that it stands for all workers of this process."""
+        """Reports, once per generation, that all workers of this process have established it."""
         alive = [worker for stream in self.streams for worker in stream.workers if worker.alive]
         built = {worker.built for worker in alive}
         newest = max(built, default=0)
@@ -328,7 +328,7 @@ class Load:
         raise KeyError(index)
 
     def _add_figures(self, worker: SimulatedWorker, beat: Any, now: float) -> None:
-        """Adds what a heartbeat carries of a worker's steps, GPU and script, as often as it does."""
+        """Adds figures of steps, GPU and script to a heartbeat, as often as real workers do."""
         from muster.wire.messages import step_times_apart_s
         from muster.wire.v1 import rendezvous_pb2 as pb
         from muster.worker.gpu_health.watch import EVERY_S
@@ -353,7 +353,7 @@ class Load:
             beat.numbers[name] = 0.1 * self.beats
 
     async def keep_beating(self) -> None:
-        """Sends the heartbeats of all workers that are in; those of a host together, as an uplink does."""
+        """Sends the heartbeats of workers that have joined; those of a host together, as an uplink does."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         while True:
@@ -379,7 +379,7 @@ class Load:
             await asyncio.sleep(LOOK_S)
 
     def failed(self, sentence: str) -> None:
-        """Says, once, that a worker which should be in is not."""
+        """Reports, once, that a worker was lost that should not have been."""
         if not self._failed:
             self._failed = True
             self._say(failed=sentence)
@@ -391,8 +391,8 @@ def _print(**what: object) -> None:
 
 
 def main() -> int:
-    """Plays what the first line orders."""
-    gc.disable()  # one process stands for thousands, each of which would have next to nothing to look through
+    """Simulates the workers that the first line of standard input orders."""
+    gc.disable()  # one process simulates thousands, each of which would have next to nothing to collect
 
     async def play() -> None:
         await Load(json.loads(sys.stdin.readline()), _print).play()

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures, in turns; milliseconds."""
+    """Measures both kinds in turns, and returns the results; times in milliseconds."""
     times: dict[str, list[float]] = {"directly": [], "by an uplink": []}
     with (
         tempfile.TemporaryDirectory(prefix="muster-loss-") as name,
@@ -116,7 +116,7 @@ def _lose_one(folder: Path, port: int, job: str, *, by_uplink: bool) -> float:
 
 
 def _next(came: SimpleQueue[tuple[float, bytes]], body: str) -> float:
-    """When the next message of this kind came."""
+    """Waits for the next message of a kind; returns the time at which it came."""
     from muster.wire.v1 import rendezvous_pb2 as pb
 
     while True:

@@ -23,12 +23,12 @@ BEGIN, END = "<!-- figures: written by muster/bench/scale/plot.py -->", "<!-- en
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The reports, by number of workers."""
+    """Reads the reports; returns them in the order of the number of workers."""
     return sorted((json.loads(path.read_text()) for path in paths), key=lambda report: int(report["workers"]))
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """The figures as a table in Markdown."""
+    """Returns the figures as a Markdown table."""
     lines = [
         "| workers | " + " | ".join(f"{name}, s" for name in TIMES.values()) + " | KB per worker"
         " | heartbeats/s | of one core |",
@@ -44,7 +44,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def conditions(report: dict[str, Any]) -> str:
-    """Where, when and on what a report was measured."""
+    """Returns a sentence about the machine, the versions and the date of a report."""
     machine = report["machine"]
     packages = machine.get("packages", {})
     return (

@@ -1,4 +1,4 @@
-"""What the scale benchmark's simulated workers read of the scheduler's messages."""
+"""Parses the parts of the scheduler's messages that the scale benchmark's simulated workers need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def slim_reader() -> Any:
-    """Parses only what a simulated worker acts on.
+    """Returns a function that parses only the fields of a message that a simulated worker needs.
 
     A real worker parses one list of members; one process that plays thousands of workers cannot parse
     thousands of lists of thousands, and its time is not what is measured here.

@@ -1,6 +1,7 @@
-"""One of the processes that play workers of a host by real sessions, and say when each is away or steps.
+"""A process that runs workers of a host by real sessions, and reports when each is disconnected or steps.
 
-Its argument is JSON: the indices of its workers, and what becomes of their own connections to the scheduler.
+Its argument is JSON: the ``indices`` of its workers, and whether a direct connection works, is refused or is
+silent (``direct``).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
 
 STEP_S = 0.05
 PAUSE_S = 0.5
-"""A step that has not begun so long after the one before is late."""
+"""The time after a step's begin from which the next one counts as late, in seconds."""
 
 _printing = threading.Lock()
 
 
 def main() -> None:
-    """Plays workers until it is killed."""
+    """Runs the workers until the process is killed."""
     logging.getLogger("muster").setLevel(os.environ["MS_LOG_LEVEL"])
     orders = json.loads(sys.argv[1])
     workers = [_Worker(index, direct=orders["direct"]) for index in orders["indices"]]
@@ -42,12 +43,12 @@ def main() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()  # which ends by an error only, shown on standard error
+        thread.join()  # a thread ends only by an error, which is on standard error
     sys.exit(1)
 
 
 class _Worker:
-    """One session, and what it does with its streams."""
+    """One worker's session, with reports about its streams and steps."""
 
     def __init__(self, index: int, *, direct: str) -> None:
         self._index = index
@@ -60,7 +61,7 @@ class _Worker:
         self._telling = threading.Lock()
 
     def train(self) -> None:
-        """Begins step after step, in whichever generation."""
+        """Begins one step after the other, through all generations."""
         from muster.errors import MembershipChanged, RefusedError
 
         session = self._session
@@ -88,7 +89,7 @@ class _Worker:
     def _look(self) -> None:
         while True:
             time.sleep(PAUSE_S)
-            with self._telling:  # or the word of the next step may come before that of the pause
+            with self._telling:  # so that the report of the pause comes before that of the next step
                 if not self._late and time.monotonic() > self._step_at + PAUSE_S:
                     self._late = True
                     self._say("pauses")
@@ -102,7 +103,7 @@ class _Worker:
         return dial_by_uplink(os.environ, direct, self._settings)
 
     def _watched(self, dial: Dial) -> Dial:
-        """A dial that says when a stream has begun to speak, and when it has ended."""
+        """Wraps a dial with reports of a stream's first message and of its end."""
 
         def replies(messages: Any) -> Iterator[bytes]:
             directly, there = self._directly, False
@@ -133,7 +134,11 @@ def _refused(_: SimpleQueue[bytes | None]) -> Stream:
 
 
 def _silent(_: SimpleQueue[bytes | None]) -> Stream:
-    """As where a firewall drops what the worker itself sends."""
+    """Times out, as if a firewall dropped the worker's own packets.
+
+    Raises:
+        TimeoutError: always, after the connect timeout.
+    """
     time.sleep(connect_timeout_s(1))
     raise TimeoutError("nobody answers")
 

@@ -26,7 +26,8 @@ from muster.bench.report import summary
 from muster.bench.scale.command import scheduler_for
 
 SETTLED_S = 3.0
-"""So long nobody may have been away for a trial to be over: longer than any pause between two attempts."""
+"""How long all workers must have been connected for a trial to end, in seconds: longer than any pause between
+two attempts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures; seconds from the moment at which the uplink goes on.
+    """Measures, and returns the results: seconds from the moment at which the uplink goes on.
 
     Raises:
-        RuntimeError: workers were not there in time, or ended.
+        RuntimeError: workers were not connected in time, or ended.
     """
     say, results = stopwatch(), {}
     for stop_s in args.stops_s:
@@ -84,7 +85,7 @@ def report(results: dict[str, Any]) -> None:
 
 
 def _trial(args: argparse.Namespace, stop_s: float) -> dict[str, Any]:
-    """Stops the uplink of a new job once."""
+    """Runs one trial: stops the uplink of a new job once, and returns the times."""
     with (
         tempfile.TemporaryDirectory(prefix="muster-stopped-") as name,
         scheduler_for(args.workers, args.node_timeout_s, Path(name)) as (_, port),
@@ -111,11 +112,11 @@ def _trial(args: argparse.Namespace, stop_s: float) -> dict[str, Any]:
 
 @dataclass
 class _WorkerSeen:
-    """What was heard of a worker, with times of the monotonic clock.
+    """What a worker has reported, with times on the monotonic clock.
 
     Attributes:
-        away: it has no stream on which it was welcomed.
-        waits: it has not made a step since its last long pause.
+        away: whether it has no stream on which it was welcomed.
+        waits: whether it has not made a step since its last long pause.
     """
 
     away: bool = True
@@ -129,7 +130,7 @@ class _WorkerSeen:
 
 @dataclass
 class _Host:
-    """The uplink, and the processes that play its workers."""
+    """The uplink, and the processes that run its workers."""
 
     args: argparse.Namespace
     folder: Path
@@ -179,7 +180,7 @@ class _Host:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:  # first: what has lost its uplink would look for the scheduler
+        for process in self._processes:  # first: without the uplink they would look for the scheduler
             process.kill()
         for thread in self._hearing:
             thread.join()
@@ -187,16 +188,16 @@ class _Host:
         self.uplink.wait()
 
     def listen(self, until: float) -> None:
-        """Takes in what workers say, until then."""
+        """Handles the workers' reports until a time on the monotonic clock."""
         while (left_s := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 self._take(self._said.get(timeout=left_s))
 
     def settle(self, limit_s: float) -> None:
-        """Waits until all are there, make steps, and have been and done so for a while.
+        """Waits until all workers have been connected and making steps for ``SETTLED_S``.
 
         Raises:
-            RuntimeError: they were not, in time.
+            RuntimeError: they were not within ``limit_s``.
         """
         until = time.monotonic() + limit_s
         self._quiet_since = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a durable checkpoint costs the training: written beside it, and while it waits."""
+"""Measures what a durable checkpoint costs the training: written beside it, and while it waits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STEPS_AT_ONCE = 5
 
 
 class CheckpointTurns:
-    """Turns of steps: with no checkpoint, with one that is written beside them, and with one before them.
+    """Turns of steps: without a checkpoint, with one that is written beside them, and with one before them.
 
     Args:
-        directory: where checkpoints go.
-        state: what is saved.
-        session: of the training.
-        run: trains that many steps, and returns seconds a step.
-        mbytes_per_s: the most that is written beside; 0: no bound.
+        directory: the folder for checkpoints.
+        state: the state to save.
+        session: the training's session.
+        run: trains the given number of steps, and returns seconds per step.
+        mbytes_per_s: the limit for writing beside the training, in MB/s; 0 for none.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class CheckpointTurns:
         self.turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Takes each kind in turn, the order turning with them; returns what was measured.
+        """Measures each kind in turn, in an order that rotates by round; returns the results.
 
         Raises:
-            RuntimeError: what was written beside the training is not what a save that waits writes.
+            RuntimeError: a checkpoint written beside the training differs from one of a save that waits.
         """
-        self._one("beside")  # the process begins, memory is made
+        self._one("beside")  # starts the writing process, and allocates its memory
         for number in range(rounds):
             for index in range(len(KINDS)):
                 kind = KINDS[(index + number) % len(KINDS)]
@@ -81,12 +81,12 @@ class CheckpointTurns:
             raise RuntimeError("a checkpoint that was written beside the training holds another state")
 
     def _digest(self) -> str:
-        """The digest of all contents in the latest file."""
+        """Returns the digest of all contents that the latest file stores."""
         with safe_open(checkpoint.find(self._directory)[0].path, framework="np") as file:
             return str(file.metadata()["digest"])
 
     def _one(self, kind: str) -> dict[str, float]:
-        """One turn: how long the training was held up, and how long its steps took then."""
+        """Runs one turn; returns how long the training was held up, and its steps' times afterwards."""
         self._folder.wait()
         self._run(2)
         begun = time.perf_counter()
@@ -95,11 +95,11 @@ class CheckpointTurns:
         elif kind == "waiting":
             self._folder.save()
         held_up_s = time.perf_counter() - begun
-        times: list[float] = []  # of as many steps at once in each kind: each time a GPU is waited for
+        times: list[float] = []  # for the same number of steps in each kind, since each ends in a GPU sync
         while self._folder.is_writing or len(times) < (1 if kind == "beside" else self._turns):
             times.append(self._run(STEPS_AT_ONCE))
         if kind == "beside":
-            self._turns = len(times)  # the other kinds' turns are as long
+            self._turns = len(times)  # the other kinds' turns have the same length
         return {
             "held_up_s": held_up_s,
             "step_ms": 1e3 * statistics.mean(times),

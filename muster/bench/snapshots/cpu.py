@@ -1,4 +1,4 @@
-"""Hosts of a job killed, one after the other: the state comes back from the others' memory, bit for bit."""
+"""Kills a job's hosts one after the other: the state must be restored from the others' memory bit for bit."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ RANKS, PER_HOST, HOSTS = 4, 2, 3
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 120.0
 CUT_NODE_TIMEOUT_S = 5.0
-"""MS_NODE_TIMEOUT where hosts are cut off: its default."""
+"""MS_NODE_TIMEOUT if hosts are cut off, in seconds: its default."""
 
 Say = Callable[[str], None]
 
 
 class DividedJob(ForkedJob):
-    """Four ranks on two hosts, and two spares on a third: names on one machine, or network namespaces.
+    """Four ranks on two hosts, and two spares on a third; hosts are network namespaces, or names only.
 
     Args:
-        directory: for keys, logs and records; is made.
-        kind: what divides the state: "sharded" or "parallel".
-        every: steps between two snapshots.
-        pace_s: least time of a step; 0: none.
-        steps: how many in all; 0: no end.
+        directory: the folder for keys, logs and records, which is created.
+        kind: how the state is sharded: "sharded" (ShardedOptimizer) or "parallel" (a model split by a plan).
+        every: the number of steps between two snapshots.
+        pace_s: the least time of a step, in seconds; 0 for none.
+        steps: the total number of steps; 0 for no end.
         say: shows progress.
-        hosts: namespaces that stand for them; None: they are names alone.
+        hosts: the hosts' network namespaces; None if hosts are names only.
         node_timeout_s: MS_NODE_TIMEOUT.
     """
 
@@ -81,7 +81,7 @@ class DividedJob(ForkedJob):
         self._begun = 0
 
     def namespace_of(self, name: str) -> str:
-        """That of the worker's host, if there are such."""
+        """Returns the network namespace of a worker's host; empty if hosts are names only."""
         return "" if self._hosts is None else self._hosts.name(int(name[1 : name.index("-")]))
 
     def start_host(self, host: int, *, spare: bool) -> None:
@@ -92,7 +92,7 @@ class DividedJob(ForkedJob):
             self.start_worker(f"h{host}-{number}-{self._begun}", MS_HOST_ID=f"host-{host}", **more)
 
     def begin(self) -> None:
-        """Starts everything, and waits until a snapshot counts."""
+        """Starts everything, and waits until a snapshot counts and the spares wait."""
         self.begin_only()
         self.start_host(HOSTS - 1, spare=True)
         self.wait("all train", self.is_safe, START_TIMEOUT_S)
@@ -105,7 +105,7 @@ class DividedJob(ForkedJob):
             self.start_host(host, spare=False)
 
     def members(self) -> list[WorkerProcess]:
-        """The workers that have made a step in the newest generation."""
+        """Returns the workers that have finished a step in the newest generation."""
         last = {worker.name: worker.steps()[-1:] for worker in self.living()}
         newest = max((steps[0]["generation"] for steps in last.values() if steps), default=0)
         return [
@@ -122,25 +122,25 @@ class DividedJob(ForkedJob):
         )
 
     def has_spares(self) -> bool:
-        """Whether those that are no members wait for a place."""
+        """Whether all spares wait for a place."""
         members = self.members()
         others = [worker for worker in self.living() if worker not in members]
         waits = ["waits as a spare" in worker.log.read_text(errors="replace") for worker in others]
         return len(waits) == PER_HOST and all(waits)
 
     def lose(self, host: int, victims: Sequence[WorkerProcess], *, cut: bool) -> float:
-        """Kills a host's workers, or takes it off the network; returns when."""
+        """Kills a host's workers, or cuts the host off; returns the time on the monotonic clock in s."""
         if not cut:
             return min(worker.kill() for worker in victims)
         assert self._hosts is not None
         now = time.monotonic()
         self._hosts.cut(host)
         for worker in victims:
-            worker.killed = True  # as far as the job goes
+            worker.killed = True  # lost to the job
         return now
 
     def kill_host(self, chance: random.Random, *, cut: bool = False) -> dict[str, Any]:
-        """Loses one host of members at a random moment, and waits for the next good step."""
+        """Kills or cuts off one host of members at a random moment, and waits for the next good step."""
         members = self.members()
         hosts = sorted({host_of(worker) for worker in members})
         host = chance.choice(hosts)
@@ -175,7 +175,7 @@ class DividedJob(ForkedJob):
         return {"host": host, "next_step_s": round(next_step_s, 3), "steps_done_again": lost}
 
     def digests(self) -> dict[tuple[int, int], set[str]]:
-        """What each rank held after each step, by (step, rank); more than one where it differed."""
+        """Returns each rank's digest after each step, by (step, rank); several if they differ."""
         found: dict[tuple[int, int], set[str]] = {}
         for worker in self.workers:
             for step in worker.steps():
@@ -184,15 +184,15 @@ class DividedJob(ForkedJob):
 
 
 def host_of(worker: WorkerProcess) -> str:
-    """The number of a worker's host."""
+    """Returns the number of a worker's host, as text."""
     return worker.name[1 : worker.name.index("-")]
 
 
 def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
-    """Kills hosts, then compares with a run that lost nobody.
+    """Kills hosts, and compares the states with those of an undisturbed run.
 
     Raises:
-        RuntimeError: the job did not behave, or a state was another one.
+        RuntimeError: the job did not behave as expected, or a state differed.
     """
     if options.loss == "cut" and not options.namespaces:
         raise RuntimeError("a host by name alone cannot be cut off: --namespaces makes hosts of their own")

@@ -1,4 +1,4 @@
-"""Starts a job's workers as forks of a process that has loaded torch, which takes long."""
+"""Starts a job's workers as forks of a process that has loaded torch, because loading takes long."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from muster.bench.recovery.loop import RECORD_VARIABLE
 
 
 class Nursery:
-    """Starts workers; a context manager that kills what is left at its end.
+    """The process that forks workers; closing it kills those that are left.
 
     Args:
-        module: whose ``main()`` each of them runs.
-        env: of the nursery.
-        log: what it says itself.
+        module: the module whose ``main()`` each worker runs.
+        env: the environment of the forking process.
+        log: the file for its own output.
     """
 
     def __init__(self, module: str, *, env: Mapping[str, str], log: Path) -> None:
@@ -83,12 +83,12 @@ class Nursery:
             return Forked(self, self._pids[-1])
 
     def code(self, pid: int) -> int | None:
-        """A worker's exit code; None: it runs."""
+        """Returns a worker's exit code; None while it runs."""
         with self._changed:
             return self._codes.get(pid)
 
     def wait(self, pid: int, timeout_s: float | None) -> int:
-        """Waits for a worker's end; its exit code."""
+        """Waits for a worker's end; returns its exit code."""
         with self._changed:
             self._changed.wait_for(
                 lambda: pid in self._codes or self._process.poll() is not None, timeout_s or 60
@@ -96,7 +96,7 @@ class Nursery:
             return self._codes.get(pid, -signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends it; workers that are left are killed."""
+        """Ends the forking process, which kills the workers that are left."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -107,11 +107,11 @@ class Nursery:
 
 
 class Forked:
-    """A worker, as much like a ``subprocess.Popen`` as a Job needs.
+    """A forked worker, with the methods of ``subprocess.Popen`` that a job needs.
 
     Args:
-        nursery: whose child it is.
-        pid: its process.
+        nursery: the process that forked it.
+        pid: its process id.
     """
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
@@ -119,7 +119,7 @@ class Forked:
         self.pid = pid
 
     def poll(self) -> int | None:
-        """Its exit code; None: it runs."""
+        """Returns its exit code; None while it runs."""
         return self._nursery.code(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -127,13 +127,13 @@ class Forked:
         return self._nursery.wait(self.pid, timeout)
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, if it runs."""
+        """Sends a signal, if the worker runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL, if the worker runs."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -141,9 +141,10 @@ class ForkedJob(MeasuredJob):
     """A job whose workers are forks of one process; ``command`` is their arguments. See :class:`MeasuredJob`.
 
     Args:
-        directory: for keys, journal, logs and records.
-        module: whose ``main()`` a worker runs; "": each is a process that runs ``command``.
-        options: the rest, as of :class:`MeasuredJob`.
+        directory: the folder for keys, journal, logs and records.
+        module: the module whose ``main()`` a worker runs; "" if each worker is a process of its own that runs
+            ``command``.
+        options: further arguments of :class:`MeasuredJob`.
     """
 
     def __init__(self, directory: Path, module: str, **options: Any) -> None:
@@ -153,7 +154,7 @@ class ForkedJob(MeasuredJob):
             self._nursery = Nursery(module, env=self.env, log=directory / "nursery.log")
 
     def namespace_of(self, name: str) -> str:
-        """The network namespace that a worker is started in; "": that of the nursery."""
+        """Returns the network namespace in which a worker is started; "" for that of the forking process."""
         return ""
 
     def start_worker(self, name: str, **env: str) -> WorkerProcess:

@@ -25,26 +25,26 @@ WARM_UP_STEPS = 12
 
 
 class AllOfIt:
-    """The whole of a state as one rank's part, though a partner is there that trains nothing."""
+    """Gives the whole state as this rank's part, because the partner does not train."""
 
     def __init__(self, parts: GivesParts) -> None:
         self._parts = parts
 
     @property
     def device(self) -> Any:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self._parts.device
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """All tensors, whatever the rank."""
+        """Returns all tensors, regardless of the rank."""
         return self._parts.snapshot_tensors(0, 1)
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else."""
+        """Returns the rest of the state."""
         return self._parts.snapshot_notes()
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """Takes it over."""
+        """Restores the rest of the state."""
         self._parts.put_snapshot_notes(notes, same_rank=same_rank)
 
 
@@ -55,11 +55,11 @@ class PausedSnapshots(Snapshots):
     taken = 0
 
     def follow(self, parts: GivesParts) -> None:
-        """Takes all of the state for this rank's part."""
+        """Follows a state, all of which counts as this rank's part."""
         super().follow(AllOfIt(parts))
 
     def use(self, session: Any) -> None:
-        """Stays with the session that it was made with."""
+        """Does nothing: it keeps the session that it was made with."""
 
     def at_step(self, step: int, *args: Any, **options: Any) -> None:
         """Takes a snapshot unless it pauses."""
@@ -73,7 +73,7 @@ class ExampleRunner:
     Args:
         arguments: the example's command line.
         session: of the training.
-        snapshots: that the state is given.
+        snapshots: the snapshots of the example's state.
     """
 
     def __init__(self, arguments: list[str], session: Any, snapshots: PausedSnapshots) -> None:
@@ -128,7 +128,7 @@ def main() -> int:
         runner = ExampleRunner(arguments, session, snapshots)
         runner.run(WARM_UP_STEPS)
         snapshots.paused = False
-        runner.run(2 * options.every)  # rooms are made, threads begin
+        runner.run(2 * options.every)  # allocates buffers and starts threads
         steps = max(2 * options.every, int(options.seconds / runner.run(options.every)))
         turns: dict[str, list[float]] = {"without": [], "with": []}
         taken = []

@@ -1,4 +1,4 @@
-"""What snapshots cost a step on one GPU: GPT-2 as examples/gpt2.py runs it, in turns with none."""
+"""Measures what snapshots cost a step on one GPU: GPT-2 as in examples/gpt2.py, in turns with and without."""
 
 from __future__ import annotations
 

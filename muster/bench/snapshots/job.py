@@ -1,4 +1,4 @@
-"""A job of whose state each rank has a part, in an elastic loop that notes each step and the state's digest.
+"""A job with sharded state, in an elastic loop that records each step and the digest of the rank's state.
 
 Started by ``muster bench snapshots`` and by tests.
 """
@@ -22,21 +22,21 @@ KINDS = ("sharded", "parallel")
 
 
 def data() -> tuple[Any, Any]:
-    """What is learnt."""
+    """Makes the training data: [SAMPLES, WIDTH] of float32, and [SAMPLES] of int64."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(SAMPLES, WIDTH, generator=generator)
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
 def make() -> Any:
-    """The module, the same on all ranks; its dropout draws from each rank's generator."""
+    """Makes the module, the same on all ranks; its dropout draws from each rank's generator."""
     torch.manual_seed(7)
     hidden = 4 * WIDTH
     return nn.Sequential(nn.Linear(WIDTH, hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(hidden, CLASSES))
 
 
 def digest(tensors: Any) -> str:
-    """Names what these tensors hold, bit for bit."""
+    """Returns a digest of these tensors' bits."""
     text = hashlib.sha256()
     for tensor in tensors:
         text.update(tensor.detach().contiguous().numpy().tobytes())
@@ -44,7 +44,7 @@ def digest(tensors: Any) -> str:
 
 
 class Sharded:
-    """A ShardedOptimizer."""
+    """Trains with a ShardedOptimizer."""
 
     def __init__(self, session: Any, snapshots: Snapshots) -> None:
         self.net = make()
@@ -65,13 +65,13 @@ class Sharded:
         self.schedule.step()
 
     def tensors(self) -> list[Any]:
-        """All tensors of this rank."""
+        """Returns all tensors of this rank's state."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*self.net.state_dict().values(), *states]
 
 
 class Parallel:
-    """A model whose hidden layer is divided among all ranks."""
+    """Trains a model whose hidden layer is split over all ranks."""
 
     def __init__(self, session: Any, snapshots: Snapshots) -> None:
         x, y = data()
@@ -95,13 +95,13 @@ class Parallel:
         self.optimizer.step()
 
     def tensors(self) -> list[Any]:
-        """All tensors of this rank."""
+        """Returns all tensors of this rank's state."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*(each.detach() for each in self.net.parameters()), *states]
 
 
 def warm_up() -> None:
-    """Loads what a first step does, before others may wait for this rank."""
+    """Runs a first step, so that loading does not make others wait for this rank later."""
     net = make()
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.zeros(2, WIDTH)).sum().backward()
@@ -109,7 +109,7 @@ def warm_up() -> None:
 
 
 def main() -> int:
-    """Trains, and notes a digest of all that this rank holds after each step."""
+    """Trains, and records a digest of this rank's state after each step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS, default="sharded")
     parser.add_argument("--steps", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A second process of the host that receives snapshots, checks and keeps them, as a partner does."""
+"""A second process of the host, which receives, checks and keeps snapshots as a partner does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_keys(directory: Path) -> None:
 
 
 def open_backend(directory: Path) -> tuple[TcpBackend, str]:
-    """An encrypted backend, and the address of its endpoint."""
+    """Opens an encrypted backend; returns it, and the address of its endpoint."""
     credentials = load_credentials(directory / "worker.p12", _PASSWORD, directory / "authority" / "ca.crt")
     backend = create_backend("tcp", tls=credentials, job_id=JOB)
     assert isinstance(backend, TcpBackend)
@@ -45,7 +45,7 @@ def open_backend(directory: Path) -> tuple[TcpBackend, str]:
 
 
 def connect(backend: TcpBackend, rank: int, addresses: list[str], secret: bytes) -> Any:
-    """The communicator of the two processes."""
+    """Connects the communicator of the two processes."""
     peers = tuple(Peer(n, str(n), n + 1, str(n), str(n), each) for n, each in enumerate(addresses))
     membership = Membership(JOB, 1, "world", rank, peers, (secret,))
     return backend.connect(membership, timeout_s=TIMEOUT_S, cancelled=lambda: None)
@@ -55,7 +55,7 @@ class PairSession:
     """A session with one partner; a snapshot counts as soon as it is complete.
 
     Args:
-        directory: with keys.
+        directory: the folder with the keys.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,7 +80,7 @@ class PairSession:
 
     @property
     def members(self) -> tuple[messages.Member, ...]:
-        """This process and the one that keeps."""
+        """This process, and the one that keeps the snapshots."""
         hosts = [messages.Host(str(rank), str(rank), "127.0.0.1") for rank in range(2)]
         return tuple(
             messages.Member(rank, str(rank), rank + 1, host, messages.Device(), 0, 1)
@@ -88,7 +88,7 @@ class PairSession:
         )
 
     def report_snapshot(self, report: messages.SnapshotReport) -> None:
-        """Says that what is complete counts."""
+        """Declares a snapshot valid as soon as it is complete."""
         if report.complete:
             latest = max(report.taken, report.passed)
             self.snapshot_word = messages.SnapshotWord(report.generation, report.taken, latest + 1)
@@ -96,7 +96,7 @@ class PairSession:
                 self.completed.append((report.taken, report.seconds))
 
     def close(self) -> list[int]:
-        """Ends the other process; the steps of which it held whole copies at the end."""
+        """Ends the other process; returns the steps of which it held complete copies."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -108,7 +108,7 @@ class PairSession:
 
 
 def main() -> int:
-    """Keeps what comes until standard input ends, and then says what it holds."""
+    """Keeps arriving snapshots until standard input ends, and then prints the steps that it holds."""
     backend, mine = open_backend(Path(sys.argv[1]))
     address, secret = json.loads(sys.stdin.readline())
     print(mine, flush=True)

@@ -1,4 +1,4 @@
-"""Hosts of one machine: network namespaces with addresses of their own, joined by a switch; takes root."""
+"""Simulates hosts on one machine by network namespaces with addresses and a switch; requires root."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NEW_NETWORK = 0x40000000
 
 
 def enter_namespace(name: str) -> None:
-    """Takes the calling thread, and what it starts, into a network namespace.
+    """Moves the calling thread, and what it starts, into a network namespace.
 
     Raises:
-        OSError: there is none of this name.
+        OSError: there is no namespace with this name, or this process must not enter it.
     """
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -28,10 +28,10 @@ def enter_namespace(name: str) -> None:
 
 
 class NamespaceHosts:
-    """Hosts by number, and one more for the scheduler. A context manager: they are gone at its end.
+    """Hosts by number, and one more for the scheduler. A context manager, which removes them at its end.
 
     Args:
-        count: how many hosts.
+        count: the number of hosts.
     """
 
     def __init__(self, count: int) -> None:
@@ -40,26 +40,26 @@ class NamespaceHosts:
         self.scheduler_host = count
 
     def name(self, number: int) -> str:
-        """A host's namespace."""
+        """Returns the name of a host's namespace."""
         return f"{self._prefix}-{number}"
 
     def address(self, number: int) -> str:
-        """A host's address."""
+        """Returns a host's address."""
         return f"{_NET}.{number + 1}"
 
     def cut(self, number: int) -> None:
-        """Takes a host off the network; nobody is notified, as when a switch fails behind another."""
+        """Disconnects a host from the network without notice, as when a switch behind another fails."""
         _ip("-n", f"{self._prefix}-switch", "link", "set", f"port{number}", "nomaster")
 
     def join(self, number: int) -> None:
-        """Joins it to the network again."""
+        """Connects a host to the network again."""
         _ip("-n", f"{self._prefix}-switch", "link", "set", f"port{number}", "master", "br0")
 
     def __enter__(self) -> NamespaceHosts:
-        """Makes them.
+        """Makes the hosts.
 
         Raises:
-            RuntimeError: they cannot be made here.
+            RuntimeError: namespaces cannot be made here.
         """
         switch = f"{self._prefix}-switch"
         try:
@@ -80,7 +80,7 @@ class NamespaceHosts:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Takes them away."""
+        """Removes the hosts."""
         for name in [*(self.name(number) for number in range(self._count + 1)), f"{self._prefix}-switch"]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 

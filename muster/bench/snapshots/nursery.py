@@ -1,6 +1,6 @@
-"""A process that has loaded torch and forks a job's workers; loading takes long.
+"""A process that loads torch once and then forks a job's workers, because loading takes long.
 
-Its argument is the module whose ``main()`` each of them runs.
+Its argument is the module whose ``main()`` each worker runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _child(order: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Forks a worker for each line of standard input, and says which have ended."""
+    """Forks a worker for each line of standard input, and reports those that have ended."""
     module = importlib.import_module(sys.argv[1])
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer loads much of torch
     children: set[int] = set()

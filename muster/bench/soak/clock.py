@@ -1,7 +1,7 @@
-"""Shifts a process's wall clock, as Python sees it, by the seconds that a file holds.
+"""Shifts the wall clock that Python code of a process reads, by the seconds that a file holds.
 
-The kernel's clock cannot be changed for one process, and changing it for the host would change everybody's.
-The monotonic clock and what C code reads for itself stay as they are.
+The kernel's clock cannot be changed for a single process. The monotonic clock, and the clocks that C code
+reads, do not change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Real = datetime.datetime
 
 
 def follow(file: str | Path) -> None:
-    """Makes ``time.time`` and ``datetime`` follow ``file`` from now on; without it the clock is right.
+    """Makes ``time.time`` and ``datetime`` follow ``file`` from now on; without the file the clock is right.
 
     Args:
-        file: holds seconds, negative ones for a clock that is behind. It may change at any time; replace it
-            as a whole.
+        file: the file with the shift in seconds, negative for a clock that is behind. It may change at any
+            time, and must be replaced as a whole.
     """
     path, wall = Path(file), time.time
 
@@ -51,7 +51,7 @@ def follow(file: str | Path) -> None:
 
 
 def shift(file: Path, seconds: float) -> None:
-    """Sets a clock that follows ``file``."""
+    """Sets the shift of a clock that follows ``file``, in seconds."""
     part = file.with_suffix(".part")
     part.write_text(str(seconds))
     part.replace(file)

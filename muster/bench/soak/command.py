@@ -73,10 +73,10 @@ HARMS = {
 CLOCKS_S = (-3600.0, 0.0, 3600.0)
 NO_SPACE_S = (2.0, 8.0, 20.0)
 DISK_BYTES = 16 << 20
-"""The journal's disk: the journal of a job of eight has up to 1 MB before its records become a snapshot."""
+"""The size of the journal's disk: the journal of a job of eight grows to 1 MB before it is compacted."""
 
 LIE_S = 25.0
-"""A member lies for so long, and is then killed: the scheduler remembers pairs that were broken."""
+"""How long a member lies, in seconds. It is then killed, because the scheduler remembers the broken pairs."""
 
 NODE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
@@ -85,23 +85,24 @@ SAMPLE_S = 5.0
 PROGRESS_S = 10.0
 FLOOD_S = 3.0
 WARM_UP_FLOODS, WARM_UP_FLOOD_S = 10, 8.0
-"""A new scheduler grew from 63 to 297 MB in six floods of 8 s, and in eight further ones by 1 MB."""
+"""The number of floods before memory is watched, and the length of each in seconds. A new scheduler grew from
+63 to 297 MB in six floods of 8 s, and by 1 MB in eight further ones."""
 
 LONG_S = 900.0
 PATIENCE_S = 30.0
-"""How long the next harm waits at most for the job to go on after the last one."""
+"""The longest wait for the job to go on before the next harm, in seconds."""
 
 BURST = 0.4
-"""Share of harms that are followed by the next whatever the job does."""
+"""The share of harms after which the next one does not wait for the job to go on."""
 
 RESTORED = {
     "from memory": r"The state is that of (step \d+ of generation \d+), from the ranks' memory",
     "from a checkpoint": r"The state is that of the checkpoint (\S+)",
 }
-"""What workers log when they have gone back, and to what."""
+"""The log lines of workers that have restored the state, by its source."""
 
 KEPT_STEPS = 20_000
-"""How far behind the newest step one may still be checked."""
+"""The number of steps before the newest one whose results are kept for checks."""
 
 Say = Callable[[str], None]
 
@@ -117,10 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Does the harm and returns what was seen.
+    """Runs the soak, and returns the results.
 
     Raises:
-        RuntimeError: the job did not come up, did not end, or something that must hold did not.
+        RuntimeError: the job did not start, did not end, or a requirement did not hold.
     """
     say = stopwatch()
 
@@ -149,10 +150,10 @@ def report(result: dict[str, Any]) -> None:
 
 
 class Results:
-    """The one right result of each step, and what processes said.
+    """Computes the right result of each step, and compares the workers' with it.
 
     Args:
-        divided: each rank has its part of the weights, not all of them.
+        divided: whether each rank holds its own part of the weights instead of all of them.
     """
 
     def __init__(self, *, divided: bool = False) -> None:
@@ -166,7 +167,7 @@ class Results:
         self.setbacks: list[dict[str, int]] = []
 
     def right(self, step: int, rank: int = 0, world_size: int = 1) -> str:
-        """What the weights are after a number of steps: a rank's part of them, or, of one rank, all."""
+        """Returns the digest of a rank's part of the weights after ``step`` steps; of all, with one rank."""
         while self._newest < step:
             mix(self._weights, part(self._newest, rows_of(self._newest)))
             self._newest += 1
@@ -178,7 +179,7 @@ class Results:
         return digest_of_blocks(self._digests[-1 - behind][blocks.start : blocks.stop])
 
     def take(self, worker: WorkerProcess) -> None:
-        """Checks what a worker has noted since, and forgets it."""
+        """Checks the steps that a worker has recorded since the last call, and drops them."""
         worker.follow()
         events, worker.events[:] = list(worker.events), worker.events[-1:]
         for event in events:
@@ -192,9 +193,9 @@ class Results:
                 self.wrong.append({"worker": worker.name, **event})
 
     def _note_setback(self, generation: int, step: int) -> None:
-        """Notes a generation that begins more than one step behind: those that held the state are not in it.
+        """Records a generation that begins behind the newest step, because nobody in it held the state.
 
-        One step may have been finished by a worker alone that was killed then.
+        One step is tolerated: a single worker may have finished it before it was killed.
         """
         if generation in self.generations:
             return
@@ -204,12 +205,12 @@ class Results:
 
     @property
     def newest(self) -> int:
-        """The furthest step that anybody has finished."""
+        """The furthest step that a worker has finished."""
         return self._newest
 
 
 class WatchedProcess:
-    """Memory and descriptors of one process, over time."""
+    """Samples the memory and the file descriptors of one process over time."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, int]] = []
@@ -223,7 +224,7 @@ class WatchedProcess:
             self.samples.append((int(kilobytes) / 1024, descriptors))
 
     def summary(self) -> dict[str, float]:
-        """The second quarter of the time against the last one."""
+        """Returns the medians of the second and of the last quarter of the time, in MB and descriptors."""
         quarter = max(1, len(self.samples) // 4)
         early, late = self.samples[quarter : 2 * quarter] or self.samples, self.samples[-quarter:]
         if not late:
@@ -240,8 +241,9 @@ class WatchedProcess:
 def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
     """Whether neither memory nor descriptors have grown by more than noise.
 
-    Python and gRPC keep what they have had once, so a short run, which is not flooded first, has to allow
-    for floods: four of 8 s took an idle scheduler from 58 to 446 MB on two cores, the last one nothing.
+    Python and gRPC keep memory that they once had. So a short run, which has no floods before the watch, must
+    allow for floods: on two cores four of 8 s took an idle scheduler from 58 to 446 MB, of which the last one
+    added nothing.
     """
     if not summary:
         return True
@@ -255,17 +257,17 @@ def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
 
 
 class FloodsFirst:
-    """Floods scheduler and page one flood after the other, so that later ones find the memory taken already.
+    """Floods scheduler and page before their memory is watched, so that later floods need no more memory.
 
     Args:
-        floods: how many; 0: it is over from the beginning.
+        floods: the number of floods; 0 for none.
     """
 
     def __init__(self, floods: int) -> None:
         self._left = floods
 
     def over(self, job: Soak) -> bool:
-        """Whether the last of its floods has ended; begins the next one where one has."""
+        """Whether the last flood has ended; starts the next one when one has."""
         if self._left and not job.flooded:
             self._left -= 1
             job.flood(job.port, WARM_UP_FLOOD_S)
@@ -276,19 +278,19 @@ class FloodsFirst:
 
 
 class Soak(ForkedJob):
-    """The job, with a relay before the scheduler.
+    """The soak's job, with a relay before the scheduler.
 
     Args:
-        directory: for keys, logs and records; is made.
-        pace_s: least time of a step.
+        directory: the folder for keys, logs and records, which is created.
+        pace_s: the least time of a step, in seconds.
         say: shows progress.
-        snapshots: each rank has its part of the weights, and snapshots of it.
+        snapshots: whether each rank holds its part of the weights, with snapshots of it.
 
     Attributes:
-        disk: the journal's.
-        can_fill: whether that is a disk of its own.
-        until: when a harm to the scheduler's network or disk ends, by its name.
-        liars: when each of those that lie is killed.
+        disk: the journal's disk.
+        can_fill: whether that is a disk of its own, which can be filled up.
+        until: the end of each harm to the scheduler's network or disk, by its name.
+        liars: the time at which each lying worker is killed.
     """
 
     scheduler_module = "muster.bench.soak.scheduler"
@@ -348,7 +350,7 @@ class Soak(ForkedJob):
         self.refill()
 
     def restored(self) -> dict[str, int]:
-        """To how many snapshots the job has gone back, in memory, and to how many checkpoints."""
+        """Returns the number of snapshots and of checkpoints from which the job has restored its state."""
         said = [worker.log.read_text(errors="replace") for worker in self.workers]
         return {
             where: len({found for text in said for found in re.findall(pattern, text)})
@@ -368,34 +370,34 @@ class Soak(ForkedJob):
         return self.directory / f"harm-{number}"
 
     def harm(self, worker: WorkerProcess, what: str, seconds: float) -> None:
-        """Has a worker do something to itself."""
+        """Makes a worker harm itself: writes its file of harms, and sends SIGUSR1."""
         self._harm_file(self.workers.index(worker)).write_text(json.dumps({"what": what, "seconds": seconds}))
         worker.process.send_signal(signal.SIGUSR1)
 
     def jump(self, whose: WorkerProcess | None, seconds: float) -> None:
-        """Sets the clock of a worker, or of the scheduler."""
+        """Shifts the clock of a worker, or for None of the scheduler, by ``seconds``."""
         name = "scheduler" if whose is None else str(self.workers.index(whose))
         shift(self.directory / f"clock-{name}", seconds)
 
     def refill(self) -> None:
-        """Starts spares until there are as many processes as there should be."""
+        """Starts spares until there are ``WORKERS + SPARES`` processes."""
         while len(self.living()) < WORKERS + SPARES:
             self.start(f"spare-{len(self.workers)}", MS_WORKER_SPARE="1")
 
     @property
     def flooded(self) -> bool:
-        """Whether a flood goes on."""
+        """Whether a flood is in progress."""
         self.floods = [each for each in self.floods if each.poll() is None]
         return bool(self.floods)
 
     def flood(self, port: int, seconds: float) -> None:
-        """Begins to flood a port with TLS hellos."""
+        """Starts a flood of a port with TLS hellos."""
         arguments = ["127.0.0.1", str(port), "127.0.0.9", str(seconds)]
         command = [sys.executable, "-m", "muster.bench.flood.hellos", *arguments]
         self.floods.append(subprocess.Popen(command, env=self.env, stdout=subprocess.DEVNULL))
 
     def check(self, *, may_end: bool = False) -> None:
-        """Notes every end that nothing explains; nobody waits for it."""
+        """Records every unexpected end of a process."""
         others = {
             "scheduler": self.scheduler and self.scheduler.poll(),
             "page": self.page and self.page.ended,
@@ -420,11 +422,11 @@ class Soak(ForkedJob):
             self.say(self.reported[-1])
 
     def holders(self) -> list[WorkerProcess]:
-        """Those that run, are not stopped, and have the state."""
+        """Returns the workers that run, are not stopped, and hold the state."""
         return [each for each in self.living() if each not in self.resting and each.events]
 
     def wake(self, now: float) -> None:
-        """Ends what has lasted for long enough: stops, lies, bad networks, full disks."""
+        """Ends the harms whose time is over: stops, lies, bad networks, full disks."""
         for worker in [each for each, until in self.resting.items() if until <= now]:
             del self.resting[worker]
             if worker.alive:
@@ -455,7 +457,7 @@ class Soak(ForkedJob):
 
 
 def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
-    """Does harm for so long, lets the job end, and judges."""
+    """Harms the job for ``seconds``, lets it end, and returns the results with what did not hold."""
     job.begin()
     veteran, done = job.workers[0], Counter[str]()
     began = time.monotonic()
@@ -502,7 +504,7 @@ def _progress(job: Soak, done: Counter[str], left_s: float) -> None:
 
 
 def _kinds(chance: random.Random) -> Iterator[str]:
-    """Which harm is next: each kind once, the scheduler's death first, because that soon comes no more."""
+    """Yields the next kind of harm: first each kind once, the scheduler before all, as it is later spared."""
     yield from ("scheduler", *chance.sample(sorted(HARMS.keys() - {"scheduler"}), len(HARMS) - 1))
     while True:
         yield chance.choices(list(HARMS), list(HARMS.values()))[0]
@@ -511,7 +513,7 @@ def _kinds(chance: random.Random) -> Iterator[str]:
 def _harm(
     job: Soak, what: str, veteran: WorkerProcess, chance: random.Random, *, spare_scheduler: bool
 ) -> str:
-    """Does one harm; its name, or "" if there was nobody to do it to."""
+    """Does one harm; returns its name, or "" if there was nothing to harm."""
     place, seconds = chance.random(), chance.choice((0.3, 1.0, 2.0, 8.0))
     if what == "scheduler" and spare_scheduler:
         return ""
@@ -523,7 +525,7 @@ def _harm(
 
 
 def _harm_member(job: Soak, what: str, veteran: WorkerProcess, place: float, seconds: float) -> bool:
-    """Harms a worker that is in the job; whether there was one to spare."""
+    """Harms a member of the job; returns False if the job cannot spare one."""
     holders = job.holders()
     if len(holders) <= WORKERS_MIN or (what == "stop" and job.resting) or (what == "lie" and job.liars):
         return False
@@ -545,7 +547,7 @@ def _harm_member(job: Soak, what: str, veteran: WorkerProcess, place: float, sec
 
 
 def _harm_others(job: Soak, what: str, place: float, seconds: float) -> bool:
-    """Harms the scheduler, its network or disk, its page, or somebody's clock; whether that could be."""
+    """Harms the scheduler, its network or disk, its page, or a clock; returns whether that was possible."""
     if what == "scheduler":
         if job.disk.full:
             return False
@@ -574,7 +576,7 @@ def _harm_others(job: Soak, what: str, place: float, seconds: float) -> bool:
 
 
 def _end(job: Soak) -> None:
-    """Lets the job end in one step of all its members; who never was one is ended then."""
+    """Lets all members end in the same step, and then ends the workers that never were members."""
     job.wake(float("inf"))
     members = [worker for worker in job.living() if worker.events]
     job.stop_file.touch()

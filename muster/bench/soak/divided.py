@@ -1,7 +1,7 @@
-"""The soak's job where each rank has a part of the weights that nobody else has, with snapshots of it.
+"""The soak's job with sharded weights, of which each rank holds its own part, with snapshots.
 
-The numbers are those of ``muster.bench.soak.job``. When members change, all go back to the newest snapshot
-that is found whole in the ranks' memory, or to the last checkpoint on disk where a part is nowhere.
+The numbers are those of ``muster.bench.soak.job``. When members change, all restore the newest snapshot that
+is complete in the ranks' memory, or the last checkpoint on disk if a part is lost.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CHECKPOINTS_VARIABLE = "MUSTER_SOAK_CHECKPOINTS"
 
 
 class DividedWeights:
-    """The blocks of the weights that this rank has."""
+    """The blocks of the weights that this rank holds."""
 
     def __init__(self) -> None:
         self.blocks = range(0)
         self._tensor: Any = None
 
     def join(self, communicator: Any) -> None:
-        """Takes this rank's blocks, as they are before the first step."""
+        """Makes this rank's blocks with their values before the first step."""
         import torch
 
         self.blocks = blocks_of(communicator.rank, communicator.world_size)
@@ -50,17 +50,17 @@ class DividedWeights:
 
     @property
     def elements(self) -> slice:
-        """Where the blocks are in the weights."""
+        """The place of the blocks in the weights."""
         return elements_of(self.blocks)
 
     @property
     def numbers(self) -> Numbers:
-        """The blocks; a view."""
+        """The blocks' elements, as a view of shape [elements] of uint64."""
         numbers: Numbers = self._tensor.numpy().view(np.uint64)
         return numbers
 
     def snapshot_tensors(self, name: str) -> Iterator[Any]:
-        """What a snapshot has of them."""
+        """Yields the tensors of a snapshot; see :class:`muster.torch.Snapshots`."""
         from muster.torch.snapshot_tensors import SnapshotTensor
         from muster.training.parts import Part
 
@@ -69,15 +69,15 @@ class DividedWeights:
             yield SnapshotTensor(name, (SIZE,), self._tensor, mine, mine)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing besides."""
+        """Returns nothing: the tensors are the whole state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing besides."""
+        """Does nothing: the tensors are the whole state."""
 
 
 def train() -> None:
-    """Trains until the file that says stop is there, which all ranks learn in the same step."""
+    """Trains until the stop file exists, of which all ranks learn in the same step."""
     import muster
     from muster.bench.recovery.loop import RecordingLoop
     from muster.torch import Snapshots, SnapshotTrainingState
@@ -111,7 +111,7 @@ def train() -> None:
 
 
 def main() -> None:
-    """One worker."""
+    """Runs one worker."""
     work(train)
 
 

@@ -1,8 +1,8 @@
-"""What a worker of the soak computes: whole numbers, so that a step has the same result on every worker.
+"""A worker of the soak: trains on integers, so that a step has the same result on every worker.
 
-Each step adds up a number for each row and mixes the sum into the weights, modulo 2^64. So the weights after
-a step do not depend on how many ranks there were, nor on the order in which they were added. Started by
-``bench soak``; on SIGUSR1 a worker does to itself what its file of harms says.
+Each step sums a number for each row and mixes the sum into the weights, modulo 2^64. So the weights do not
+depend on the world size, nor on the order of the additions. Started by ``bench soak``; on SIGUSR1 a worker
+does to itself the harm in its file of harms.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ ROWS = 720
 BATCH = 72
 SIZE = 32_768
 BLOCKS = 60
-"""The weights' digests are of blocks, of which each of one to six ranks may have its part."""
+"""The number of blocks of the weights: one to six ranks can hold the same number of blocks each."""
 
 STOP_VARIABLE = "MUSTER_SOAK_STOP"
 HARM_VARIABLE = "MUSTER_SOAK_HARM"
-"""The file in which a worker finds its harm: its name, and how many seconds it lasts."""
+"""The file with a worker's harm as JSON: its name, and its length in seconds."""
 
 BAD_NETWORK = Trouble(delay_s=0.02, stall=0.01, stall_s=1.0, reset=0.001, half_close=0.001)
 LIAR_NETWORK = Trouble(stall=0.02, stall_s=14.0)
-"""A liar's own: collectives with it hang until the scheduler asks which members reach each other."""
+"""A liar's network: collectives with it hang until the scheduler asks which members reach each other."""
 
 Numbers = NDArray[np.uint64]
 
 
 def first_weights() -> Numbers:
-    """The weights before the first step."""
+    """Returns the weights before the first step: [SIZE] of uint64."""
     return np.arange(SIZE, dtype=np.uint64)
 
 
 def part(step: int, rows: Any) -> Numbers:
-    """What these rows add to a step."""
+    """Returns what these rows contribute to a step's sum: [SIZE] of uint64."""
     factors = (np.asarray(rows, np.uint64) + np.uint64(1)) * np.uint64(2 * step + 1)
     total: Numbers = first_weights() * factors.sum(dtype=np.uint64) + (factors * factors).sum(dtype=np.uint64)
     return total
 
 
 def mix(weights: Numbers, total: Numbers) -> None:
-    """Takes one step, in place."""
+    """Applies a step's sum to the weights, in place."""
     weights *= np.uint64(6364136223846793005)
     weights += total
 
 
 def rows_of(step: int) -> range:
-    """The global batch of a step, counted from 0."""
+    """Returns the rows of the global batch of a step, which counts from 0."""
     begin = step * BATCH % ROWS
     return range(begin, begin + BATCH)
 
 
 def blocks_of(rank: int, world_size: int) -> range:
-    """The blocks that a rank has where the weights are divided."""
+    """Returns the blocks that a rank holds of sharded weights."""
     return range(rank * BLOCKS // world_size, (rank + 1) * BLOCKS // world_size)
 
 
 def elements_of(blocks: range) -> slice:
-    """Where these blocks are in the weights."""
+    """Returns the place of these blocks in the weights."""
     return slice(blocks.start * SIZE // BLOCKS, blocks.stop * SIZE // BLOCKS)
 
 
 def block_digests(weights: Numbers, blocks: range = range(BLOCKS)) -> list[bytes]:
-    """Names each of these blocks, to the last bit; ``weights`` holds no others."""
+    """Returns the digest of each of these blocks; ``weights`` must hold exactly these."""
     first = elements_of(blocks).start
     found = []
     for block in blocks:
@@ -86,17 +86,17 @@ def block_digests(weights: Numbers, blocks: range = range(BLOCKS)) -> list[bytes
 
 
 def digest_of_blocks(digests: Sequence[bytes]) -> str:
-    """Names blocks, each of which has been named."""
+    """Returns a digest of blocks from the digests of each."""
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def digest_of(weights: Numbers) -> str:
-    """Names the weights, to the last bit."""
+    """Returns the digest of the weights."""
     return digest_of_blocks(block_digests(weights))
 
 
 def train() -> None:
-    """Trains until the file that says stop is there, which all ranks learn in the same step."""
+    """Trains until the stop file exists, of which all ranks learn in the same step."""
     import muster
     from muster.bench.recovery.loop import RecordingLoop
     from muster.training.loop import Step
@@ -123,7 +123,7 @@ def train() -> None:
 
 
 class Harm:
-    """What a worker does to itself: to its connections to others, and to what it says of them."""
+    """Harms this worker: its connections to others, and its reports about them."""
 
     def __init__(self) -> None:
         self.relays: list[Relay] = []
@@ -131,7 +131,7 @@ class Harm:
         self._chance = random.Random(os.getpid())
 
     def done(self, *_: object) -> None:
-        """Does what the file says; a signal's handler."""
+        """Does the harm in the file; a signal handler."""
         asked = json.loads(Path(os.environ[HARM_VARIABLE]).read_text())
         what, seconds = asked["what"], float(asked["seconds"])
         if what == "cut data":
@@ -149,7 +149,7 @@ class Harm:
             relay.trouble = Trouble()
 
     def lie(self, targets: Mapping[str, str], unreached: dict[str, str]) -> dict[str, str]:
-        """What is said of those probed: while this worker lies, that one that it draws cannot be reached."""
+        """Returns the probes' results; while this worker lies, with a random peer added as unreachable."""
         if targets and time.monotonic() < self._lies_until:
             victim = self._chance.choice(sorted(targets))
             return {**unreached, victim: f"{targets[victim]}: Connection refused"}
@@ -157,7 +157,7 @@ class Harm:
 
 
 def main(train: Callable[[], None] = train) -> None:
-    """Puts a relay before the communicator's port, and trains."""
+    """Puts a relay before the communicator's port, and runs the training."""
     follow(os.environ[CLOCK_VARIABLE])
     from muster.communicators.tcp.backend import TcpBackend
     from muster.communicators.tcp.probe import Prober

@@ -1,4 +1,4 @@
-"""``muster web`` beside the soak's job, and somebody who looks at it."""
+"""Runs ``muster web`` beside the soak's job, with a viewer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Page:
     """A running ``muster web`` and its viewer.
 
     Args:
-        env: how the page reaches the scheduler.
-        log: where its output goes.
+        env: the environment variables by which it finds the scheduler.
+        log: the file for its output.
 
     Attributes:
-        pid: of the page's process.
-        port: where it listens.
-        seen: how often the viewer got the jobs page.
-        missed: how often not.
+        pid: its process id.
+        port: the port on which it listens.
+        seen: the number of times that the viewer got the page of all jobs.
+        missed: the number of times that it did not.
     """
 
     def __init__(self, env: Mapping[str, str], log: Path) -> None:
@@ -56,7 +56,7 @@ class Page:
         return found[1]
 
     def look(self) -> None:
-        """Asks for the jobs page, as its viewer."""
+        """Requests the page of all jobs as its viewer, and counts the outcome."""
         status = 0
         with contextlib.suppress(OSError, http.client.HTTPException):
             status, _ = self._ask(f"{self._place}/jobs")
@@ -78,11 +78,11 @@ class Page:
 
     @property
     def ended(self) -> int | None:
-        """The exit code, once there is one."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def close(self) -> None:
-        """Kills it."""
+        """Kills the process."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

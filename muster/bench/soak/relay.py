@@ -1,7 +1,7 @@
-"""A relay before a port of 127.0.0.1 that is as bad as a network: it cuts, delays, stalls and resets.
+"""A relay before a port of 127.0.0.1 that acts like a bad network: it cuts, delays, stalls and resets.
 
-A kernel without netem cannot lose packets. To a program on TCP, loss is a stall or an end; the relay
-makes both.
+A kernel without netem cannot drop packets. A program on TCP sees lost packets as a stall or as the
+connection's end, and the relay makes both.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What happens to each piece that passes; chances are shares of pieces.
+    """The faults of a bad network; the probabilities are per chunk of data that passes.
 
     Attributes:
-        delay_s: at most; each connection's direction draws its own, so that they overtake each other.
-        stall: chance that nothing more passes in this direction for ``stall_s``.
-        stall_s: how long, as after lost packets.
-        reset: chance that the connection is reset.
-        half_close: chance that this direction ends and the other one goes on.
+        delay_s: the largest delay; each direction of a connection draws its own delays, in seconds.
+        stall: the probability that this direction stalls for ``stall_s``.
+        stall_s: the length of a stall, as after lost packets, in seconds.
+        reset: the probability that the connection is reset.
+        half_close: the probability that this direction ends while the other one goes on.
     """
 
     delay_s: float = 0.0
@@ -38,17 +38,17 @@ class Trouble:
 
 
 class Relay:
-    """Passes connections on to a port.
+    """Passes connections on to a port, with faults.
 
     Args:
         target: the port.
-        trouble: what it does to what passes.
-        seed: of that.
+        trouble: the faults.
+        seed: the seed of the faults' random numbers.
 
     Attributes:
-        port: where connections are taken.
-        trouble: what it does from now on, also to connections that stand.
-        done: how often it has delayed, stalled, reset and half-closed.
+        port: the port on which it accepts connections.
+        trouble: the faults from now on, also of established connections.
+        done: the numbers of delays, stalls, resets and half-closes so far.
     """
 
     def __init__(self, target: int, trouble: Trouble | None = None, seed: int = 0) -> None:
@@ -64,7 +64,7 @@ class Relay:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def cut(self, seconds: float = 0.0) -> None:
-        """Cuts all connections, and lets none begin for so long."""
+        """Cuts all connections, and refuses new ones for ``seconds``."""
         self._closed_until = time.monotonic() + seconds
         with self._lock:
             cut = list(self._sockets)
@@ -115,7 +115,7 @@ class Relay:
         self._end(source, sink, ends)
 
     def _befalls(self) -> str:
-        """What befalls a piece; has waited as long as that takes."""
+        """Draws the fault of a chunk, and waits for a delay's or stall's time; returns the fault's name."""
         trouble = self.trouble
         if trouble == Trouble():
             return ""
@@ -137,7 +137,7 @@ class Relay:
         return what
 
     def _end(self, source: socket.socket, sink: socket.socket, ends: threading.Semaphore) -> None:
-        """Ends a direction; after both, closes, which is a reset where one was asked for."""
+        """Ends a direction; after both, closes the connection, by a reset if one was asked for."""
         resets = bool(struct.unpack("ii", sink.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8))[0])
         for each, how in () if resets else ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
             with contextlib.suppress(OSError):

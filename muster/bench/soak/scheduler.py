@@ -1,4 +1,4 @@
-"""A scheduler whose wall clock jumps when the soak says so."""
+"""A scheduler whose wall clock the soak can shift."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch_commands(options: argparse.Namespace, directory: Path) -> dict[str, list[str]]:
-    """The launchers that are compared, by name, each with its command line."""
+    """Returns the command lines of the launchers that are compared, by name."""
     config, password = make_keys(directory / "keys")
     count = str(options.workers)
     devices = ["--devices", "none"] if options.cpu else []
@@ -88,7 +88,11 @@ def launch_commands(options: argparse.Namespace, directory: Path) -> dict[str, l
 
 
 def timed_launch(command: Sequence[str], directory: Path, options: argparse.Namespace) -> float:
-    """Seconds until the last rank's AllReduce was over: each writes the time of the common clock."""
+    """Launches once; returns the seconds until the last rank's AllReduce was over.
+
+    Raises:
+        RuntimeError: the launch failed, or not all ranks have written their times.
+    """
     directory.mkdir()
     own = {"START_STAMPS": str(directory), "START_DEVICE": "cpu" if options.cpu else "gpu"}
     begun = time.monotonic()

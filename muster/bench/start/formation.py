@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _measured(
     commands: Mapping[str, Sequence[str]], options: argparse.Namespace, directory: Path
 ) -> dict[str, Any]:
-    """Runs the commands in turns; to what :func:`in_turns` returns adds the processor time."""
+    """Runs the commands in turns; adds the processor time to the results of :func:`in_turns`."""
     env = environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # the warm-up compiles a checkout's modules
     spent: dict[str, list[float]] = {name: [] for name in commands}
@@ -92,7 +92,7 @@ def _measured(
 
 
 def _children_s() -> float:
-    """Processor time of all processes that this one has started and seen end, with those of their own."""
+    """Returns the processor time of all ended child processes and their descendants, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""The same job for ``mpirun -n N python formation_peer.py``."""
+"""Runs one AllReduce by mpi4py, for ``mpirun -n N python formation_peer.py``."""
 
 import numpy as np
 from mpi4py import MPI

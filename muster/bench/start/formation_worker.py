@@ -1,4 +1,4 @@
-"""What each worker of ``muster bench formation`` runs: one AllReduce over all ranks."""
+"""Runs one AllReduce over all ranks: a worker of ``muster bench formation``."""
 
 import numpy as np
 

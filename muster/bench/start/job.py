@@ -1,4 +1,4 @@
-"""What each process of ``muster bench start`` runs: one AllReduce of ones, then the time on a file."""
+"""Runs one AllReduce of ones and writes the time to a file: a process of ``muster bench start``."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ GPU = os.environ["START_DEVICE"] == "gpu"
 
 
 def muster() -> tuple[int, int, float]:
-    """With a session, on CuPy or NumPy arrays."""
+    """Runs it in a session, on CuPy or NumPy arrays; returns rank, world size and result."""
     import muster
 
     session = muster.init("nccl" if GPU else "tcp")
@@ -23,7 +23,7 @@ def muster() -> tuple[int, int, float]:
 
 
 def torchrun() -> tuple[int, int, float]:
-    """With torch.distributed."""
+    """Runs it by torch.distributed; returns rank, world size and result."""
     import torch
 
     rank = int(os.environ["LOCAL_RANK"])
@@ -40,7 +40,7 @@ def torchrun() -> tuple[int, int, float]:
 
 
 def mpirun() -> tuple[int, int, float]:
-    """With mpi4py for the unique id and CuPy's NCCL."""
+    """Runs it by CuPy's NCCL, with mpi4py for the unique id; returns rank, world size and result."""
     import cupy
     from cupy.cuda import nccl
     from mpi4py import MPI
@@ -59,7 +59,11 @@ def mpirun() -> tuple[int, int, float]:
 
 
 def stamp(result: tuple[int, int, float]) -> None:
-    """Writes when this rank's AllReduce was over, if it was right."""
+    """Writes the time at which this rank's AllReduce was over.
+
+    Raises:
+        SystemExit: the result was wrong.
+    """
     rank, size, value = result
     if value != size:
         raise SystemExit(f"rank {rank} got {value} from {size} ranks")

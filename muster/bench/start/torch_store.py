@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures in turns; times in seconds, of the slowest rank of each launch."""
+    """Measures in turns, and returns the results: the time of each launch's slowest rank, in seconds."""
     took: dict[str, list[float]] = {"muster": [], "file": []}
     with tempfile.TemporaryDirectory(prefix="muster-torch-") as name:
         folder = Path(name)

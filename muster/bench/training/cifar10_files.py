@@ -1,4 +1,4 @@
-"""Files in the format of CIFAR-10's binary version, made for a purpose: a label and 3,072 pixels a record."""
+"""Writes synthetic files in CIFAR-10's binary format: a label and 3,072 bytes of pixels per record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PLANE = 32 * 32
 
 
 def write(directory: Path, *, records: int = 10_000, seed: int = 0) -> None:
-    """Writes all files: noise around one colour for each class, so that something can be learnt.
+    """Writes all files: noise around one colour per class, so that there is something to learn.
 
     Args:
-        directory: made if it is not there.
-        records: in each of the six files; 10,000 as in the real ones.
-        seed: of the numbers.
+        directory: the folder, which is created if need be.
+        records: the number of records in each of the six files; the real ones have 10,000.
+        seed: the seed of the random numbers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)

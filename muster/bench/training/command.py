@@ -68,15 +68,15 @@ def make_model(
     tiny: bool = False,
     model_name: str = "resnet50",
 ) -> tuple[Any, Any]:
-    """A model of seed 0 on this rank's device, made parallel as ``variant`` says, and its optimizer.
+    """Makes a model of seed 0 on this rank's device, parallel as ``variant`` says, and its optimizer.
 
     Args:
-        communicator: ours.
-        variant: one of :data:`VARIANTS` that is no example.
-        init_file: where the processes of DistributedDataParallel meet.
-        lr: learning rate.
-        device: where the model is; None: the communicator's GPU.
-        tiny: a small net, for trying this on a CPU.
+        communicator: the communicator of all ranks.
+        variant: one of :data:`VARIANTS` other than the examples.
+        init_file: the rendezvous file of DistributedDataParallel's processes.
+        lr: the learning rate.
+        device: the model's device; None for the communicator's GPU.
+        tiny: whether to make a small net, for tests on a CPU.
         model_name: one of :data:`MODELS`.
     """
     import torch
@@ -129,14 +129,14 @@ def make_step(
     device: str = "cuda",
     model_name: str = "resnet50",
 ) -> Any:
-    """A function of images and labels that trains one step and returns the loss, as ``variant`` says.
+    """Returns a function of images and labels that trains a step as ``variant`` says, and returns the loss.
 
     Args:
-        model: as :func:`make_model` made it.
-        optimizer: likewise.
-        variant: one of :data:`VARIANTS` that is no example and not captured by hand.
-        exact: everything in float32.
-        device: the kind of device that the model is on.
+        model: a model of :func:`make_model`.
+        optimizer: its optimizer.
+        variant: one of :data:`VARIANTS` other than the examples and the one captured by hand.
+        exact: whether to compute everything in float32.
+        device: the type of the model's device.
         model_name: one of :data:`MODELS`.
     """
     import torch
@@ -168,16 +168,17 @@ def make_step(
 
 
 class CapturedByHand:
-    """DistributedDataParallel's step as one CUDA graph, as PyTorch's documentation says ("CUDA Graphs").
+    """DistributedDataParallel's step as one CUDA graph, made as in PyTorch's documentation ("CUDA Graphs").
 
-    The model is built on the stream of the capture, eleven steps warm it up there, autocast keeps no cache,
-    and the batch lies where the graph reads it. Errors of NCCL are not handled asynchronously: the
-    environment says so before the process group is made. Other threads may call CUDA, too, as heartbeats do.
+    The model is built on the capturing stream and warmed up there by eleven steps, autocast has no cache, and
+    the batch is in the buffers that the graph reads. NCCL's errors are not handled asynchronously, which an
+    environment variable sets before the process group is made. Other threads may call CUDA during capture, as
+    heartbeats do.
 
     Args:
         make: makes the model and its optimizer.
-        images: the batch, on the device.
-        labels: its labels.
+        images: the batch's images, on the device.
+        labels: the batch's labels, on the device.
         model_name: one of :data:`MODELS`.
     """
 
@@ -209,17 +210,17 @@ class CapturedByHand:
         self.captured = True
 
     def __call__(self) -> Any:
-        """One step; returns its loss, which the next one overwrites."""
+        """Trains one step; returns its loss, which the next step overwrites."""
         self._graph.replay()
         return self._loss
 
     def release(self) -> None:
-        """Gives up the graph; to be done before the process group ends."""
+        """Releases the graph; must be called before the process group ends."""
         self._graph.reset()
 
 
 def loss_function(model_name: str) -> Any:
-    """The loss of a model's output, as a function of the model and its batch."""
+    """Returns the loss as a function of the model and its batch."""
     import torch
 
     if model_name == "gpt2":
@@ -228,7 +229,7 @@ def loss_function(model_name: str) -> Any:
 
 
 def clip(model: Any, model_name: str) -> None:
-    """Clips the gradients, where the model's example does."""
+    """Clips the gradients if the model's example does."""
     import torch
 
     if model_name == "gpt2":
@@ -253,9 +254,9 @@ def _ddp(communicator: Any, module: Any, init_file: str, device: Any) -> Any:
 
 
 def start_clean() -> None:
-    """Frees what was before: each finds the GPU, and its peak of memory, as the first did.
+    """Frees memory and resets statistics, so that each variant finds the GPU as the first one did.
 
-    At the beginning of the next one, because only then nothing refers to the one before any more.
+    Called before a variant, because at the end of the previous one something may still refer to its tensors.
     """
     import torch
 
@@ -269,7 +270,7 @@ def start_clean() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark's arguments."""
+    """Adds this benchmark's arguments."""
     parser.add_argument("--model", choices=MODELS, default="resnet50", help="what to train (resnet50)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
     parser.add_argument(
@@ -334,7 +335,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path) -> dict[str, Any]:
-    """Starts the job that measures at one world size and reads what its rank 0 has written."""
+    """Runs the measuring job at one world size; returns the results that its rank 0 has written."""
     directory.mkdir()
     peers = gpus == (options.peers_gpus or max(options.gpus))
     variants = [name for name in options.variants if peers or not name.startswith("ddp")]
@@ -362,11 +363,11 @@ def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path
 def check(results: list[dict[str, Any]], bounds: list[tuple[str, str, float]]) -> int:
     """Compares speeds, prints the ratios and returns the exit code.
 
-    It is 1 if one is too low, or was not measured, or a step that should have been captured was not.
+    The code is 1 if a ratio is too low or was not measured, or if a compared step was not captured.
 
     Args:
-        results: rows, those of one job measured in the same turns.
-        bounds: pairs of variants, and the least ratio of their speeds.
+        results: the rows; those of one job were measured in the same turns.
+        bounds: pairs of variants, with the least ratio of their speeds.
     """
     failed = False
     compared_names = {name for one, other, _ in bounds for name in (one, other)}

@@ -32,7 +32,7 @@ _WIDTH, _LAYERS = 2048, 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark's arguments."""
+    """Adds this benchmark's arguments."""
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=2, help="ranks (2)")
     parser.add_argument(
@@ -86,7 +86,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def check(result: dict[str, Any], bounds: list[tuple[str, str, float]]) -> int:
-    """Compares speeds with what ``--check`` demands; returns the exit code."""
+    """Compares speeds with the bounds of ``--check``; returns the exit code."""
     failed = False
     for one, other, least in bounds:
         ratio = _ratio(result["results"], one, other)
@@ -96,7 +96,7 @@ def check(result: dict[str, Any], bounds: list[tuple[str, str, float]]) -> int:
 
 
 def _ratio(rows: dict[str, Any], one: str, other: str) -> float:
-    """Speed of one in speeds of the other."""
+    """Returns the ratio of two variants' speeds: the median over the rounds."""
     pairs = zip(rows[one]["rounds_ms"], rows[other]["rounds_ms"], strict=True)
     return float(statistics.median(theirs / ours for ours, theirs in pairs))
 
@@ -107,7 +107,7 @@ def _ratio(rows: dict[str, Any], one: str, other: str) -> float:
 def _measure(
     communicator: Communicator, given: dict[str, Any], scratch: str
 ) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds a step of each variant, by round: of the clock, and of all this process's threads."""
+    """Measures each variant's milliseconds per step, by round: of the clock, and of all threads' CPU time."""
     options, folder = argparse.Namespace(**given), Path(scratch)
     import torch
     from torch import distributed

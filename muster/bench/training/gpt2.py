@@ -22,26 +22,26 @@ CLIP_NORM = 1.0
 
 
 def write_text(path: Path, *, size_bytes: int = TEXT_BYTES, seed: int = 0) -> None:
-    """Writes a file of bytes, some of which come more often than others, so that something can be learnt."""
+    """Writes a file of bytes that are not equally frequent, so that there is something to learn."""
     draws = np.random.default_rng(seed).geometric(0.05, size_bytes)
     path.write_bytes(np.minimum(draws, 255).astype(np.uint8).tobytes())
 
 
 def shape(tiny: bool) -> dict[str, int]:
-    """Layers, heads, width and context: those of GPT-2 with 124 M parameters, but for its vocabulary."""
+    """Returns layers, heads, width and context of GPT-2 with 124 M parameters, or those of a small net."""
     if tiny:
         return {"layers": 1, "heads": 2, "width": 16, "context": TINY_CONTEXT}
     return {"layers": 12, "heads": 12, "width": 768, "context": CONTEXT}
 
 
 def arguments(text: Path, batch: int, *, tiny: bool) -> list[str]:
-    """The example's command line."""
+    """Returns the arguments of the example's command line."""
     options = [f"--{name}={value}" for name, value in shape(tiny).items()]
     return [str(text), *options, f"--batch-size={batch}", "--checkpoint-dir=", "--sample=0"]
 
 
 def make_module(variant: str, device: Any, *, tiny: bool) -> Any:
-    """The model on a device; its blocks compiled as the example has them."""
+    """Makes the model on a device, with its blocks compiled as in the example."""
     from examples.gpt2 import Gpt2
 
     net = Gpt2(**shape(tiny)).to(device)
@@ -52,7 +52,7 @@ def make_module(variant: str, device: Any, *, tiny: bool) -> Any:
 
 
 def make_optimizer(model: Any, device: Any) -> Any:
-    """The example's AdamW."""
+    """Makes the example's AdamW."""
     import torch
 
     parameters = list(model.parameters())
@@ -64,14 +64,14 @@ def make_optimizer(model: Any, device: Any) -> Any:
 
 
 def loss_of(model: Any, tokens: Any, following: Any) -> Any:
-    """The mean cross entropy."""
+    """Returns the mean cross entropy of a batch."""
     from examples.gpt2 import mean_loss
 
     return mean_loss(model(tokens), following)
 
 
 def make_batch(device: Any, batch: int, generator: Any, *, tiny: bool) -> tuple[Any, Any]:
-    """Tokens and those that follow, [batch, context] of int64."""
+    """Makes a batch: tokens and the tokens that follow them, each [batch, context] of int64."""
     import torch
 
     size = batch, shape(tiny)["context"] + 1

@@ -1,4 +1,4 @@
-"""What each process of ``muster bench train`` runs: all variants in turns, in one session of one job."""
+"""Runs all variants of ``muster bench train`` in turns, in each process of one job."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from muster.torch.transfer import gather_rows
 
 WARM_UP_STEPS = 12
 ENDLESS = 10**6
-"""Epochs: how many steps an example takes is said for each turn."""
+"""The number of epochs of an example, so large that each turn's number of steps sets the end."""
 
 
 class Runner(abc.ABC):
     """A variant that is ready to run.
 
     Args:
-        step: what trains; may say whether it is captured, and why not.
-        losses: of its first steps.
+        step: the function that trains; it may have ``captured``, ``reason`` and ``release``.
+        losses: the losses of its first steps.
     """
 
     def __init__(self, step: Any, losses: Sequence[float] = ()) -> None:
@@ -50,7 +50,7 @@ class Runner(abc.ABC):
 
     @property
     def reason(self) -> str | None:
-        """Why not, if it says so."""
+        """Why its steps are not captured, if that is known."""
         return getattr(self._step, "reason", None)
 
     @abc.abstractmethod
@@ -58,12 +58,12 @@ class Runner(abc.ABC):
         """Trains; returns seconds a step."""
 
     def release(self) -> None:
-        """Gives up its graph, if it has one; idempotent."""
+        """Releases its graph, if it has one; idempotent."""
         getattr(self._step, "release", _nothing)()
 
 
 class Bare(Runner):
-    """Steps on one batch that lies on the device."""
+    """Trains steps on one batch that stays on the device."""
 
     def __init__(self, options: argparse.Namespace, session: Any, device: Any, name: str, batch: int) -> None:
         size, tiny = (32 if options.tiny else 224), options.tiny
@@ -95,7 +95,7 @@ class Bare(Runner):
     def _once(self) -> Any:
         if isinstance(self._step, CapturedByHand):
             return self._step()
-        # Once it is captured the batch lies in the graph's own buffers; no copy is part of the step then.
+        # Once captured, the batch is in the graph's own buffers, so that a step needs no copy.
         return self._step(*(self._step._static if self.captured else self._batch))
 
     def run(self, steps: int) -> float:
@@ -108,7 +108,7 @@ class Bare(Runner):
 
 
 class Example(Runner):
-    """The job of examples/resnet50_cifar10.py or gpt2.py and its loop, as its command line makes them."""
+    """Trains by the job and the loop of examples/resnet50_cifar10.py or gpt2.py, made by its command line."""
 
     def __init__(self, options: argparse.Namespace, session: Any, device: Any, data: str, batch: int) -> None:
         if options.model == "gpt2":
@@ -168,9 +168,9 @@ def _synchronize(device: Any) -> None:
 def measure(
     options: argparse.Namespace, session: Any, device: Any, batch: int, say: Any
 ) -> list[dict[str, Any]]:
-    """Makes all variants, lets them run in turns, and returns their rows; every rank calls it.
+    """Makes all variants, runs them in turns, and returns their rows; every rank calls it.
 
-    A peer that cannot be made has a row with ``error`` instead of figures.
+    A peer's variant that cannot be made has a row with ``error`` instead of figures.
     """
     runners: dict[str, Any] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -230,7 +230,7 @@ def _make(
 
 
 def _agree(session: Any, device: Any, runner: Any, seconds: float) -> int:
-    """How many steps last about so long; the same number on all ranks."""
+    """Returns the number of steps that take about ``seconds``, at least 5; the same on all ranks."""
     return _gather(session, device, [max(5, int(seconds / runner.run(5)))])[0][0]
 
 
@@ -239,7 +239,7 @@ def _gather(session: Any, device: Any, row: list[int]) -> list[list[int]]:
 
 
 def _memory(device: Any, *, peak: bool = False) -> int:
-    """Bytes that are in use, or were at most since the last call for those in use."""
+    """Returns the bytes in use, and resets the peak; with ``peak`` returns the peak since then."""
     if device.type != "cuda":
         return 0
     if peak:
@@ -249,12 +249,12 @@ def _memory(device: Any, *, peak: bool = False) -> int:
 
 
 def _rate(options: argparse.Namespace) -> str:
-    """The name of a row's speed."""
+    """Returns the key of a row's speed."""
     return "tokens_per_s" if options.model == "gpt2" else "images_per_s"
 
 
 def _samples(options: argparse.Namespace) -> int:
-    """What a row's speed counts, per image or window."""
+    """Returns the number of tokens per window, or 1 for images: what a row's speed counts per sample."""
     return gpt2.shape(options.tiny)["context"] if options.model == "gpt2" else 1
 
 
@@ -269,7 +269,7 @@ def _line(row: dict[str, Any], rate: str) -> str:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Measures, and writes the results of rank 0; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
     option("--model", choices=MODELS, required=True)
@@ -281,7 +281,7 @@ def main() -> int:
     option("--out", type=Path, required=True)
     option("--tiny", action="store_true")
     options = parser.parse_args()
-    # Variants are many modules of the same code, which the compiler counts as recompilations of it.
+    # The compiler counts the variants' modules as recompilations, because they have the same code.
     torch._dynamo.config.recompile_limit = 64
     results: list[dict[str, Any]] = []
     with muster.init("tcp" if options.tiny else "nccl") as session:

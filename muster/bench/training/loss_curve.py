@@ -29,10 +29,11 @@ CURVES = {
     "ddp-compiled": ("ddp-compiled", 0),
     "ddp-float32": ("ddp", 0),
 }
-"""By curve: variant of ``muster bench train`` and number of turns; all but the last compute in bfloat16."""
+"""By curve, the variant of ``muster bench train`` and the number of turns of each rank's images; all curves
+but the last are computed in bfloat16."""
 TURNS = 3
 WINDOW = 10
-"""Steps over which curves are averaged before they are compared."""
+"""The number of steps over which curves are averaged before they are compared."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,7 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
 
 
 def _digits(dtype: Any) -> tuple[Any, Any]:
-    """1,797 digits, (1797, 3, 64, 64) on the GPU, with the same values in either dtype."""
+    """Returns 1,797 digits, [1797, 3, 64, 64] on the GPU with the same values in any dtype, and labels."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -89,18 +90,18 @@ def _digits(dtype: Any) -> tuple[Any, Any]:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Means over :data:`WINDOW` consecutive steps."""
+    """Returns means over :data:`WINDOW` consecutive steps."""
     return [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """Mean difference of two curves, smoothed."""
+    """Returns the mean absolute difference of two smoothed curves."""
     gaps = [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
     return sum(gaps) / len(gaps)
 
 
 def compare(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Differences between curves, by kind of pair: their mean, the least and the largest, and how many.
+    """Returns the differences between curves by kind of pair: mean, least, largest, and the number of pairs.
 
     Args:
         curves: losses by the names of :data:`CURVES`.

@@ -1,7 +1,7 @@
-"""Memory of a GPU and time of a step with AdamW's state on every rank, and divided among them (ZeRO-1).
+"""Measures a GPU's memory and a step's time with AdamW's state on every rank, and with it sharded (ZeRO-1).
 
-A stack of square linear layers in float32; the figure is what torch has allocated between two steps, and at
-the most during one.
+The model is a stack of square linear layers in float32. The figures are the bytes that torch has allocated
+between two steps, and the peak during one.
 """
 
 from __future__ import annotations

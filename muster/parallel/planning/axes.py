@@ -1,4 +1,4 @@
-"""Named axes of operators, what splitting one means, and operators as rules see them."""
+"""Named axes of operators, the layouts that splitting one gives, and the view of operators that rules get."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ EXCHANGED = -1
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What one mesh dimension may do to an operator.
+    """One way to run an operator along a mesh dimension.
 
     Attributes:
-        name: the axis that is split; ``WHOLE``: every rank computes the same.
-        size: what the number of slices of this axis must divide; 0: any.
-        ins: the entry of each input's layout.
-        in_grads: the entry of the layout of each input's gradient.
-        outs: the entry of each output's layout.
-        out_grads: the entry of the layout of each output's gradient.
+        name: the axis that is split; ``WHOLE`` if every rank computes the same.
+        size: a number that the axis's number of slices must divide; 0 for any.
+        ins: the placement of each input.
+        in_grads: the placement of each input's gradient.
+        outs: the placement of each output.
+        out_grads: the placement of each output's gradient.
     """
 
     name: str
@@ -36,9 +36,14 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A named axis: the dimension that it is of each input and output; None: not there.
+    """A named axis of an operator.
 
-    An output that is ``EXCHANGED`` comes out whole: the ranks exchange what is needed within the operator.
+    Attributes:
+        name: the axis's name.
+        size: a number that the number of slices must divide.
+        ins: the dimension of each input that is this axis; None if it does not have it.
+        outs: the dimension of each output that is this axis; None if it does not have it, ``EXCHANGED`` if it
+            is whole on all ranks because they exchange what is needed within the operator.
     """
 
     name: str
@@ -47,7 +52,7 @@ class Axis:
     outs: tuple[int | None, ...]
 
     def mode(self) -> Mode:
-        """What splitting this axis means."""
+        """Returns the placements that splitting this axis gives."""
         return Mode(
             self.name,
             self.size,
@@ -59,7 +64,7 @@ class Axis:
 
 
 class OperatorCall:
-    """An operator as rules see it: names, arguments and shapes."""
+    """The view of an operator that rules get: name, arguments, shapes and dtypes."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.op = node.op
@@ -72,23 +77,23 @@ class OperatorCall:
         self.makers = [graph.source(v) for v in node.inputs]
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
+        """Returns an argument by position or name."""
         if index < len(self.args):
             return self.args[index]
         return self.kwargs.get(name, default)
 
     def dim(self, value: int, of: Shape | None = None) -> int:
-        """A dimension of the first input counted from 0."""
+        """Returns a dimension as a number from 0, of ``of`` or else of the first input."""
         return value % max(1, len(self.ins[0] if of is None else of))
 
     def dims(self, value: Any) -> list[int]:
-        """Dimensions of the first input counted from 0; None: all."""
+        """Returns dimensions of the first input as numbers from 0; all of them for None."""
         if value is None or value == [] or isinstance(value, bool):
             return list(range(len(self.ins[0])))
         return [self.dim(d) for d in ([value] if isinstance(value, int) else value)]
 
     def one(self, position: int, dim: int | None) -> tuple[int | None, ...]:
-        """``dim`` for one input, None for the others."""
+        """Returns ``dim`` for the input at ``position``, None for the others."""
         return tuple(dim if i == position else None for i in range(len(self.ins)))
 
 
@@ -96,11 +101,11 @@ Rule = Callable[[OperatorCall], "list[Axis] | None"]
 RULES: dict[str, Rule] = {}
 
 MEAN = 1
-"""The reduction of a loss that is its mean, as torch numbers them."""
+"""Torch's number of the reduction "mean" of losses."""
 
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators."""
+    """Returns a decorator that registers a rule for operators."""
 
     def register(function: Rule) -> Rule:
         for op in ops:

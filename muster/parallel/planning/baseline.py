@@ -1,4 +1,4 @@
-"""What a step of ``muster.DataParallel`` takes, to which plans are compared."""
+"""Predicts a step of ``muster.DataParallel``, the baseline of plans."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from muster.parallel.planning.problem import State
 
 
 def data_parallel_seconds(graph: Graph, states: Sequence[State], mesh: Mesh, machine: Hardware) -> float:
-    """Predicted seconds of a step.
+    """Predicts the seconds of a step of data parallelism.
 
-    Each rank runs the bare module on its own part of the batch, whether a plan could divide an operator or
-    not: nothing travels but the gradients, and BatchNorm and the loss are of that part.
+    Each rank runs the bare module on its own part of the batch, operators included that a plan could not
+    split. Only gradients are communicated; BatchNorm's statistics and the loss are those of the rank's part.
 
     Args:
-        graph: of the forward pass on the whole batch.
-        states: of a plan in which every rank holds all parameters.
-        mesh: of one dimension.
-        machine: what things cost.
+        graph: the graph of the forward pass on the whole batch.
+        states: the states of a plan in which every rank holds all parameters.
+        mesh: a mesh of one dimension.
+        machine: the machine's costs.
     """
     times = OperatorTimes(graph, mesh, machine)
     fed: set[int] = set()  # values that depend on the batch

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and every collective of a plan: pure, the same on all ranks."""
+"""Packs gradients into buckets, and lists every collective of a plan. Pure, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ParameterShard:
     """How one rank holds a parameter.
 
     Attributes:
-        node: the parameter's node.
-        shape: of the local part.
-        dtype: such as "float32".
-        itemsize: bytes of one element.
+        node: the name of the parameter's node.
+        shape: the shape of the local part.
+        dtype: the dtype, such as "float32".
+        itemsize: the size of an element in bytes.
         dims: the mesh dimensions along which its gradient is summed.
-        ranks: how many ranks these are.
-        sharded: its update is divided among them (ZeRO-1).
-        regathered: it is gathered when it is computed with only, in both passes (ZeRO-3); ``sharded`` too.
+        ranks: the number of ranks along ``dims``.
+        sharded: whether its update is sharded over these ranks (ZeRO-1).
+        regathered: whether it is gathered in both passes when it is used (ZeRO-3); implies ``sharded``.
     """
 
     node: str
@@ -49,24 +49,24 @@ class ParameterShard:
 
     @property
     def numel(self) -> int:
-        """Elements of the local part."""
+        """The number of elements of the local part."""
         return math.prod(self.shape)
 
     @property
     def own_numel(self) -> int:
-        """Elements of this rank's share of the update, padded so that all ranks have as many."""
+        """The number of elements of this rank's shard of the update, padded to the same on all ranks."""
         return -(-self.numel // self.ranks) if self.sharded else self.numel
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of what the optimizer gets: of a divided update a row, with as many dimensions.
+        """The shape of the optimizer's parameter: for a sharded update, a row.
 
-        Scripts sort parameters by their number of dimensions, so as not to decay biases.
+        The row keeps the number of dimensions, by which scripts group parameters so as not to decay biases.
         """
         return (1,) * (len(self.shape) - 1) + (self.own_numel,) if self.sharded else self.shape
 
     def own_bytes(self, optimizer_states: int) -> tuple[int, int]:
-        """Bytes of what the optimizer gets, and of what it keeps for that."""
+        """Returns the bytes of the optimizer's parameter, and those of its state."""
         own = self.own_numel * self.itemsize
         return own, own * optimizer_states
 
@@ -77,11 +77,12 @@ class PlannedBucket:
 
     Attributes:
         dims: the mesh dimensions along which ranks take part.
-        sharded: the updates are divided (ZeRO-1).
-        nodes: the parameters.
-        nbytes: of the parameters.
-        sent_nbytes: of the larger buffer: the gradients, and for each, whether a rank has one.
-        regathered: the parameters are gathered when they are computed with only (ZeRO-3).
+        sharded: whether the updates are sharded (ZeRO-1).
+        nodes: the names of the parameters' nodes.
+        nbytes: the size of the parameters in bytes.
+        sent_nbytes: the size of the communicator's larger buffer in bytes: the gradients, with a flag for
+            each that says whether the rank has one.
+        regathered: whether the parameters are gathered in both passes when they are used (ZeRO-3).
     """
 
     dims: tuple[int, ...]
@@ -93,7 +94,7 @@ class PlannedBucket:
 
 
 def parameter_shards(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, ParameterShard]:
-    """How the trained parameters that the graph uses are held, by node."""
+    """Returns, by node, how the trained parameters that the graph uses are held."""
     used = {value for node in graph.nodes for value in node.inputs}
     found = {}
     for node, state in zip(graph.nodes, states, strict=True):
@@ -116,7 +117,7 @@ def parameter_shards(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[
 
 
 def gradient_buckets(held: Sequence[ParameterShard], bucket_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
-    """Packs gradients, in the order in which the backward pass makes them, by who sums them."""
+    """Packs gradients with the same ranks and dtype into buckets, in the order of the backward pass."""
     by_name = {each.node: each for each in held}
     specs = [
         ParameterSpec(
@@ -141,7 +142,7 @@ def gradient_buckets(held: Sequence[ParameterShard], bucket_bytes: int = BUCKET_
 def edge_layouts(
     graph: Graph, states: Sequence[State], node: int, position: int
 ) -> tuple[Placements, Placements, Placements, Placements]:
-    """Layouts along an edge: of the value before and after, of its gradient before and after."""
+    """Returns the layouts along an edge: the value's before and after, its gradient's before and after."""
     value = graph.values[graph.nodes[node].inputs[position]]
     producer = graph.nodes[value.node]
     place = producer.outputs.index(graph.nodes[node].inputs[position])
@@ -155,15 +156,15 @@ def edge_layouts(
 
 
 def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterable[str]) -> dict[str, int]:
-    """By parameter, the place in :func:`backward_order` at which its values are read first.
+    """Returns, by parameter, the place in :func:`backward_order` at which the backward pass first reads it.
 
-    What was moved to another layout is a copy, which is kept; but for a part that is in one piece in memory.
-    A layer that is computed again reads what it is given when it begins, and its own parameters as it goes.
+    A parameter that was redistributed is read as a copy, which is kept, unless the result is a contiguous
+    part of it. A recomputed layer reads its inputs when it begins, and its own parameters as it runs.
 
     Args:
-        graph: with fan-out nodes.
-        states: one of each node's.
-        mesh: sizes.
+        graph: the graph of the forward pass, with fan-out nodes.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes.
         names: the nodes of the parameters of interest.
     """
     wanted = set(names)
@@ -207,7 +208,7 @@ def read_again(graph: Graph, states: Sequence[State], mesh: Mesh, names: Iterabl
 
 
 def _in_place(before: Placements, after: Placements, mesh: Mesh, shape: tuple[int, ...]) -> bool:
-    """Whether a move leaves a view of what is moved: rows of it, or all."""
+    """Whether a redistribution leaves a view of its source: all of it, or contiguous rows."""
     local = list(local_shape(before, mesh, shape))
     for step in plan_move(before, after, mesh, shape) or ():
         ranks = math.prod(mesh[d] for d in step.dims)
@@ -225,7 +226,7 @@ def collectives(
     local_norm: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[PlannedCollective]:
-    """Every collective of one training step, by node in the order of the forward pass."""
+    """Returns every collective of one training step, by node in the order of the forward pass."""
     found: list[PlannedCollective] = []
     for index in range(len(graph.nodes)):
         found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
@@ -244,7 +245,7 @@ def collectives(
 def node_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int, *, local_norm: bool
 ) -> list[PlannedCollective]:
-    """The collectives of one node: moves of inputs and their gradients, and its inner ones."""
+    """Returns a node's collectives: redistributions of inputs and their gradients, and its inner ones."""
     node, state = graph.nodes[index], states[index]
     found = _moves(graph, states, mesh, index)
     if node.kind == "call":
@@ -255,12 +256,12 @@ def node_collectives(
 def move_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int
 ) -> list[PlannedCollective]:
-    """The collectives that bring a node's inputs, and their gradients, from one layout to another."""
+    """Returns the collectives that redistribute a node's inputs and their gradients."""
     return _with_second_run(_moves(graph, states, mesh, index), states[index])
 
 
 def _with_second_run(found: list[PlannedCollective], state: State) -> list[PlannedCollective]:
-    """Collectives of a node; those of the forward pass come again where that is computed again."""
+    """Repeats a node's forward collectives as "recomputed" ones, if the node is recomputed."""
     if not state.recomputed:
         return found
     return found + [replace(each, phase="recomputed") for each in found if each.phase == "forward"]
@@ -284,7 +285,7 @@ def _moves(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> lis
 
 
 def split_text(graph: Graph, node: Node, state: State, mesh: Mesh) -> str:
-    """How the inputs of a node are cut, as MindSpore writes strategies: ((2, 4), (4, 1))."""
+    """Returns how a node's inputs are split, as MindSpore writes strategies: ((2, 4), (4, 1))."""
     layouts = state.ins or state.outs
     values = node.inputs if state.ins else node.outputs
     cuts = [slices(a, mesh, len(graph.values[v].shape)) for a, v in zip(layouts, values, strict=True)]

@@ -1,4 +1,4 @@
-"""MindSpore's names for parallel modes: a context that :func:`muster.parallelize` takes its defaults from."""
+"""MindSpore's names for parallel modes: a context with the defaults of :func:`muster.parallelize`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = {
     "auto": "auto",
     "auto_parallel": "auto",
 }
-"""All names of modes, and the one that plans use."""
+"""Each name of a mode, and the name that plans use for it."""
 
 SEARCH_NAMES = {
     "exact": "exact",
@@ -40,7 +40,7 @@ SEARCH_NAMES = {
     "recursive_programming": "exact",
     "dynamic_programming": "exact",
 }
-"""All names of searches, and the one that the planner knows."""
+"""Each name of a search, and the name that the planner uses for it."""
 
 _KEYWORDS = {
     "parallel_mode": "mode",
@@ -51,7 +51,7 @@ _KEYWORDS = {
     "strategy_ckpt_load_file": "load",
     "strategy_ckpt_save_file": "save",
 }
-"""MindSpore's settings, and what they are in Muster's own."""
+"""MindSpore's settings, and the arguments of Muster's that they set."""
 
 _DEFAULTS: dict[str, Any] = {
     "parallel_mode": ParallelMode.STAND_ALONE,
@@ -92,28 +92,27 @@ _ELSEWHERE = {
     "pipeline_stages": _NO_PIPELINES,
     "strategy_ckpt_config": "Set strategy_ckpt_save_file or strategy_ckpt_load_file, of all parameters.",
 }
-"""MindSpore's settings without a counterpart, each with what serves instead."""
+"""MindSpore's settings without a counterpart, each with the remedy to name."""
 
 _current: dict[str, Any] = {}
 
 
 def set_auto_parallel_context(**settings: Any) -> None:
-    """Sets what :func:`muster.parallelize` does by default, by MindSpore's names.
+    """Sets defaults of :func:`muster.parallelize` by MindSpore's names.
 
-    What has never been set has MindSpore's default once anything is set: parallel_mode "stand_alone",
-    search_mode "recursive_programming", gradients_mean False (a sum), parameter_broadcast False,
+    Once any setting is set, the others have MindSpore's defaults: parallel_mode "stand_alone", search_mode
+    "recursive_programming", gradients_mean False (gradients are summed), parameter_broadcast False,
     dataset_strategy "data_parallel".
 
     Args:
         **settings: parallel_mode, search_mode (older: auto_parallel_search_mode), gradients_mean (older:
-            mirror_mean), parameter_broadcast, dataset_strategy (full_batch=True: "full_batch"),
-            enable_parallel_optimizer (True: all updates are divided among ranks; False: where that pays),
-            strategy_ckpt_save_file, strategy_ckpt_load_file. device_num and global_rank change nothing, and
-            must be true: of the session if there is one, and when a model is parallelized.
+            mirror_mean), parameter_broadcast, dataset_strategy (full_batch=True means "full_batch"),
+            enable_parallel_optimizer (True: all updates are sharded; False: those for which it pays),
+            strategy_ckpt_save_file, strategy_ckpt_load_file. device_num and global_rank change nothing; they
+            are checked against the session, if there is one, and again when a model is parallelized.
 
     Raises:
-        SettingsError: a setting is not known, has no counterpart here, or has a wrong value. Nothing is set
-            then.
+        SettingsError: a setting is not known, has no counterpart, or has a wrong value; nothing is set then.
     """
     checked = _checked(settings)
     with contextlib.suppress(NotInitializedError):
@@ -122,7 +121,11 @@ def set_auto_parallel_context(**settings: Any) -> None:
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their present names, each with a legal value."""
+    """Checks settings; returns them by their current names.
+
+    Raises:
+        SettingsError: see :func:`set_auto_parallel_context`.
+    """
     checked: dict[str, Any] = {}
     for given, value in settings.items():
         name = _OLDER.get(given, given)
@@ -144,10 +147,10 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_place(settings: Mapping[str, Any], world_size: int, rank: int) -> None:
-    """Makes sure that device_num and global_rank, where they were set, are the job's.
+    """Checks that device_num and global_rank, if they were set, match the job.
 
     Raises:
-        SettingsError: one is not.
+        SettingsError: device_num is not the world size, or global_rank is not this worker's rank.
     """
     for name, value in zip(_PLACE, (world_size, rank), strict=True):
         if settings.get(name, value) != value:
@@ -159,7 +162,11 @@ def check_place(settings: Mapping[str, Any], world_size: int, rank: int) -> None
 
 
 def _place() -> tuple[int, int]:
-    """Size of the job, and rank of this worker; NotInitializedError without a session."""
+    """Returns the world size and this worker's rank.
+
+    Raises:
+        NotInitializedError: there is no session.
+    """
     from muster.worker.collectives import get_group_size, get_rank
 
     return get_group_size(), get_rank()
@@ -194,7 +201,7 @@ def _check(given: str, name: str, value: Any) -> None:
 
 
 def get_auto_parallel_context(name: str) -> Any:
-    """A setting's present value; of device_num and global_rank the session's.
+    """Returns a setting's current value; for device_num and global_rank, the session's world size and rank.
 
     Raises:
         SettingsError: there is no such setting.
@@ -217,26 +224,26 @@ def reset_auto_parallel_context() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What :func:`muster.parallelize` takes from here where it is not told otherwise.
+    """The defaults of :func:`muster.parallelize` that were set by MindSpore's names.
 
     Attributes:
-        keywords: Muster's own settings, by name; none where nothing was set.
+        keywords: Muster's arguments by name; empty if nothing was set.
     """
 
     keywords: dict[str, Any]
     _settings: dict[str, Any]
 
     def check_place(self, world_size: int, rank: int) -> None:
-        """Makes sure that device_num and global_rank, where they were set, are the job's.
+        """Checks that device_num and global_rank, if they were set, match the job.
 
         Raises:
-            SettingsError: one is not.
+            SettingsError: device_num is not the world size, or global_rank is not this worker's rank.
         """
         check_place(self._settings, world_size, rank)
 
 
 def inherited_by(net: Any) -> tuple[Any, Inherited]:
-    """The network, and its own settings if it is an :class:`AutoParallel`, otherwise the context's."""
+    """Returns the network, and the settings of its :class:`AutoParallel`, or else those of the context."""
     if isinstance(net, AutoParallel):
         return net.network, Inherited(_keywords(net.settings), net.settings)
     settings = {**_DEFAULTS, **_current} if _current else {}
@@ -244,7 +251,7 @@ def inherited_by(net: Any) -> tuple[Any, Inherited]:
 
 
 def _keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """MindSpore's settings as Muster's own."""
+    """Translates MindSpore's settings into Muster's arguments."""
     found = {_KEYWORDS[name]: value for name, value in settings.items() if name in _KEYWORDS}
     if settings.get("enable_parallel_optimizer"):
         found["shard_updates"] = "always"
@@ -271,7 +278,7 @@ _METHODS_ELSEWHERE = {
 
 
 class AutoParallel:
-    """The settings of one network, as MindSpore's later releases give them: for :func:`muster.parallelize`.
+    """The settings of one network for :func:`muster.parallelize`, as in MindSpore's later releases.
 
     ::
 
@@ -279,13 +286,13 @@ class AutoParallel:
         net.dataset_strategy("full_batch")
         model = muster.parallelize(net, example)
 
-    They replace those of ``set_auto_parallel_context``, with the same defaults; what is not here is refused,
-    with what serves instead.
+    They replace the settings of ``set_auto_parallel_context``, with the same defaults. MindSpore's other
+    methods raise a SettingsError that names the remedy.
 
     Args:
         network: a torch module.
-        parallel_mode: "semi_auto"; "sharding_propagation" or "recursive_programming": mode "auto" with that
-            search.
+        parallel_mode: "semi_auto", or "sharding_propagation" or "recursive_programming" for mode "auto" with
+            that search.
 
     Raises:
         SettingsError: there is no such mode.
@@ -299,36 +306,49 @@ class AutoParallel:
         self.settings = {**_DEFAULTS, **_AUTO_PARALLEL_MODES[parallel_mode]}
 
     def dataset_strategy(self, config: Any) -> None:
-        """How the batch is fed: "data_parallel", "full_batch", or one tuple of slices for each input."""
+        """Sets how the batch is fed: "data_parallel", "full_batch", or one tuple of slices per input."""
         self.settings.update(_checked({"dataset_strategy": config}))
 
     def enable_gradients_mean(self) -> None:
-        """Gradients are averaged, not summed."""
+        """Averages gradients instead of summing them."""
         self.settings["gradients_mean"] = True
 
     def hsdp(self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> None:
-        """All updates are divided among the ranks; the arguments must be the defaults."""
+        """Shards all updates over the ranks.
+
+        Raises:
+            SettingsError: an argument is not the default.
+        """
         if (shard_size, threshold, optimizer_level) != (-1, 64, "level1"):
             raise SettingsError("the arguments of hsdp have no counterpart here.", remedy=_ALL_UPDATES)
         self.settings["enable_parallel_optimizer"] = True
 
     def save_operator_strategy_file(self, file_path: str) -> None:
-        """The plan is saved in this file."""
+        """Saves the plan in this file."""
         self.settings.update(_checked({"strategy_ckpt_save_file": file_path}))
 
     def load_operator_strategy_file(self, file_path: str) -> None:
-        """The plan is loaded from this file, not searched for."""
+        """Loads the plan from this file instead of searching for one."""
         self.settings.update(_checked({"strategy_ckpt_load_file": file_path}))
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses MindSpore's other methods, with what serves instead."""
+        """Refuses MindSpore's other methods.
+
+        Raises:
+            SettingsError: the method has no counterpart; the error names the remedy.
+            AttributeError: there is no such method in MindSpore.
+        """
         if name in _METHODS_ELSEWHERE:
             remedy = _ELSEWHERE[_METHODS_ELSEWHERE[name]]
             raise SettingsError(f"{name} has no counterpart here.", remedy=remedy)
         raise AttributeError(f"AutoParallel has no attribute {name!r}")
 
     def __call__(self, *_: Any) -> NoReturn:
-        """Refused: settings alone compute nothing."""
+        """Refuses to compute: settings are not a model.
+
+        Raises:
+            SettingsError: always.
+        """
         raise SettingsError(
             "AutoParallel is not a model yet.", remedy="Call muster.parallelize(net, example)."
         )

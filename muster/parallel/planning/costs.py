@@ -1,4 +1,4 @@
-"""What a plan costs: time of operators and collectives, and memory, on a measured or assumed machine."""
+"""Predicts the time of operators and collectives on a measured or assumed machine."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from muster.parallel.planning.rules import LINEAR_VIEWS
 
 BUCKET_BYTES = 25 * 2**20
 _GATHERS_EXPOSED = 0.6
-"""The share of gathering a parameter, in each pass, that computing does not hide: a bucket sets out early.
-Both together cost more than an update that is divided, and less than moves that are waited for."""
+"""The share of the time of a parameter's all_gather, in each pass, that computing does not hide, although it
+starts early. With this share both gathers cost more than a sharded update, and less than collectives that
+block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """One collective of a plan, as the communicator gets it.
+    """One collective of a plan.
 
     Attributes:
         phase: "forward", "recomputed" (the forward pass again), "backward", "gradients" or "parameters".
-        node: the name of the node for which it is.
+        node: the name of the node or bucket that needs it.
         kind: one of ``COLLECTIVES``.
         dims: the mesh dimensions along which ranks take part.
-        nbytes: of the larger of the two buffers.
+        nbytes: the size of the larger of the communicator's two buffers, in bytes.
     """
 
     phase: str
@@ -53,19 +54,20 @@ class Hardware:
     """How fast one rank computes and the group communicates.
 
     Attributes:
-        name: for people.
-        flops_per_s: of a matrix product.
-        memory_bytes_per_s: of reading and writing memory.
-        column_bytes_per_s: of reading rows to add them up, as gradients of biases and norms do.
-        bus_bytes_per_s: of collectives, as nccl-tests define it.
-        latency_s: of a collective within a host that has to be waited for.
-        host_ranks: how many neighbouring ranks share a host.
-        network_bytes_per_s: of each rank's own link to other hosts.
-        network_latency_s: of a step of a collective from host to host.
-        launch_s: of a kernel of a captured step, beside what it computes.
-        memory_bytes: of one rank.
-        exposed: the share of gradient communication that is not hidden behind the backward pass, 0 to 1.
-        measured: seconds of collectives: kind -> :func:`group_text` -> [bytes, seconds] rows, smallest first.
+        name: the machine's name for people.
+        flops_per_s: the speed of a matrix product.
+        memory_bytes_per_s: the bandwidth of reading and writing memory.
+        column_bytes_per_s: the bandwidth of summing rows, as for gradients of biases and norms.
+        bus_bytes_per_s: the bus bandwidth of collectives, as nccl-tests define it.
+        latency_s: the latency of a blocking collective within a host.
+        host_ranks: the number of neighbouring ranks that share a host.
+        network_bytes_per_s: the bandwidth of each rank's own link to other hosts.
+        network_latency_s: the latency of one step of a collective from host to host.
+        launch_s: the overhead of a kernel of a captured step.
+        memory_bytes: the memory of one rank.
+        exposed: the share of gradient communication that the backward pass does not hide, 0 to 1.
+        measured: measured times of collectives: kind -> :func:`group_text` -> rows of [bytes, seconds],
+            smallest first.
     """
 
     name: str = "H200, assumed"
@@ -85,18 +87,18 @@ class Hardware:
     def collective_s(
         self, kind: str, ranks: int, nbytes: float, *, hosts: int = 1, latency: bool = True
     ) -> float:
-        """Seconds of one collective.
+        """Predicts the seconds of one collective.
 
-        On several hosts, rings go over all links between these at once, one for each of the ranks that a host
-        has in the group; the slower of links and bus holds up the rest. Small sums go by trees, gathering and
-        scattering go around all hosts.
+        Without a measurement: on several hosts there is one ring per rank that a host has in the group, over
+        all links at once, and the slower of links and bus sets the speed. The latency of an all_reduce is
+        that of trees; those of all_gather and reduce_scatter are that of a ring of all hosts.
 
         Args:
             kind: one of ``COLLECTIVES``.
-            ranks: that take part.
-            nbytes: of the larger buffer.
-            hosts: on which these ranks are, as many on each.
-            latency: whether it has to be waited for.
+            ranks: the number of ranks that take part.
+            nbytes: the size of the larger buffer, in bytes.
+            hosts: the number of hosts of these ranks, with the same number of ranks on each.
+            latency: whether to add the latency, as for a collective that blocks.
         """
         if ranks == 1 or not nbytes:
             return 0.0
@@ -115,21 +117,21 @@ class Hardware:
         return factor * (ranks - 1) / ranks * nbytes / bus + waiting
 
     def wait_s(self, kind: str, hosts: int = 1) -> float:
-        """Seconds of a collective of next to nothing."""
+        """Predicts the seconds of a collective without data: its latency."""
         around = {"all_reduce": 2 * math.ceil(math.log2(hosts)), "all_to_all": min(1, hosts - 1)}
         return self.latency_s + around.get(kind, hosts - 1) * self.network_latency_s
 
     def hosts_along(self, dims: Sequence[int], mesh: Mesh) -> int:
-        """On how many hosts the ranks are that differ along these mesh dimensions only."""
+        """Returns the number of hosts of a group of ranks that differ only along these mesh dimensions."""
         return hosts_of(tuple(dims), mesh, self.host_ranks)
 
     def along_s(self, kind: str, dims: Sequence[int], mesh: Mesh, nbytes: float) -> float:
-        """Seconds of one collective of the ranks that differ along these mesh dimensions only."""
+        """Predicts the seconds of a collective of the ranks that differ only along these mesh dimensions."""
         ranks = math.prod(mesh[d] for d in dims)
         return self.collective_s(kind, ranks, nbytes, hosts=self.hosts_along(dims, mesh))
 
     def move_s(self, steps: Sequence[RedistributionStep], nbytes: float, mesh: Mesh) -> float:
-        """Seconds of a move of a tensor that has ``nbytes`` as a whole."""
+        """Predicts the seconds of a redistribution of a tensor that has ``nbytes`` as a whole."""
         return sum(
             self.along_s(step.kind, step.dims, mesh, nbytes / step.divisor)
             for step in steps
@@ -139,10 +141,11 @@ class Hardware:
     def gradients_s(
         self, ranks: int, nbytes: float, *, sharded: bool, regathered: bool = False, hosts: int = 1
     ) -> float:
-        """Seconds of what a parameter adds to its bucket, as far as the rest of the step does not hide it.
+        """Predicts the seconds that one parameter adds to a step by its share of a bucket's communication.
 
-        With ``sharded`` (ZeRO-1) gradients are reduced and scattered, and the updated parameters gathered;
-        with ``regathered`` (ZeRO-3) they are gathered in both passes, beside what these compute.
+        Only the time that computing does not hide counts. With ``sharded`` (ZeRO-1) there is a reduce_scatter
+        of gradients and an all_gather of the updated parameters; with ``regathered`` (ZeRO-3) the parameters
+        are gathered in both passes instead.
         """
         if ranks == 1:
             return 0.0
@@ -159,7 +162,7 @@ class Hardware:
         return self.exposed * once("reduce_scatter") + once("all_gather")
 
     def to_json(self) -> dict[str, Any]:
-        """All attributes, as a measurement is saved."""
+        """Returns all attributes, as they are saved in JSON."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
@@ -171,16 +174,16 @@ H100 = Hardware(
     memory_bytes=85e9,
 )
 MACHINES = {"h200": H200, "h100": H100}
-"""Hosts of eight GPUs with 400 Gb/s a GPU between them, by the names that ``muster plan`` takes."""
+"""Machines by the names that ``muster plan`` takes: hosts of eight GPUs, with 400 Gb/s per GPU in between."""
 
 
 def group_text(ranks: int, hosts: int) -> str:
-    """A group's size, as measurements are filed."""
+    """Returns the key of a group's size in :attr:`Hardware.measured`."""
     return str(ranks) if hosts == 1 else f"{ranks} on {hosts} hosts"
 
 
 def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
-    """Between measured sizes in a straight line; beyond the largest in proportion."""
+    """Interpolates linearly between measured sizes; beyond the largest, in proportion to the size."""
     if nbytes <= rows[0][0]:
         return float(rows[0][1])
     for (a, s), (b, t) in itertools.pairwise(rows):
@@ -193,11 +196,11 @@ def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
 
 _ATTENTION = "scaled_dot_product_attention"
 _ATTENTION_SPEED = 0.5
-"""Of a product's: between its two products an attention kernel takes exponentials, which are slower."""
+"""The speed of an attention kernel relative to a matrix product: it computes exponentials between its two."""
 _CAT_SPEED = 0.36
-"""Of a plain copy's: what torch's kernel that joins tensors reaches (one H100, torch 2.11)."""
+"""The speed of torch's kernel of ``cat`` relative to a plain copy (measured on one H100, torch 2.11)."""
 _REORDER_SPEED = 0.47
-"""Likewise, of a copy that brings elements into another order."""
+"""The same of a copy that changes the order of elements."""
 CONVOLUTIONS = names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
 _PRODUCTS = names("linear matmul mm bmm addmm einsum") | CONVOLUTIONS
 _WRITES_WIDER = names("linear matmul mm addmm")  # gradients of weights, in their own precision at once
@@ -210,7 +213,7 @@ _INDEX_BYTES = 8
 
 
 def flops(graph: Graph, node: Node) -> float:
-    """Floating-point operations of the forward pass of a whole operator, of those that count."""
+    """Returns the floating-point operations of a whole operator's forward pass; 0 for all but products."""
     shapes = [graph.values[v].shape for v in node.inputs]
     out = graph.values[node.outputs[0]].numel if node.outputs else 0
     if node.op in ("linear", "matmul", "mm", "bmm"):
@@ -238,21 +241,26 @@ def flops(graph: Graph, node: Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of the two passes of an operator on one rank."""
+    """The seconds of an operator's two passes on one rank."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
-        """One after the other."""
+        """Returns the sum, as for two operators that run one after the other."""
         return Seconds(self.forward + other.forward, self.backward + other.backward)
 
 
 class OperatorTimes:
-    """The time of the operators of one graph on one machine, as a step runs them: kernel by kernel.
+    """Predicts the times of a graph's operators on one machine, kernel by kernel.
 
-    Nothing is fused but the cross entropy: an operator reads its inputs and writes its results. Kernels are
-    launched by a captured graph.
+    Except for the cross entropy no operators are fused: each reads its inputs and writes its results. Kernels
+    are launched by a captured graph.
+
+    Args:
+        graph: the graph of the forward pass, with fan-out nodes.
+        mesh: the mesh's sizes.
+        machine: the machine's costs.
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, machine: Hardware) -> None:
@@ -265,7 +273,7 @@ class OperatorTimes:
         )
 
     def traits(self, node: Node) -> tuple[object, ...]:
-        """What of a node's place in the graph its time depends on, beside operator, arguments and shapes."""
+        """Returns what a node's time depends on besides operator, arguments and shapes."""
         values = self.graph.values
         grads = [self.graph.edge_needs_grad(node, position) for position in range(len(node.inputs))]
         return (
@@ -277,18 +285,18 @@ class OperatorTimes:
     def seconds(
         self, node: Node, ins: Sequence[Placements], outs: Sequence[Placements], divided: int
     ) -> Seconds:
-        """Of a node on one rank.
+        """Predicts the times of a node's passes on one rank.
 
         Args:
-            node: of the graph.
+            node: a node of the graph.
             ins: the layouts of its inputs.
             outs: the layouts of its outputs.
-            divided: how many ranks share its products.
+            divided: the number of ranks that share its floating-point operations.
         """
         return _OperatorTime(self, node, ins, outs, divided).seconds()
 
     def gradients_of(self, node: Node) -> int:
-        """How many gradients a fan-out node adds up."""
+        """Returns the number of gradients that a fan-out node sums."""
         return self._uses[node.outputs[0]]
 
 
@@ -344,15 +352,18 @@ class _OperatorTime:
         return self._elementwise()
 
     def _moves(self, nbytes: float) -> float:
-        """One kernel that reads and writes so much."""
+        """Predicts the seconds of a kernel that reads and writes ``nbytes`` in all."""
         return nbytes / self.machine.memory_bytes_per_s + self.machine.launch_s
 
     def _column_sums(self, nbytes: float) -> float:
-        """One kernel that adds up rows."""
+        """Predicts the seconds of a kernel that sums rows of ``nbytes`` in all."""
         return nbytes / self.machine.column_bytes_per_s + self.machine.launch_s
 
     def _multiplies(self, flops_s: float, nbytes: float) -> float:
-        """One kernel that does both: at once in a matrix product, by turns in a convolution's small tiles."""
+        """Predicts the seconds of a kernel that computes and moves data.
+
+        A matrix product does both at once, a convolution with its small tiles one after the other.
+        """
         moved_s = nbytes / self.machine.memory_bytes_per_s
         together = flops_s + moved_s if self.node.op in CONVOLUTIONS else max(flops_s, moved_s)
         return together + self.machine.launch_s
@@ -360,7 +371,7 @@ class _OperatorTime:
     # ------------------------------------------------------------ operators
 
     def _casts(self) -> Seconds:
-        """Brings inputs to the precision in which the operator runs, and their gradients back."""
+        """Predicts the seconds of casting inputs to the operator's precision, and their gradients back."""
         total = Seconds()
         exact = self.node.op in RUNS_EXACT
         for count, value, grad in zip(self.counts, self.values, self.grads, strict=True):
@@ -376,7 +387,7 @@ class _OperatorTime:
         return maker.kind == "parameter" or maker.of_parameters
 
     def _product(self) -> Seconds:
-        """A product has two for its backward pass: one for each factor's gradient."""
+        """Predicts a product's seconds; its backward pass has one product per factor with a gradient."""
         first = 1 if self.node.op == "addmm" else 0
         factors = [first, first + 1] if self.node.op != "einsum" else range(len(self.values))
         low = {i: self.counts[i] * self.width for i in factors}
@@ -395,11 +406,12 @@ class _OperatorTime:
         return Seconds(forward, backward)
 
     def _attention(self) -> Seconds:
-        """Products on blocks that are read once: no block is long enough to hide that.
+        """Predicts an attention kernel's seconds: those of its products plus those of reading and writing.
 
-        The backward pass has five products for two. It reads what the forward pass read and wrote, and the
-        output's gradient; it writes three gradients, that of the queries in float32 first, and reads the
-        output and its gradient once more for the rows' sums.
+        Its blocks are too short to hide the memory accesses behind the products. The backward pass has five
+        products where the forward pass has two. It reads the inputs, the output and the output's gradient; it
+        writes three gradients, that of the queries in float32 first, and reads the output and its gradient
+        once more for the rows' sums.
         """
         each = self.width * max(self.counts[:3])
         products = self.flops_s / _ATTENTION_SPEED
@@ -408,14 +420,14 @@ class _OperatorTime:
         return Seconds(forward, backward if any(self.grads) else 0.0)
 
     def _joined_gradients(self) -> float:
-        """The gradients of parts become one; where the parts lay in another order, that order is restored."""
+        """Predicts the seconds of joining the gradients of parts, and of restoring the source's order."""
         moved = 2 * sum(self.sizes)
         made = self.graph.nodes[self.values[0].node]
         ordered = self._moves(moved / _REORDER_SPEED) if made.op in _REORDERERS else 0.0
         return self._moves(moved / _CAT_SPEED) + ordered
 
     def _batch_norm(self) -> Seconds:
-        """Both passes sum over the batch first, and then read everything again."""
+        """Predicts a BatchNorm's seconds: both passes sum over the batch, and then read everything again."""
         x = self.sizes[0]
         forward = self._column_sums(x) + self._moves(x + self.out)
         backward = self._column_sums(x + self.out) + self._moves(2 * x + self.out)
@@ -429,7 +441,7 @@ class _OperatorTime:
         return Seconds(self._moves(x + self.out), backward)
 
     def _elementwise(self) -> Seconds:
-        """Everything else, and what there is no rule for."""
+        """Predicts the seconds of an embedding, an elementwise operator, or any other operator."""
         op = self.node.op
         if op == "embedding":
             back = self._moves(self.sizes[0] + 2 * self.out) if self.grads[0] else 0.0
@@ -440,7 +452,7 @@ class _OperatorTime:
         for size, count, value, grad in zip(self.sizes, self.counts, self.values, self.grads, strict=True):
             if not grad:
                 continue
-            if count * self.width < self.out and op in ("add", "sub", "mul", "div"):  # it was repeated
+            if count * self.width < self.out and op in ("add", "sub", "mul", "div"):  # it was broadcast
                 backward += self._column_sums(self.out)
             elif op in ("add", "sub", *_COPIES):  # a gradient is handed on, at most in another precision
                 backward += self._moves(self.out + size) if value.itemsize != self.width else 0.0
@@ -452,15 +464,15 @@ class _OperatorTime:
 def inner_collectives(
     graph: Graph, node: Node, names: Sequence[str], ins: Sequence[Placements], mesh: Mesh, *, local_norm: bool
 ) -> list[PlannedCollective]:
-    """The collectives that an operator needs within itself.
+    """Returns the collectives within an operator, as of a cross entropy over sharded classes.
 
     Args:
-        graph: of the node.
+        graph: the node's graph.
         node: the operator.
         names: the axis that each mesh dimension splits.
         ins: the layouts of the inputs.
-        mesh: sizes.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+        mesh: the mesh's sizes.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
     """
     along = {name: tuple(m for m, each in enumerate(names) if each == name) for name in names}
     shape = local_shape(ins[0], mesh, graph.values[node.inputs[0]].shape) if node.inputs else ()

@@ -1,4 +1,4 @@
-"""How the batch is fed: which part of each input a rank gives, and what of the graph follows the batch."""
+"""Lays out the batch: which part of each input a rank feeds, and which values have the batch's dimension."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from muster.parallel.planning.strategies import Slices
 def feeding(
     mesh: Mesh, dataset: str | Sequence[Slices], shapes: Sequence[Shape]
 ) -> tuple[Placements, ...] | None:
-    """The layouts of the inputs; None: they cannot be so on this mesh.
+    """Returns the layout of each input; None if the inputs cannot be split like that on this mesh.
 
     Args:
-        mesh: sizes.
-        dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or
-            the slices of each input, which ranks take row by row, neighbours the same where there are more.
-        shapes: of the whole inputs.
+        mesh: the mesh's sizes.
+        dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all of it),
+            or the number of slices of each dimension of each input. Ranks take the slices row by row; if
+            there are more ranks than slices, neighbouring ranks take the same one.
+        shapes: the shapes of the whole inputs.
+
+    Raises:
+        SettingsError: the slices do not fit the number or the dimensions of the inputs.
     """
     grid: Slices = ()
     if not isinstance(dataset, str):
@@ -62,9 +66,10 @@ def _cuts(dataset: str | Sequence[Slices], number: int, ndim: int) -> Slices:
 
 
 def _dealt(mesh: Mesh, grid: Slices) -> Placements | None:
-    """The tensor dimension that each mesh dimension splits, so that ranks in order get the grid row by row.
+    """Returns the tensor dimension that each mesh dimension splits; None if the mesh does not fit the grid.
 
-    A search tries several meshes, and which rank feeds what must not depend on the one that it takes.
+    Ranks in order get the grid's slices row by row on every mesh: a search tries several meshes, and which
+    rank feeds which slice must not depend on the mesh that it chooses.
     """
     found: list[Placement] = []
     left = [(d, n) for d, n in enumerate(grid) if n > 1]
@@ -82,7 +87,7 @@ def _dealt(mesh: Mesh, grid: Slices) -> Placements | None:
 
 
 def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Placements | None:
-    """The layout of an input that is cut into these slices, where the inputs' grid is this one."""
+    """Returns the layout of an input that is cut into ``cuts``, within the ``grid`` of all inputs."""
     left = list(cuts)
     found: list[Placement] = []
     for size, entry in zip(mesh, _dealt(mesh, grid) or (), strict=False):
@@ -97,10 +102,10 @@ def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Placements | None:
 
 
 def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[Slices]) -> Shape:
-    """The shape of the job's input number ``number`` if each rank feeds ``shape``.
+    """Returns the shape of the whole input number ``number`` if each rank feeds ``shape``.
 
     Raises:
-        SettingsError: the strategy of the data does not fit.
+        SettingsError: the slices in ``dataset`` do not fit the input.
     """
     if dataset == "full_batch" or not shape:
         return shape
@@ -110,7 +115,7 @@ def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[S
 
 
 def batch_led(graph: Graph) -> set[int]:
-    """The values whose first dimension is the batch's, as inputs that are fed in parts have it."""
+    """Returns the indices of the values whose first dimension is the batch."""
     where: dict[int, int] = {}  # by value, the dimension of the batch
     sizes = {graph.values[node.outputs[0]].shape[:1] for node in graph.nodes if node.kind == "input"} - {()}
     for node in graph.nodes:
@@ -118,7 +123,7 @@ def batch_led(graph: Graph) -> set[int]:
             where |= dict.fromkeys((v for v in node.outputs if graph.values[v].shape), 0)
         elif node.kind in ("call", FAN_OUT) and any(v in where for v in node.inputs):
             axes = axes_of(graph, node)
-            for value in node.outputs if axes is None else ():  # no rule: its shape must do
+            for value in node.outputs if axes is None else ():  # no rule: judged by the shape alone
                 if graph.values[value].shape[:1] in sizes:
                     where[value] = 0
             for axis in axes or ():

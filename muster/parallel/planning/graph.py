@@ -1,4 +1,4 @@
-"""The forward graph of a training step, as values: what rules, search and plan work on."""
+"""The forward graph of a training step: the data on which rules, search and plan work."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DEVICE = re.compile(r"'(cpu|meta|cuda(:\d+)?)'")
 
 
 def names(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Returns the words of a text."""
     return frozenset(text.split())
 
 
 _ONLY_LIKE_SECOND = names("type_as view_as expand_as reshape_as")
-"""Operators that take only dtype or shape of their second input, which so gets no gradient."""
+"""Operators that read only the dtype or shape of their second input, which therefore gets no gradient."""
 
 _CONSTANT = names(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like "
@@ -31,7 +31,7 @@ _CONSTANT = names(
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands in arguments for the tensor that is a node's input number ``position``."""
+    """The place of a tensor among a node's arguments: the node's input number ``position``."""
 
     position: int
 
@@ -41,13 +41,13 @@ class TensorValue:
     """A tensor of the graph.
 
     Attributes:
-        name: of the node that makes it, with a number if that makes several.
-        shape: of the whole tensor.
-        dtype: such as "float32".
-        itemsize: bytes of one element.
+        name: the name of the node that makes it, with a number if that node makes several.
+        shape: the shape of the whole tensor.
+        dtype: the dtype, such as "float32".
+        itemsize: the size of an element in bytes.
         floating: whether it can have a gradient.
-        needs_grad: whether it depends on something that is trained.
-        node: index of the node that makes it.
+        needs_grad: whether it gets a gradient in the backward pass.
+        node: the index of the node that makes it.
     """
 
     name: str
@@ -60,12 +60,12 @@ class TensorValue:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the whole tensor in bytes."""
         return self.numel * self.itemsize
 
 
@@ -73,24 +73,24 @@ class TensorValue:
 class Node:
     """One operator, or a parameter, buffer, input, fan-out node or output.
 
-    A fan-out node stands behind a value that is used several times: it changes the layout once for all who
-    want the same one, and adds their gradients before these travel.
+    A fan-out node follows a value that is used several times: it redistributes the value once for all
+    consumers that need the same layout, and sums their gradients before these are communicated.
 
     Attributes:
-        name: unique in the graph.
+        name: the node's name, unique in the graph.
         kind: "call", "parameter", "buffer", "input", ``FAN_OUT`` or "output".
-        op: of a call, the operator's name without overload, such as "linear"; otherwise the kind.
-        inputs: indices of values.
-        outputs: indices of values.
-        args: of a call, with :class:`Ref` for tensors.
-        kwargs: likewise.
+        op: for a call, the operator's name without overload, such as "linear"; otherwise the kind.
+        inputs: the indices of the values that it reads.
+        outputs: the indices of the values that it makes.
+        args: the positional arguments of a call, with :class:`Ref` for tensors.
+        kwargs: the keyword arguments of a call, with :class:`Ref` for tensors.
         module: the path of the module that calls it, "" for the outermost.
-        line: where in the source, as ``file.py:12``.
-        trained: whether a parameter, or an input, requires a gradient.
+        line: its place in the source, as ``file.py:12``.
+        trained: whether a parameter or an input requires a gradient.
         layerwise: whether a parameter is left out of broadcasts and reductions.
-        mutated: whether a buffer, or that behind a fan-out node, is written in the forward pass.
+        mutated: whether the forward pass writes the buffer, or for a fan-out node the buffer before it.
         of_parameters: whether it depends on parameters and buffers only.
-        random: whether it draws random numbers.
+        random: whether the operator draws random numbers.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes in the order in which they run; ``values`` are what passes between them."""
+    """Nodes in the order in which they run, and the values that pass between them."""
 
     nodes: list[Node] = field(default_factory=list)
     values: list[TensorValue] = field(default_factory=list)
@@ -138,11 +138,11 @@ class Graph:
         return len(self.nodes) - 1
 
     def by_name(self) -> dict[str, int]:
-        """Indices of nodes by their names."""
+        """Returns the indices of nodes by their names."""
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     def with_fan_outs(self) -> Graph:
-        """The same graph with a fan-out node behind what is used more than once, and gradients marked."""
+        """Returns the same graph with a fan-out node behind each value of several uses, gradients marked."""
         uses = Counter(value for node in self.nodes for value in node.inputs)
         graph = Graph()
         renamed: dict[int, int] = {}
@@ -172,7 +172,7 @@ class Graph:
         return graph
 
     def _leave_dead_ends(self) -> None:
-        """Marks values without a differentiable way to an output: they get no gradient."""
+        """Clears ``needs_grad`` of values without a differentiable path to an output."""
         flows: set[int] = set()
         for node in reversed(self.nodes):
             if node.kind == "output" or any(value in flows for value in node.outputs):
@@ -181,14 +181,14 @@ class Graph:
             value.needs_grad = index in flows
 
     def source(self, value: int) -> Node:
-        """The node that makes a value, behind the fan-out nodes that hand it on."""
+        """Returns the node that makes a value, looking through fan-out nodes."""
         maker = self.nodes[self.values[value].node]
         while maker.kind == FAN_OUT:
             maker = self.nodes[self.values[maker.inputs[0]].node]
         return maker
 
     def edge_needs_grad(self, node: Node, position: int) -> bool:
-        """Whether a gradient comes back from a node to the maker of its input."""
+        """Whether the backward pass sends a gradient from a node to the maker of its input."""
         leads_on = node.kind == "output" or any(self.values[v].needs_grad for v in node.outputs)
         return (
             leads_on
@@ -210,7 +210,7 @@ class Graph:
             )
 
     def signature(self) -> list[str]:
-        """One line per node, from which a plan knows its model again."""
+        """Returns one line per node, by which a saved plan recognizes its model."""
         lines = []
         for node in self.nodes:
             shapes = " ".join(f"{self.values[v].dtype}{list(self.values[v].shape)}" for v in node.outputs)
@@ -220,9 +220,9 @@ class Graph:
         return lines
 
     def fingerprint(self) -> str:
-        """A digest of :meth:`signature` and of the arguments that are no tensors; devices do not count.
+        """Returns a digest of :meth:`signature` and of all arguments but tensors, regardless of devices.
 
-        Each rank has a GPU of its own, and a plan may have been made without any.
+        Each rank has its own GPU, and a plan may have been made on a machine without one.
         """
         text = "\n".join([*self.signature(), *(f"{node.args}{node.kwargs}" for node in self.nodes)])
         text = _DEVICE.sub("device", text)
@@ -234,5 +234,5 @@ def _copy(value: TensorValue) -> TensorValue:
 
 
 def _differentiated(node: Node) -> tuple[int, ...]:
-    """The inputs by whose contents a node is differentiated."""
+    """Returns the inputs with respect to which a node is differentiated."""
     return node.inputs[:1] if node.op in _ONLY_LIKE_SECOND else node.inputs

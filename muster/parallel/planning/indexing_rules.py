@@ -1,4 +1,4 @@
-"""The axes of operators that take or put elements by indices."""
+"""The axes of operators that read or write elements by indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.parallel.planning.graph import Node, Ref
 
 @rule("embedding")
 def _embedding(call: OperatorCall) -> list[Axis] | None:
-    # padding_idx, scale_grad_by_freq and sparse change gradients only by rows, which the last two mix.
+    # padding_idx changes gradients row by row only; scale_grad_by_freq and sparse mix the rows.
     if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
         return None
     out = call.outs[0]
@@ -24,7 +24,7 @@ def _embedding(call: OperatorCall) -> list[Axis] | None:
 
 @rule("embedding_bag", "_embedding_bag")
 def _embedding_bag(call: OperatorCall) -> list[Axis] | None:
-    """Bags can be split where all have as many words; the columns of the table always."""
+    """Bags can be split if all have the same number of words, and columns unless the mode is the maximum."""
     bags, mode = call.outs[0][0], call.argument(4, "mode", 0)
     others = (EXCHANGED,) * (len(call.outs) - 1)
     more = len(call.ins) - 3
@@ -35,13 +35,13 @@ def _embedding_bag(call: OperatorCall) -> list[Axis] | None:
     if not scaled and words_per_bag(call.makers[2]) * bags == call.ins[1][0]:
         outs = tuple(0 if shape else None for shape in call.outs[1:])
         axes.append(Axis("b", bags, (None, 0, 0, *(0,) * more), (0, *outs)))
-    if mode in (0, 1):  # sum and mean: the third, the maximum, gives places in the table too
+    if mode in (0, 1):  # sum and mean; the maximum returns indices into the table, too
         axes.append(Axis("n", call.outs[0][1], (1, None, None, *(None,) * more), (1, *others)))
     return axes
 
 
 def words_per_bag(maker: Node) -> int:
-    """The number of words of each bag, from what makes the places where bags begin; 0: it may differ."""
+    """Returns the number of words per bag, from the operator that makes the offsets; 0 if it may vary."""
     if maker.op != "arange":
         return 0
     begin, _, step = (0, *maker.args, 1)[-3:] if len(maker.args) == 1 else (*maker.args, 1)[:3]
@@ -50,7 +50,7 @@ def words_per_bag(maker: Node) -> int:
 
 @rule("gather", "scatter", "scatter_add", "scatter_reduce")
 def _along(call: OperatorCall) -> list[Axis]:
-    """Dimensions other than that of the index can be split where all tensors have them whole."""
+    """Dimensions other than the indexed one can be split if they have the same size in all tensors."""
     dim = call.dim(call.argument(1, "dim"))
     return [
         Axis(f"d{d}", size, (d,) * len(call.ins), (d,))
@@ -74,7 +74,7 @@ def _index_add(call: OperatorCall) -> list[Axis]:
 
 @rule("index")
 def _index(call: OperatorCall) -> list[Axis] | None:
-    """Dimensions that no index is for, and those of the indices."""
+    """Dimensions without an index can be split, and so can those of the indices."""
     shape, out, indices = call.ins[0], call.outs[0], list(call.args[1])
     used = [d for d, each in enumerate(indices) if each is not None]
     if any("bool" in dtype or dtype == "uint8" for dtype in call.dtypes[1:]):
@@ -104,7 +104,7 @@ def _index(call: OperatorCall) -> list[Axis] | None:
 
 
 def takes_one_of_each(maker: Node, rows: int, indices: list[Any]) -> bool:
-    """Whether the first index counts the rows, as in ``scores[torch.arange(n), chosen]``."""
+    """Whether the first index enumerates the rows, as in ``scores[torch.arange(n), chosen]``."""
     counts = maker.op == "arange" and maker.args in ((rows,), (0, rows), (0, rows, 1))
     return counts and isinstance(indices[0], Ref)
 

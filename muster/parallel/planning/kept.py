@@ -1,4 +1,4 @@
-"""What the forward pass leaves for the backward pass, operator by operator, as a search adds it up. Pure."""
+"""Computes what each operator keeps for the backward pass, as sums that a search can minimise. Pure."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _UNREAD = (
 """By operator, the argument whose values its backward pass does not read."""
 _RECURRENT = names(
     "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
-)  # nor those of biases
+)  # their backward passes do not read biases
 TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
 
 
 def is_view(graph: Graph, node: Node, turned: set[int]) -> bool:
-    """Whether a node's result has the memory of its first input.
+    """Whether a node's result shares the memory of its first input.
 
     Args:
-        graph: of the node.
-        node: any.
-        turned: the values whose elements are in another order than their memory has them.
+        graph: the node's graph.
+        node: the node.
+        turned: the values whose elements are in another order than in memory.
     """
     if node.kind == FAN_OUT or node.op == "detach" or feeds_a_loss(graph, node):
         return True
@@ -60,12 +60,12 @@ def is_view(graph: Graph, node: Node, turned: set[int]) -> bool:
 
 
 def turns(node: Node, turned: set[int]) -> bool:
-    """Whether a view's result is in another order than its memory."""
+    """Whether the elements of a view's result are in another order than in memory."""
     return node.op in TURNS or (node.kind == FAN_OUT and node.inputs[0] in turned)
 
 
 def cast_width(graph: Graph, node: Node, position: int) -> int:
-    """Bytes of an element of the copy of an input in the precision in which a node runs; 0: there is none."""
+    """Returns the element size in bytes of an input's copy in the node's precision; 0 if it is not cast."""
     value = graph.values[node.inputs[position]]
     width = graph.values[node.outputs[0]].itemsize
     cast = (
@@ -79,7 +79,7 @@ def cast_width(graph: Graph, node: Node, position: int) -> int:
 
 
 def kept_inputs(graph: Graph, node: Node) -> list[int]:
-    """The positions of the inputs whose values an operator's backward pass reads."""
+    """Returns the positions of the inputs whose values an operator's backward pass reads."""
     if node.kind != "call" or not any(graph.values[v].needs_grad for v in node.outputs):
         return []
     if node.op in SAVES_INPUTS | SAVES_OUTPUTS | SAVES_NOTHING and node.op not in SAVES_INPUTS:
@@ -88,14 +88,14 @@ def kept_inputs(graph: Graph, node: Node) -> list[int]:
     if node.op in _UNREAD:
         unread = next((a.position for a in node.args[_UNREAD[node.op] :][:1] if isinstance(a, Ref)), None)
         return [position for position in every if position != unread]
-    if node.op == "instance_norm":  # of its weight it repeats, and keeps the copy
+    if node.op == "instance_norm":  # it keeps a repeated copy of its weight
         return every[:1]
     if node.op in _RECURRENT:
         of_matrices = [position for position, v in enumerate(node.inputs) if len(graph.values[v].shape) > 1]
         if graph.edge_needs_grad(node, 0):
             return of_matrices
         return [p for p in of_matrices if "weight_ih_l0" not in graph.source(node.inputs[p]).name]
-    if node.op in _BY_FACTORS:  # each is read for the gradient of the other; what is added is not
+    if node.op in _BY_FACTORS:  # each factor is read for the other's gradient; a summand is not read
         first = 1 if node.op == "addmm" else 0
         pair = every[first : first + 2]
         return [p for p in pair if any(graph.edge_needs_grad(node, other) for other in pair if other != p)]
@@ -103,7 +103,7 @@ def kept_inputs(graph: Graph, node: Node) -> list[int]:
 
 
 def casts_weight(graph: Graph, node: Node, position: int) -> bool:
-    """Whether an operator casts a weight by itself, and so need not keep the cast of one that is not kept."""
+    """Whether an operator casts a weight by itself, and need not keep the copy of a gathered one."""
     value = graph.values[node.inputs[position]]
     return (
         node.op in _CASTS_WEIGHT
@@ -131,12 +131,12 @@ def casts_again(graph: Graph, layers: Sequence[Layer] = ()) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """Something that is kept for the backward pass.
+    """A tensor that a node keeps for the backward pass.
 
     Attributes:
-        of_output: it has the layout of an output; otherwise of an input.
-        position: of that output or input.
-        nbytes: of the whole.
+        of_output: whether it has the layout of an output, rather than of an input.
+        position: the position of that output or input.
+        nbytes: the size of the whole tensor in bytes.
     """
 
     of_output: bool
@@ -145,22 +145,22 @@ class KeptPart:
 
 
 def kept_parts(graph: Graph, layers: Sequence[Layer] = ()) -> list[tuple[KeptPart, ...]]:
-    """By node, what it keeps at least that no node before it keeps.
+    """Returns, for each node, what it keeps at least that no earlier node keeps.
 
-    A tensor that several nodes read is counted at the first that keeps it, in the layout in which that one
-    reads it: there it is held, as it was made or as a copy. Copies of others in other layouts come on top,
-    so a sum of these is at most what a step holds when its forward pass ends. Of a layer that is computed
-    again, what it is given is kept, and counted at its maker.
+    A tensor that several nodes keep is counted once, at the first of them, in the layout in which that one
+    reads it. Copies that later nodes keep in other layouts are not counted, so the sum is a lower bound of
+    what a step holds at the end of its forward pass. A recomputed layer keeps its inputs, which are counted
+    at the nodes that make them.
 
     Args:
-        graph: with fan-out nodes.
-        layers: those that are computed again.
+        graph: the graph of the forward pass, with fan-out nodes.
+        layers: the layers that are recomputed.
     """
     return _Savings(graph, layers).parts()
 
 
 def worth_recomputing(graph: Graph) -> list[Layer]:
-    """The layers that keep more than they are given."""
+    """Returns the layers that keep more bytes than their inputs have."""
     kept = kept_parts(graph)
     found = []
     for layer in layers_of(graph):
@@ -176,7 +176,7 @@ class _Savings:
         self.graph = graph
         self._inside = {index for layer in layers for index in layer.indices}
         self._given = {value for layer in layers for value in layer.given}
-        self._root: dict[int, int] = {}  # by value, that whose memory it has
+        self._root: dict[int, int] = {}  # by value, the value whose memory it shares
         self._turned: set[int] = set()
         self._counted: set[object] = set()
 
@@ -228,12 +228,12 @@ class _Savings:
         return [KeptPart(False, position, self._nbytes(value))]
 
     def _nbytes(self, value: int) -> int:
-        """Of a value's memory; a view may repeat what is there."""
+        """Returns the bytes of a value's memory, which an expanded view may exceed."""
         root = self._root.get(value, value)
         return min(self.graph.values[value].nbytes, self.graph.values[root].nbytes)
 
     def _first(self, value: int) -> bool:
-        """Whether nobody has kept a value's memory yet; parameters and inputs are there anyway."""
+        """Whether a value's memory was not counted before; counts it. False for parameters and inputs."""
         root = self._root.get(value, value)
         held = self.graph.nodes[self.graph.values[root].node].kind in ("parameter", "buffer", "input")
         if held or root in self._counted:
@@ -242,7 +242,7 @@ class _Savings:
         return True
 
     def _extra(self, node: Node) -> float:
-        """Bytes that an operator makes for its backward pass only."""
+        """Returns the bytes of what an operator makes only for its backward pass."""
         out = self.graph.values[node.outputs[0]]
         if node.op == "dropout" and node.draws:
             return out.nbytes  # the mask
@@ -257,7 +257,7 @@ class _Savings:
 def kept_bytes(
     kept: Sequence[KeptPart], ins: Sequence[Placements], outs: Sequence[Placements], mesh: Mesh
 ) -> float:
-    """Bytes of what a node keeps, on one rank."""
+    """Returns the bytes of what a node keeps on one rank."""
     found = 0.0
     for each in kept:
         layouts = outs if each.of_output else ins

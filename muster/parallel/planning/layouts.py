@@ -1,10 +1,10 @@
-"""Layouts: which part of a tensor each rank of a mesh holds, and how a tensor gets from one to another.
+"""Layouts: which part of a tensor each rank of a mesh holds, and how a tensor is redistributed between two.
 
-A mesh is a tuple of sizes; world ranks are numbered row by row, so the last mesh dimension has neighbouring
-ranks. A layout has one placement per mesh dimension, as DTensor has them: ``REPLICATE`` (the same on all
-ranks along it), ``PARTIAL`` (the sum of the ranks' tensors is meant) or a shard: the number of the tensor
-dimension that is split along it. Where several mesh dimensions split one tensor dimension, the first one does
-so first.
+A mesh is a tuple of sizes; world ranks are numbered row by row, so ranks along the last mesh dimension are
+neighbours. A layout has one placement per mesh dimension, like DTensor's: ``REPLICATE`` (the same tensor on
+all ranks along it), ``PARTIAL`` (the tensor is the sum of the ranks' tensors) or a shard, given as the number
+of the tensor dimension that is split along it. If several mesh dimensions split one tensor dimension, the
+first mesh dimension splits it first.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One step of a move.
+    """One step of a redistribution.
 
     Attributes:
-        kind: one of ``COLLECTIVES``, or without communication: "slice" (a rank takes its part) or "share" (a
-            replicated tensor becomes a sum of equal parts).
+        kind: one of ``COLLECTIVES``, or a step without communication: "slice" (each rank takes its shard) or
+            "share" (a replicated tensor becomes a sum of equal parts).
         dims: the mesh dimensions along which ranks take part.
         source: the tensor dimension that is gathered, or -1.
-        target: the tensor dimension that is divided, or -1.
-        divisor: the larger of the buffers that the communicator gets has the tensor's elements over this.
+        target: the tensor dimension that is split, or -1.
+        divisor: the number of elements of the whole tensor over that of the communicator's larger buffer.
     """
 
     kind: str
@@ -47,19 +47,19 @@ class RedistributionStep:
 
 
 def replicated(mesh: Mesh) -> Placements:
-    """The layout of a tensor that every rank has whole."""
+    """Returns the layout of a tensor that every rank holds whole."""
     return (REPLICATE,) * len(mesh)
 
 
 @functools.lru_cache(maxsize=100_000)
 def parts(layout: Placements, mesh: Mesh) -> int:
-    """Into how many parts a tensor is divided."""
+    """Returns the number of shards of a tensor."""
     return math.prod(size for size, entry in zip(mesh, layout, strict=True) if isinstance(entry, int))
 
 
 @functools.lru_cache(maxsize=100_000)
 def slices(layout: Placements, mesh: Mesh, ndim: int) -> Shape:
-    """The number of slices of each tensor dimension."""
+    """Returns the number of slices of each tensor dimension."""
     return tuple(
         math.prod(size for size, entry in zip(mesh, layout, strict=True) if entry == d) for d in range(ndim)
     )
@@ -67,7 +67,7 @@ def slices(layout: Placements, mesh: Mesh, ndim: int) -> Shape:
 
 @functools.lru_cache(maxsize=100_000)
 def fits(layout: Placements, mesh: Mesh, shape: Shape) -> bool:
-    """Whether all dimensions exist and divide evenly."""
+    """Whether all dimensions that the layout splits exist and divide evenly."""
     if any(isinstance(entry, int) and entry >= len(shape) for entry in layout):
         return False
     cuts = slices(layout, mesh, len(shape))
@@ -75,13 +75,13 @@ def fits(layout: Placements, mesh: Mesh, shape: Shape) -> bool:
 
 
 def local_shape(layout: Placements, mesh: Mesh, shape: Shape) -> Shape:
-    """The shape of one rank's part."""
+    """Returns the shape of one rank's shard."""
     cuts = slices(layout, mesh, len(shape))
     return tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
 
 
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
-    """A rank's place in the mesh."""
+    """Returns a rank's coordinates in the mesh."""
     place = []
     for size in reversed(mesh):
         place.append(rank % size)
@@ -90,7 +90,7 @@ def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
 
 
 def group_ranks(dims: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The groups of world ranks that differ along ``dims`` only, in order of their first rank."""
+    """Returns the groups of world ranks that differ only along ``dims``, ordered by their first ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(mesh)):
         place = coordinates(rank, mesh)
@@ -101,14 +101,20 @@ def group_ranks(dims: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=10_000)
 def hosts_of(dims: tuple[int, ...], mesh: Mesh, host_ranks: int) -> int:
-    """On how many hosts the ranks are that differ along ``dims`` only, where neighbours share hosts."""
+    """Returns the number of hosts of a group of ranks that differ only along ``dims``.
+
+    Args:
+        dims: the mesh dimensions.
+        mesh: the mesh's sizes.
+        host_ranks: the number of neighbouring ranks that share a host.
+    """
     if math.prod(mesh) <= host_ranks:
         return 1
     return max(len({rank // host_ranks for rank in ranks}) for ranks in group_ranks(dims, mesh))
 
 
 def factorisations(world: int, dimensions: int = 2) -> list[Mesh]:
-    """The meshes of ``world`` ranks with at most this many dimensions, those with fewer first."""
+    """Returns the meshes of ``world`` ranks with up to ``dimensions`` dimensions, those with fewer first."""
     found: list[Mesh] = [(world,)]
     for count in range(2, dimensions + 1):
         for sizes in itertools.product([n for n in range(2, world) if world % n == 0], repeat=count):
@@ -118,7 +124,7 @@ def factorisations(world: int, dimensions: int = 2) -> list[Mesh]:
 
 
 def layout_text(layout: Placements) -> str:
-    """A layout in few characters, such as ``S0,R``."""
+    """Returns a layout as a short text, such as ``S0,R``."""
     return ",".join(f"S{entry}" if isinstance(entry, int) else entry for entry in layout)
 
 
@@ -128,9 +134,9 @@ def layout_text(layout: Placements) -> str:
 def plan_move(
     source: Placements, target: Placements, mesh: Mesh, shape: Shape
 ) -> tuple[RedistributionStep, ...] | None:
-    """The steps that bring a tensor from one layout to another; None: there are none.
+    """Returns the cheapest steps that redistribute a tensor between two layouts; None if there are none.
 
-    Both layouts must fit the shape. Nothing becomes partial but by sharing out what is replicated.
+    Both layouts must fit the shape. Only a replicated tensor can become partial.
     """
     if source == target:
         return ()
@@ -142,7 +148,7 @@ def plan_move(
 def _plan_move(
     source: Placements, target: Placements, mesh: Mesh, shape: Shape
 ) -> tuple[RedistributionStep, ...] | None:
-    """The cheapest path, by volume and then by the number of collectives, among the legal steps."""
+    """Searches the path of legal steps with the least volume, and then with the fewest collectives."""
     best: dict[Placements, float] = {source: 0.0}
     queue: list[tuple[float, int, Placements, tuple[RedistributionStep, ...]]] = [(0.0, 0, source, ())]
     order = itertools.count(1)
@@ -172,7 +178,7 @@ def _volume(step: RedistributionStep, mesh: Mesh) -> float:
 def _steps(
     layout: Placements, target: Placements, mesh: Mesh, shape: Shape
 ) -> Iterator[tuple[RedistributionStep, Placements]]:
-    """What can be done to a tensor in ``layout`` on its way to ``target``."""
+    """Yields the legal steps from ``layout`` on the way to ``target``, each with the layout after it."""
     whole = parts(layout, mesh)
     cuts = slices(layout, mesh, len(shape))
     partial = tuple(m for m, entry in enumerate(layout) if entry == PARTIAL and target[m] != PARTIAL)

@@ -21,7 +21,7 @@ def _cross_entropy(call: OperatorCall) -> list[Axis] | None:
 
 
 def _classes(size: int) -> Axis:
-    """The classes of a loss: the ranks exchange maxima and sums."""
+    """Returns the axis of a loss's classes, over which the ranks exchange maxima and sums."""
     return Axis("v", size, (1, None), (EXCHANGED,))
 
 
@@ -33,13 +33,13 @@ REDUCTION_AT = {
     "margin_ranking_loss": 4,
     "triplet_margin_loss": 7,
 }
-"""Where a loss's arguments say how it is reduced; else it is the third."""
+"""The position of the reduction among a loss's arguments; 2 for losses that are not listed."""
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss")
 @rule("binary_cross_entropy", "binary_cross_entropy_with_logits", "margin_ranking_loss")
 def _pointwise_loss(call: OperatorCall) -> list[Axis] | None:
-    """Weights may be repeated along dimensions that they lack."""
+    """All dimensions can be split; weights may lack some, and are broadcast along them."""
     reduction = call.argument(REDUCTION_AT.get(call.op, 2), "reduction", MEAN)
     shape = call.ins[0]
     if call.ins[1] != shape or any(len(each) > len(shape) for each in call.ins):
@@ -65,7 +65,7 @@ def _loss_of_vectors(call: OperatorCall) -> list[Axis] | None:
 
 @rule("pairwise_distance", "cosine_similarity")
 def _of_pairs(call: OperatorCall) -> list[Axis] | None:
-    """Two tensors of vectors, compared along one dimension."""
+    """All dimensions can be split but the one along which vectors are compared."""
     if call.ins[0] != call.ins[1]:
         return None
     gone = call.dim(call.argument(2, "dim", 1) if call.op == "cosine_similarity" else -1)
@@ -79,7 +79,7 @@ def _of_pairs(call: OperatorCall) -> list[Axis] | None:
 
 @rule("ctc_loss")
 def _ctc_loss(call: OperatorCall) -> list[Axis] | None:
-    """By samples, where each has targets of its own; their mean is one of samples."""
+    """The batch can be split if each sample has a row of targets; the mean is one over samples."""
     if [len(shape) for shape in call.ins] != [3, 2, 1, 1]:
         return None
     reduction = call.argument(REDUCTION_AT[call.op], "reduction", MEAN)

@@ -1,4 +1,4 @@
-"""How much memory a step takes on one rank: what is kept for the backward pass, played through. Pure."""
+"""Simulates a step's memory on one rank, with what is kept for the backward pass. Pure."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Memory:
     """Bytes of one rank.
 
     Attributes:
-        held: parameters, buffers, and what the optimizer keeps: there all the time.
-        kept: what the forward pass leaves for the backward pass, at its end.
-        peak: the most at any moment of forward and backward pass, gradients included.
+        held: parameters, buffers and optimizer state, which are held all the time.
+        kept: what the forward pass keeps for the backward pass, at its end.
+        peak: the maximum during forward and backward pass, gradients included.
     """
 
     held: int
@@ -50,22 +50,22 @@ class Memory:
 
 
 def step_memory(graph: Graph, states: Sequence[State], mesh: Mesh, *, optimizer_states: int = 2) -> Memory:
-    """Plays a step and adds up what is there at each moment.
+    """Simulates a step, and sums the live memory at each moment.
 
-    Gradients begin as None. What operators need within themselves is not counted, nor what the optimizer's
-    own step needs beside its state.
+    Gradients begin as None. Workspaces of operators are not counted, nor temporary memory of the optimizer's
+    step.
 
     Args:
-        graph: with fan-out nodes.
-        states: one of each node's.
-        mesh: sizes.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
+        graph: the graph of the forward pass, with fan-out nodes.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes.
+        optimizer_states: the number of tensors that the optimizer keeps per parameter.
     """
     return _Play(graph, states, mesh).play(optimizer_states)
 
 
 def peak_of(problem: Problem, optimizer_states: int) -> Callable[[Sequence[int]], float]:
-    """The function that gives the peak of a choice's memory."""
+    """Returns a function from a choice to its peak memory in bytes."""
 
     def peak(choice: Sequence[int]) -> float:
         states = problem.chosen(choice)
@@ -75,36 +75,36 @@ def peak_of(problem: Problem, optimizer_states: int) -> Callable[[Sequence[int]]
 
 
 class _Play:
-    """One step, moment by moment. A storage is named by who made it; views are their source's storage."""
+    """Simulates one step. A storage is named for the node that made it; a view has its source's storage."""
 
     def __init__(self, graph: Graph, states: Sequence[State], mesh: Mesh) -> None:
         self.graph, self.states, self.mesh = graph, states, mesh
         self.last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
         self.storage: dict[int, tuple[str, int]] = {}  # by value
-        self.readers: dict[tuple[str, int], int] = {}  # by storage, how many values in it are still read
+        self.readers: dict[tuple[str, int], int] = {}  # by storage, the number of values with uses to come
         self.turned: set[int] = set()
         self.live: dict[tuple[str, int], int] = {}
         self.saved: dict[int, list[tuple[str, int]]] = {}  # by node, what it keeps for its backward pass
-        self.owners: dict[tuple[str, int], int] = {}  # by storage, how many nodes keep it
+        self.owners: dict[tuple[str, int], int] = {}  # by storage, the number of nodes that keep it
         self.now = self.peak = 0
         self.shards = parameter_shards(graph, states, mesh)
         self.buckets = gradient_buckets(list(self.shards.values()))
         self.value_of = {node.name: node.outputs[0] for node in graph.nodes if node.name in self.shards}
         self._gathers = [bucket for bucket in self.buckets if bucket.regathered]
-        self._gathered_by = {  # by value of a parameter that is gathered for its use, its bucket's number
+        self._gathered_by = {  # by value of a parameter that is held as shards, its bucket's number
             self.value_of[name]: number for number, each in enumerate(self._gathers) for name in each.nodes
         }
-        self._packed: list[tuple[int, tuple[str, ...]]] = []  # whose sums go on
+        self._packed: list[tuple[int, tuple[str, ...]]] = []  # buckets whose reduce_scatter is in progress
         self.layers = chosen_layers(graph, [state.recomputed for state in states])
         self._begins = {layer.first: layer for layer in self.layers}
         inside = [graph.nodes[index] for layer in self.layers for index in layer.indices]
         self._last_inside = {v: graph.values[v].node for node in inside for v in node.outputs}
-        for layer in self.layers:  # by value that one makes, the last of its operators that has it
+        for layer in self.layers:  # by value that a layer makes, the last of its operators that reads it
             for index in layer.indices:
                 own = (v for v in graph.nodes[index].inputs if graph.values[v].node >= layer.first)
                 self._last_inside.update(dict.fromkeys(own, index))
-        self._given: dict[int, list[tuple[str, int]]] = {}  # by first node of a layer, what it keeps
-        self._mark = ""  # of what is computed again
+        self._given: dict[int, list[tuple[str, int]]] = {}  # by first node of a layer, the inputs it keeps
+        self._mark = ""  # the suffix of recomputed storages
 
     def play(self, optimizer_states: int) -> Memory:
         held = self._held(optimizer_states)
@@ -145,13 +145,13 @@ class _Play:
         self.now -= self.live.pop(name, 0)
 
     def _name(self, value: int, name: tuple[str, int]) -> None:
-        """A value is in this storage."""
+        """Notes that a value is in this storage."""
         self.storage[value] = name
         if value in self.last_use:
             self.readers[name] = self.readers.get(name, 0) + 1
 
     def _leave(self, value: int) -> None:
-        """A value has had its last use; its storage goes with the last of its views that nobody keeps."""
+        """Ends a value after its last use; frees its storage unless another view or a node still needs it."""
         name = self.storage.get(value)
         if name is None:
             return
@@ -166,14 +166,14 @@ class _Play:
         return list(dict.fromkeys(number for number in read if number is not None))
 
     def _gather(self, number: int, order: Sequence[int]) -> None:
-        """A bucket's parameters come, each into its own memory, and the next bucket sets out."""
+        """Gathers a bucket's parameters into memory of their own, and starts to gather the next bucket."""
         for name in self._arrive(number, ""):
             self._name(self.value_of[name], (name, 0))
         self._set_out(number, order)
 
     def _arrive(self, number: int, mark: str) -> tuple[str, ...]:
         bucket = self._gathers[number]
-        if len(bucket.nodes) == 1:  # it stays where it came
+        if len(bucket.nodes) == 1:  # it is gathered into its own memory
             self._drop(("rows", number))
         elif ("rows", number) not in self.live:
             self._take(("rows", number), bucket.nbytes)
@@ -187,7 +187,7 @@ class _Play:
             self._take(("rows", following), self._gathers[following].nbytes)
 
     def _is_gathered(self, index: int, position: int) -> bool:
-        """Whether an input is a parameter as it was gathered, or a view of that."""
+        """Whether an input is a gathered parameter, or a view of one."""
         before, after, _, _ = edge_layouts(self.graph, self.states, index, position)
         name = self.storage.get(self.graph.nodes[index].inputs[position], ("", 0))[0]
         return before == after and self.value_of.get(name) in self._gathered_by
@@ -223,7 +223,7 @@ class _Play:
                 self._drop(name)
 
     def _keep_given(self, layer: Layer) -> None:
-        """A layer that is computed again keeps what it is given, but for what is gathered again."""
+        """Keeps a recomputed layer's inputs, except parameters that are gathered again."""
         given = {self.storage[value] for value in layer.given if value in self.storage}
         self._given[layer.first] = [
             name for name in given if self.value_of.get(name[0]) not in self._gathered_by
@@ -241,7 +241,7 @@ class _Play:
                 self._drop(name)
 
     def _again(self, index: int) -> None:
-        """An operator of a layer runs again; what nobody in the layer reads or keeps any more goes."""
+        """Recomputes an operator of a layer, and frees what the layer neither reads nor keeps any more."""
         node = self.graph.nodes[index]
         self._mark = " again"
         self._forward(index, node)
@@ -251,7 +251,7 @@ class _Play:
                 self._leave(value)
 
     def _is_fused(self, index: int) -> bool:
-        """Whether a cross entropy keeps its scores and no more."""
+        """Whether an operator is a fused cross entropy, which keeps nothing but its scores."""
         node, state = self.graph.nodes[index], self.states[index]
         if node.op != "cross_entropy_loss":
             return False
@@ -289,7 +289,10 @@ class _Play:
         self._own(self.saved[index])
 
     def _cast(self, index: int, position: int) -> tuple[str, int] | None:
-        """The copy of an input in the precision in which an operator runs; of a weight there is one."""
+        """Returns the storage of an input's copy in the operator's precision; None if it is not cast.
+
+        All readers of a weight share one copy.
+        """
         node, value = self.graph.nodes[index], self.graph.values[self.graph.nodes[index].inputs[position]]
         width = cast_width(self.graph, node, position)
         if not width:
@@ -301,7 +304,7 @@ class _Play:
         return name
 
     def _extra(self, index: int, node: Node) -> int:
-        """Bytes that an operator makes for its backward pass only."""
+        """Returns the bytes of what an operator makes only for its backward pass."""
         state, values = self.states[index], self.graph.values
         own = self._local(values[node.inputs[0]], state.ins[0]) if node.inputs else 0
         out = self._local(values[node.outputs[0]], state.outs[0])
@@ -327,8 +330,8 @@ class _Play:
         graph = self.graph
         buckets = [(set(bucket.nodes), bucket) for bucket in self.buckets]
         again, order = self._gathers_again()
-        root: dict[int, int] = {}  # fan-out nodes hand on what they get
-        left: dict[int, int] = {}  # by value, how many of its users have given no gradient yet
+        root: dict[int, int] = {}  # by value behind a fan-out node, the value before it
+        left: dict[int, int] = {}  # by value, the number of users whose gradient is still missing
         for node in graph.nodes:
             if node.kind == FAN_OUT:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
@@ -355,7 +358,7 @@ class _Play:
         left: dict[int, int],
         buckets: list[tuple[set[str], PlannedBucket]],
     ) -> None:
-        """The backward pass of one operator."""
+        """Simulates the backward pass of one operator."""
         graph, node = self.graph, self.graph.nodes[index]
         for position, value in enumerate(node.inputs):
             if self._casts_again(index, position):
@@ -375,7 +378,7 @@ class _Play:
         self._disown(self.saved.get(index, ()))
 
     def _gradient(self, index: int, position: int, value: int) -> None:
-        """One user of a value gives its gradient."""
+        """Adds the gradient that one user of a value makes."""
         node, state = self.graph.nodes[index], self.states[index]
         handed_on = node.op in ("add", "sub") or is_view(self.graph, node, self.turned)
         scores = self.storage.get(value)
@@ -390,9 +393,9 @@ class _Play:
         width = self.graph.values[node.outputs[0]].itemsize if node.outputs else 0
         itemsize = self.graph.values[value].itemsize
         of_weight = self.graph.nodes[self.graph.values[value].node].kind == "parameter"
-        if node.op in RUNS_LOW and itemsize > width and not of_weight:  # it comes low, and is cast
+        if node.op in RUNS_LOW and itemsize > width and not of_weight:  # made in low precision, then cast
             self._take(("low", value), nbytes * width // itemsize)
-        if name in self.live:  # added to what is there: for a moment both
+        if name in self.live:  # added to the gradient so far: for a moment both are live
             if not handed_on:
                 self._take(("sum", value), nbytes)
                 self._drop(("sum", value))
@@ -406,7 +409,7 @@ class _Play:
         self._drop(("moved", value))
 
     def _gathers_again(self) -> tuple[dict[int, list[int]], list[int]]:
-        """By place in the backward pass, the buckets that are read there first, and their order."""
+        """Returns, by place in the backward pass, the buckets that are first read there, and their order."""
         read = read_again(
             self.graph, self.states, self.mesh, [name for bucket in self._gathers for name in bucket.nodes]
         )
@@ -430,9 +433,10 @@ class _Play:
         )
 
     def _arrived(self, name: str, buckets: list[tuple[set[str], PlannedBucket]]) -> None:
-        """A parameter has its gradient; full buckets are packed, in order, beside what they are made of.
+        """Notes a parameter's gradient, and packs the buckets that are complete, in order.
 
-        Of parameters that are gathered, the bucket before is summed then, and leaves this rank's shares.
+        A bucket is a copy of its gradients. If its parameters are held as shards, the previous bucket's
+        reduce_scatter is complete by then, and leaves only this rank's shards of the gradients.
         """
         for missing, _ in buckets:
             missing.discard(name)

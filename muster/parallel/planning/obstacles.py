@@ -1,4 +1,4 @@
-"""Why no plan fits into memory: which tensor is in the way, and what would help."""
+"""Explains why no plan fits into memory: names the largest part, and what would help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from muster.parallel.planning.words import size_text
 
 
 def too_large(problem: Problem, limit: float, optimizer_states: int) -> tuple[float, str]:
-    """The peak of the plan that needs the least, and a sentence about what does not fit into ``limit``."""
+    """Explains why no plan fits into ``limit`` bytes per rank.
+
+    Args:
+        problem: the search problem.
+        limit: the memory limit of a rank, in bytes.
+        optimizer_states: the number of tensors that the optimizer keeps per parameter.
+
+    Returns:
+        The peak memory of the plan that needs the least, in bytes, and a sentence about what does not fit.
+    """
     graph, mesh = problem.graph, problem.mesh
     choice, needed = leanest(problem, peak_of(problem, optimizer_states))
     chosen = problem.chosen(choice)
@@ -44,7 +53,7 @@ def too_large(problem: Problem, limit: float, optimizer_states: int) -> tuple[fl
 
 
 def _help(ranks: int, of_parameters: float, needed: float, limit: float) -> str:
-    """What to do. Parameters are divided by the number of ranks at best, the rest by the batch too."""
+    """Returns a remedy: more ranks for parameters that do not fit, a smaller batch for the rest."""
     if of_parameters > limit:
         return (
             f"a smaller batch would not help: take {math.ceil(ranks * of_parameters / limit)} ranks or more,"

@@ -1,4 +1,4 @@
-"""A plan as a self-contained page of HTML, made with the standard library alone."""
+"""Renders a plan as a self-contained HTML page, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def page(
     rows: Iterable[Row],
     local_norm: bool,
 ) -> str:
-    """The page's HTML, which loads nothing else.
+    """Returns the page's HTML, which loads nothing else.
 
     Args:
-        graph: of the forward pass.
-        states: one of each node's.
-        mesh: sizes.
-        verdict: what the plan is, in a sentence.
-        facts: what else is said of it.
-        rows: one per module.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+        graph: the graph of the forward pass.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes.
+        verdict: a sentence about the plan as a whole.
+        facts: further sentences.
+        rows: one row per module.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
     """
     layouts = list(dict.fromkeys(layout for state in states for layout in state.outs))
     colours = {layout: _colour(number, layout) for number, layout in enumerate(layouts)}
@@ -78,7 +78,7 @@ def _chip(words: str, colour: str) -> str:
 
 
 def _colour(number: int, layout: Placements) -> str:
-    """Grey for what every rank has whole; otherwise hues far apart."""
+    """Returns a layout's CSS colour: grey for replicated tensors, otherwise hues far apart."""
     if all(entry == REPLICATE for entry in layout):
         return "#ddd"
     return f"hsl({(number * 137) % 360} 65% 78%)"

@@ -1,4 +1,4 @@
-"""Which elements of each parameter every rank of a plan holds, as boxes of the whole tensor: pure."""
+"""Computes which elements of each parameter a plan's ranks hold, as boxes of the whole tensor. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.training.parts import whole_part as whole_part
 
 
 def parts_of(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, list[Part]]:
-    """What each rank holds of each parameter and buffer of the graph, by node and rank."""
+    """Returns the parts of each parameter and buffer by node, one per rank, in the order of ranks."""
     held = parameter_shards(graph, states, mesh)
     places = [coordinates(rank, mesh) for rank in range(math.prod(mesh))]
     found: dict[str, list[Part]] = {}
@@ -42,7 +42,7 @@ def parts_of(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, lis
 
 
 def gone_with(graph: Graph, states: Sequence[State], mesh: Mesh, lost: Collection[int]) -> list[str]:
-    """The parameters and buffers, by node, of which only these ranks hold some part."""
+    """Returns the nodes of the parameters and buffers of which only the ranks in ``lost`` hold some part."""
     found = []
     for name, parts in parts_of(graph, states, mesh).items():
         kept = {part for rank, part in enumerate(parts) if rank not in lost}
@@ -52,7 +52,7 @@ def gone_with(graph: Graph, states: Sequence[State], mesh: Mesh, lost: Collectio
 
 
 def _offsets(layout: Placements, mesh: Mesh, place: Sequence[int], sizes: Shape) -> Shape:
-    """Where a rank's part begins: mesh dimensions that split the same tensor dimension do so in order."""
+    """Returns the offsets of a rank's shard: the first mesh dimension splits a tensor dimension first."""
     numbers = [0] * len(sizes)
     for size, entry, index in zip(mesh, layout, place, strict=True):
         if isinstance(entry, int):

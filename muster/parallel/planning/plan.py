@@ -1,4 +1,4 @@
-"""A plan: how each tensor is divided, costs and reasons; can be printed, asked, saved and loaded."""
+"""A plan: the layout of each tensor, with costs and reasons; it can be printed, queried and saved."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from muster.parallel.planning.undivided import Undivided, undivided
 from muster.parallel.planning.words import shortened, size_text, times_text
 
 SAME = 0.05
-"""Data parallelism is chosen unless a plan promises to be faster by more than this share: predictions do not
-count that its gradients travel beside the backward pass, and are not closer."""
+"""The share by which a plan must be predicted to be faster than data parallelism to be chosen. Predictions
+are no more accurate, and do not count that data parallelism overlaps gradients with the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way to run an operator, with the rest of the plan as good as it can be then."""
+    """One way to run an operator, with the costs of the best plan that runs it like that."""
 
     axes: str
     strategies: str
@@ -45,24 +45,30 @@ class Alternative:
 
 @dataclass
 class Plan:
-    """What is divided how. ``print`` it; ask :meth:`why`; :meth:`save` it.
+    """How a model is split over ranks. ``print`` it; ask :meth:`why`; :meth:`save` it.
 
     Attributes:
-        graph: of the forward pass.
-        mesh: how the ranks are arranged.
-        machine: what the costs are of.
-        options: what was chosen by the user.
-        states: one of each node's.
-        mode: "data_parallel", "semi_auto", "auto" and so on.
-        seconds: predicted of a step.
-        nbytes: predicted of one rank.
-        bound_s: no plan on this mesh within the memory limit is faster.
-        baseline_s: the same of data parallelism; None: it does not fit into memory, or cannot be.
-        baseline_nbytes: of data parallelism; 0: it cannot be, or was not looked for.
+        graph: the graph of the forward pass.
+        mesh: the number of ranks along each mesh dimension.
+        machine: the machine whose costs are predicted.
+        options: the user's choices.
+        states: the chosen state of each node.
+        mode: the parallel mode, such as "data_parallel", "semi_auto" or "auto".
+        seconds: the predicted time of a step.
+        nbytes: the predicted memory of a rank, in bytes.
+        bound_s: a lower bound in seconds: no plan on the searched meshes within the memory limit is faster.
+        baseline_s: the predicted time of a step of data parallelism; None if it does not fit into memory, or
+            is not possible.
+        baseline_nbytes: the memory of a rank in data parallelism, in bytes; 0 if it is not possible, or was
+            not computed.
         gradients: "averaged" or "summed" over the parts of the batch.
-        strategies: what the user fixed, as text by name.
-        loaded: the file that it was loaded from; "": it was searched.
-        skipped: meshes that are too much for the search.
+        strategies: the strategies that the user fixed, as text by name.
+        loaded: the file that the plan was loaded from; empty if it was searched.
+        skipped: the meshes that were too large for the search.
+        limit_bytes: the memory limit of a rank, in bytes.
+        step_times: measured times of steps, in seconds.
+        forward_times: measured forward times by module, in seconds, summed over ``forward_steps``.
+        forward_steps: the steps in which forward times were measured.
     """
 
     graph: Graph
@@ -89,7 +95,7 @@ class Plan:
 
     @property
     def collectives(self) -> list[PlannedCollective]:
-        """Every collective of one training step, as the communicators get them."""
+        """Every collective of one training step."""
         return collectives(self.graph, self.states, self.mesh, local_norm=self.options.local_norm)
 
     @property
@@ -103,24 +109,24 @@ class Plan:
 
     @property
     def without_rule(self) -> list[str]:
-        """The operators that are kept whole because no rule says how to divide them."""
+        """The operators that are kept whole because no rule says how to split them."""
         return self._problem().without_rule
 
     @property
     def undivided(self) -> list[Undivided]:
-        """The operators above 1 % of the step that every rank does as a whole, for want of a rule."""
+        """The operators of at least 1 % of the step that every rank computes whole, for want of a rule."""
         return undivided(self.graph, self.states, self.mesh, self.machine, self.seconds)
 
     @property
     def gap(self) -> float:
-        """By what share a better plan on this mesh might be faster, at most."""
+        """The largest share by which a better plan might be faster, 0 to 1."""
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
 
     # ------------------------------------------------------------ words
 
     @property
     def verdict(self) -> str:
-        """Says in a sentence what the plan is."""
+        """A sentence about the plan as a whole, compared with data parallelism."""
         predicted = f"{self.seconds * 1e3:.3g} ms a step predicted"
         if self.loaded:
             return f"loaded from {self.loaded}: {predicted}; what else is possible was not searched."
@@ -150,17 +156,17 @@ class Plan:
 
     @property
     def _fixed(self) -> str:
-        """What users have fixed, in words; "": nothing."""
+        """What users have fixed, in words; empty if nothing."""
         mesh = f"the mesh {' x '.join(map(str, self.mesh))}" if len(self.mesh) > 1 else ""
         return ", ".join(self.strategies) or mesh
 
     @property
     def _sums_statistics(self) -> bool:
-        """Whether BatchNorm takes the statistics of all ranks' samples."""
+        """Whether BatchNorm takes its statistics from the samples of all ranks."""
         return any(node.op == "batch_norm" for node in self.graph.nodes) and not self.options.local_norm
 
     def _not_the_best(self, ratio: float, whole: Sequence[Undivided]) -> str:
-        """A verdict where operators are kept whole: says which, and what data parallelism would be."""
+        """Returns the verdict if operators are kept whole: names them, and compares with data parallelism."""
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         names = ", ".join(map(str, whole[:3])) + more
         missing = f"no rule divides {names}, so each rank does all of it"
@@ -171,7 +177,7 @@ class Plan:
         return f"{times_text(ratio)} data parallel, and perhaps not the best: {missing}."
 
     def _reason(self) -> str:
-        """Says why the plan is better: what is no longer sent, or stored less often."""
+        """Returns why the plan is faster: the gradient of which the least is communicated any more."""
         gone = []
         held = parameter_shards(self.graph, self.states, self.mesh)
         for node in self.graph.nodes:
@@ -189,7 +195,7 @@ class Plan:
         return f"{module}'s gradient of {size_text(nbytes)} {what}"
 
     def rows(self) -> list[Row]:
-        """One row per module that computes, in the order of the forward pass."""
+        """Returns one row per module that computes, in the order of the forward pass."""
         steps = len(self.forward_steps)
         return module_rows(
             self.graph,
@@ -201,7 +207,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """The verdict, facts, and a table of the modules."""
+        """Returns the verdict, the facts, and a table of the modules."""
         lines = [self.verdict, *self._facts()]
         rows = [
             [
@@ -225,13 +231,13 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """The same for plans that divide a graph alike."""
+        """A hash that is the same for plans with the same mesh and states."""
         text = f"{self.mesh} {[state.key for state in self.states]}"
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def timeline(self) -> Timeline:
-        """When each part of a step runs, with sums of gradients beside the backward pass."""
+        """The predicted times of a step's parts, with gradient communication beside the backward pass."""
         return timeline(
             self.graph,
             self.states,
@@ -264,7 +270,7 @@ class Plan:
         )
 
     def _loss_text(self) -> str:
-        """What the loss of a host would mean for the state; without hosts, of any one rank."""
+        """Returns what the loss of one host, or of one rank if hosts are unknown, means for the state."""
         hosts = self.options.hosts or tuple(map(str, range(math.prod(self.mesh))))
         who = "host" if len(set(hosts)) < len(hosts) else "rank"
         for host in dict.fromkeys(hosts):
@@ -331,13 +337,13 @@ class Plan:
     # ------------------------------------------------------------ questions
 
     def why(self, name: str) -> str:
-        """What else could be done with a module's operators, or with one operator, and what it would cost.
+        """Returns the alternatives of a module's operators, or of one operator, with their costs, as text.
 
         Args:
-            name: of a module, such as "fc", or of an operator of the graph.
+            name: the name of a module, such as "fc", or of an operator of the graph.
 
         Raises:
-            SettingsError: there is neither.
+            SettingsError: the plan has no such module or operator.
         """
         indices = [
             i
@@ -367,7 +373,7 @@ class Plan:
         return "\n".join(lines)
 
     def alternatives(self, name: str) -> list[Alternative]:
-        """All that may be done with an operator, the cheapest first, the rest of the plan chosen again."""
+        """Returns all ways to run an operator, each with the best rest of the plan, the fastest first."""
         index = self.graph.by_name()[name]
         node, found = self.graph.nodes[index], []
         problem = self._problem()
@@ -392,18 +398,18 @@ class Plan:
     # ------------------------------------------------------------ measurements
 
     def note_step(self, seconds: float) -> None:
-        """Takes in the time of a whole step."""
+        """Records the measured time of a step."""
         self.step_times.append(seconds)
 
     def note_forward(self, module: str, seconds: float, step: int) -> None:
-        """Takes in the time of a module's part of a forward pass."""
+        """Records the measured time of a module in the forward pass of a step."""
         self.forward_times[module] = self.forward_times.get(module, 0.0) + seconds
         self.forward_steps.add(step)
 
     # ------------------------------------------------------------ files
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values, with what it is for."""
+        """Returns the plan as JSON values, with the model's signature."""
         return {
             "format": FORMAT,
             "fingerprint": self.graph.fingerprint(),
@@ -438,7 +444,7 @@ class Plan:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def html(self) -> str:
-        """One self-contained page: the verdict, the table, and the graph coloured by layout."""
+        """Returns a self-contained page: the verdict, the table, and the graph coloured by layout."""
         return page(
             self.graph,
             self.states,

@@ -1,4 +1,4 @@
-"""What a plan's file holds, and whether it is of a model."""
+"""Checks a saved plan: its format, and that it belongs to a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FORMAT = 1
 
 
 def check_saved(saved: Any, path: str | Path) -> dict[str, Any]:
-    """Returns what a plan's file holds, if each part is what :meth:`Plan.save` writes there.
+    """Checks that a plan's file has the parts that :meth:`Plan.save` writes; returns its content.
 
     Args:
         saved: the file's JSON.
         path: the file, for the error.
 
     Raises:
-        SettingsError: it is no plan, of another format, or damaged; names the first part that is wrong.
+        SettingsError: the file is not a plan, has another format, or is damaged; names the first wrong part.
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise SettingsError(f"{path} is no plan of format {FORMAT}")
@@ -43,14 +43,14 @@ _SAVED: dict[str, tuple[type, type]] = {
     "strategies": (dict, str),
     **dict.fromkeys(("fingerprint", "mode", "batch_norm"), (str, str)),
 }
-"""Each part of a saved plan: its type, and the type of what is in it."""
+"""Each part of a saved plan: its type, and the type of its members."""
 
 
 def check_model(saved: Mapping[str, Any], graph: Graph, path: str | Path) -> None:
-    """Makes sure that a saved plan is of this model.
+    """Checks that a saved plan belongs to this model.
 
     Raises:
-        SettingsError: it is not; names the first difference.
+        SettingsError: the plan is of another model; names the first difference.
     """
     theirs, ours = list(saved["model"]), graph.signature()
     for number, (a, b) in enumerate(zip(theirs, ours, strict=False)):

@@ -1,4 +1,4 @@
-"""From a graph to a plan: meshes tried, each searched, data parallelism for comparison."""
+"""Finds a plan for a graph: searches each mesh, and compares with data parallelism."""
 
 from __future__ import annotations
 
@@ -38,17 +38,22 @@ from muster.parallel.planning.strategies import (
 from muster.parallel.planning.within_memory import Searched, best_on
 
 SEARCHES = ("exact", "propagation")
-"""In the second one only communication counts."""
+"""The ways to search; in "propagation" only communication counts as time."""
 
 RESTS = ("search", "data_parallel")
-"""What operators without a strategy do in mode "semi_auto"."""
+"""How operators without a strategy are split in mode "semi_auto"."""
 
 
 def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | None = None) -> list[Mesh]:
-    """The meshes to try: that of the fixed strategies first, in the order of their axes.
+    """Returns the meshes to search, those of the fixed strategies first, in the order of their axes.
+
+    Args:
+        world: the number of ranks.
+        pins: the fixed numbers of slices by axis, by operator.
+        mesh: the only mesh to search; None for all.
 
     Raises:
-        SettingsError: a given mesh has another number of ranks.
+        SettingsError: ``mesh`` is not a mesh, or has another number of ranks.
     """
     if mesh is not None:
         return [_checked(mesh, world)]
@@ -72,7 +77,7 @@ def _checked(mesh: Any, world: int) -> Mesh:
 
 
 def options_for(graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base: Options) -> Options | None:
-    """The options of a mesh; None: the batch cannot be fed so."""
+    """Returns the options of a mesh; None if the batch cannot be fed like that on it."""
     shapes = [graph.values[node.outputs[0]].shape for node in graph.nodes if node.kind == "input"]
     inputs = feeding(mesh, dataset, shapes)
     if inputs is None:
@@ -106,28 +111,31 @@ def find_plan(
     rest: str = "search",
     hosts: Sequence[str] = (),
 ) -> Plan:
-    """The fastest plan of all meshes within the memory limit.
+    """Returns the fastest plan of all meshes within the memory limit.
 
     Args:
-        graph: with fan-out nodes, of whole tensors.
-        world: number of ranks.
-        machine: what things cost.
+        graph: the graph of the forward pass on whole tensors, with fan-out nodes.
+        world: the number of ranks.
+        machine: the machine's costs.
         mode: "auto", "semi_auto" or "data_parallel".
         search: one of ``SEARCHES``.
-        strategies: what is fixed, by operator or module.
-        memory: the share of the machine's memory that may be used, 0 to 1.
-        dataset: how the batch is fed.
-        mesh: this one only.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        shard_updates: whether updates may be divided (ZeRO-1); "always": they are.
-        shard_parameters: whether parameters may be gathered for their use only (ZeRO-3); "always": they are.
-        checkpoint_activations: whether layers may be computed again in the backward pass; "always": all are.
-        rest: "data_parallel": operators without a strategy compute their part of the batch; "search".
-        hosts: the host of each rank, if every part of the state must be on two of them.
+        strategies: the fixed strategies, by operator or module.
+        memory: the share of the machine's memory that may be used, above 0 and up to 1.
+        dataset: how the batch is fed, see :func:`~muster.parallel.planning.feeding.feeding`.
+        mesh: the only mesh to search; None for all.
+        optimizer_states: the number of tensors that the optimizer keeps per parameter.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
+        shard_updates: whether updates may be sharded (ZeRO-1); with "always" they are, wherever possible.
+        shard_parameters: whether parameters may be held as shards and gathered when they are used (ZeRO-3);
+            with "always" they are, wherever possible.
+        checkpoint_activations: whether layers may be recomputed in the backward pass; with "always" all are
+            that keep more bytes than their inputs have.
+        rest: how operators without a strategy are split: by "search", or "data_parallel" by the batch.
+        hosts: the host of each rank, if two hosts must hold every part of the state.
 
     Raises:
-        SettingsError: something fixed does not fit, sizes do not divide, or nothing fits into memory.
+        SettingsError: a fixed strategy does not fit, the ranks cannot share the batch, or no plan fits into
+            memory.
     """
     _check_search(search, memory)
     pins = pins_of(graph, strategies or {})
@@ -215,12 +223,12 @@ def _best_of(
     limit: float,
     search: str,
 ) -> tuple[Searched, list[str]]:
-    """The fastest plan of all meshes, and the meshes that could not be searched.
+    """Returns the fastest result of all meshes, and the meshes that could not be searched.
 
-    The plan's bound is that of all meshes that were.
+    The result's bound is that of all meshes that were searched.
 
     Args:
-        graph: see :func:`find_plan`, as for all that is not here.
+        graph: see :func:`find_plan`.
         given: the options of each mesh.
         machine: likewise.
         pins: what users fixed.
@@ -230,7 +238,7 @@ def _best_of(
         search: likewise.
 
     Raises:
-        SettingsError: there is none; says what is in the way.
+        SettingsError: no mesh has a plan; the message says why.
     """
     best: Searched | None = None
     refused, bound, skipped = "", math.inf, list[str]()
@@ -270,7 +278,10 @@ Found = tuple[Solution, list[State]]
 
 
 def _propagated(searched: Searched, pins: Mapping[str, Pin], limit: float, best: Solution) -> Solution:
-    """The choice with the fewest bytes to send, with what it really costs; the best one stays the bound."""
+    """Returns the choice with the fewest bytes to communicate, with its predicted costs.
+
+    Returns ``best`` if no choice fits; its bound holds in any case.
+    """
     problem, options = searched.problem, searched.options
     volume = replace(problem.machine, latency_s=0.0, measured={})
     least = build(problem.graph, problem.mesh, volume, replace(options, communication_only=True), pins)
@@ -283,7 +294,10 @@ def _propagated(searched: Searched, pins: Mapping[str, Pin], limit: float, best:
 def _data_parallel(
     graph: Graph, world: int, machine: Hardware, base: Options, dataset: str | Sequence[Slices]
 ) -> tuple[Found, Options] | None:
-    """Every rank holds all parameters, or shares of all (``ALWAYS``), and computes its part of the batch."""
+    """Returns the solution of data parallelism; None if there is none.
+
+    Every rank holds all parameters, or with ``ALWAYS`` shards of all, and computes its part of the batch.
+    """
     options = options_for(graph, (world,), dataset, base)
     if options is None:
         return None
@@ -304,7 +318,7 @@ def _data_parallel(
 
 
 def _rest_pins(graph: Graph, world: int, base: Options) -> dict[str, Pin]:
-    """What gets a part of the batch computes that part, on any mesh.
+    """Returns pins for any mesh by which operators on a part of the batch compute that part.
 
     Raises:
         SettingsError: the ranks cannot share the batch.
@@ -316,12 +330,12 @@ def _rest_pins(graph: Graph, world: int, base: Options) -> dict[str, Pin]:
 
 
 def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
-    """What gets a part of the batch computes that part, if it can be shared.
+    """Returns pins by which operators on a part of the batch compute that part, if they can be split so.
 
     Args:
-        graph: the operators.
-        world: number of ranks.
-        options: of a mesh of one dimension; the pins hold on others too.
+        graph: the graph of the operators.
+        world: the number of ranks.
+        options: the options of a mesh of one dimension; the pins hold on other meshes, too.
     """
     fed = iter(options.inputs)
     known: dict[int, Placement] = {}

@@ -1,4 +1,4 @@
-"""What autocast makes of a graph: which operators run in the lower precision, what values then take. Pure."""
+"""Models autocast: which operators run in the lower precision, and the size of values then. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ RUNS_LOW = names(
     "linear matmul mm bmm addmm baddbmm addbmm addmv mv einsum conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d scaled_dot_product_attention lstm gru rnn_tanh rnn_relu prelu"
 )
-"""Operators whose inputs autocast brings to its dtype."""
+"""Operators whose inputs autocast casts to its dtype."""
 
 RUNS_EXACT = names(
     "layer_norm group_norm softmax log_softmax _softmax _log_softmax cross_entropy_loss nll_loss nll_loss_nd "
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits exp expm1 log log1p log2 "
     "log10 pow rsqrt reciprocal softplus sum prod cumsum cumprod norm tan acos asin cosh sinh"
 )
-"""Operators whose inputs autocast brings to float32."""
+"""Operators whose inputs autocast casts to float32."""
 
 FUSED_FROM = 16 * 2**20
-"""Scores of a rank from which on whole rows are better computed in one pass than by torch, on a GPU."""
+"""The number of a rank's scores from which a fused cross entropy of whole rows beats torch's on a GPU."""
 
 _BY_FIRST = names("batch_norm embedding")
 _VIEWS = names("view reshape flatten unflatten squeeze unsqueeze _unsafe_view")
@@ -27,13 +27,13 @@ _EXACT_BYTES = 4
 
 
 def mark_autocast(graph: Graph, itemsize: int) -> None:
-    """Gives the values of a graph the sizes that they have in a step under autocast.
+    """Sets the element sizes of a graph's values to those in a step under autocast, in place.
 
-    Their ``dtype`` stays that of the recording, by which a plan knows its model again.
+    Their ``dtype`` stays the recorded one, by which a plan recognizes its model.
 
     Args:
-        graph: with fan-out nodes; it is changed.
-        itemsize: bytes of an element of autocast's dtype.
+        graph: the graph, with fan-out nodes.
+        itemsize: the size of an element of autocast's dtype, in bytes.
     """
     for node in graph.nodes:
         if node.kind not in ("call", FAN_OUT):
@@ -59,7 +59,7 @@ def _itemsize(graph: Graph, node: Node, recorded: int, low: int) -> int:
 
 
 def is_plain_loss(graph: Graph, node: Node) -> bool:
-    """Whether a node is a cross entropy of rows, without weights of classes, smoothing or classes' shares."""
+    """Whether a node is a cross entropy of rows with class indices, without class weights or smoothing."""
     if node.op != "cross_entropy_loss" or len(node.inputs) != 2:
         return False
     smoothing = node.args[5] if len(node.args) > 5 else node.kwargs.get("label_smoothing", 0.0)
@@ -68,7 +68,7 @@ def is_plain_loss(graph: Graph, node: Node) -> bool:
 
 
 def reads_alone(graph: Graph, node: Node) -> bool:
-    """Whether nobody but this cross entropy reads its scores, not even the backward pass of their maker."""
+    """Whether this cross entropy is the only reader of its scores, backward passes included."""
     value = node.inputs[0]
     while len(_readers(graph, value)) == 1:
         maker = graph.nodes[graph.values[value].node]
@@ -81,14 +81,14 @@ def reads_alone(graph: Graph, node: Node) -> bool:
 
 
 def is_cast(graph: Graph, node: Node) -> bool:
-    """Whether a node brings numbers to float32, and does no more."""
+    """Whether a node does nothing but cast to float32."""
     if node.op != "to" or len(node.args) != 2 or str(node.args[1]) != "torch.float32" or node.kwargs:
         return False
     return graph.values[node.inputs[0]].dtype in ("float32", "bfloat16", "float16")
 
 
 def feeds_a_loss(graph: Graph, node: Node) -> bool:
-    """Whether a cast is for a cross entropy only, which computes in float32 from what it reads anyway."""
+    """Whether a cast's only reader is a cross entropy, which computes in float32 anyway."""
     if not is_cast(graph, node):
         return False
     value = node.outputs[0]

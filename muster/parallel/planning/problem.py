@@ -1,6 +1,6 @@
-"""The search problem: the states of each node, what each costs, and what each change between them costs.
+"""The search problem: the states of each node, their costs, and the costs of redistribution between them.
 
-The total is a sum over nodes and over edges, so ``search`` finds its minimum exactly.
+The total is a sum over nodes and edges, so ``search`` finds its minimum exactly.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class State:
     """One way to run a node, or to hold a parameter.
 
     Attributes:
-        key: unique among the node's states, the same in every process: axes, or layouts.
-        modes: of an operator, the axis that each mesh dimension splits.
-        ins: layouts of the inputs.
-        in_grads: layouts of their gradients.
-        outs: layouts of the outputs.
-        out_grads: layouts of their gradients.
-        seconds: of a step.
-        nbytes: of memory on each rank when the forward pass ends.
-        grad_nbytes: of a parameter, what its gradient takes when the backward pass ends.
-        sharded: a parameter's update is divided among the ranks that hold the same part (ZeRO-1).
-        regathered: these hold their shares only, and gather the part when it is computed with (ZeRO-3).
-        recomputed: what an operator leaves for the backward pass is computed again there, not kept.
+        key: the state's name, unique among the node's states and the same in every process: axes or layouts.
+        modes: for an operator, the axis that each mesh dimension splits.
+        ins: the inputs' layouts.
+        in_grads: the layouts of the inputs' gradients.
+        outs: the outputs' layouts.
+        out_grads: the layouts of the outputs' gradients.
+        seconds: the predicted time in a step.
+        nbytes: the memory on each rank at the end of the forward pass, in bytes.
+        grad_nbytes: for a parameter, the memory of its gradient at the end of the backward pass, in bytes.
+        sharded: whether a parameter's update is sharded over the ranks that hold the same part (ZeRO-1).
+        regathered: whether those ranks hold only their shards of the part, and gather it when it is used
+            (ZeRO-3).
+        recomputed: whether an operator's activations are recomputed in the backward pass instead of kept.
     """
 
     key: str
@@ -78,17 +79,18 @@ class Options:
     Attributes:
         inputs: the layout of each input, in order.
         outputs: the layout of each output, in order.
-        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        shard_updates: whether updates may be divided (ZeRO-1); ``ALWAYS``: they are, where they can be.
-        shard_parameters: whether parameters may be gathered when they are computed with only (ZeRO-3), if
-            updates may be divided too; ``ALWAYS``: they are, where they can be.
-        checkpoint_activations: whether layers may be computed again in the backward pass; ``ALWAYS``: all are
-            that keep more than they are given.
-        recomputed: the names of those that are.
-        whole_parameters: every rank holds all parameters: data parallelism.
-        communication_only: only communication counts, as in sharding propagation.
-        hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
+        optimizer_states: the number of tensors that the optimizer keeps per parameter: 2 for Adam, 1 for
+            momentum.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
+        shard_updates: whether updates may be sharded (ZeRO-1); with ``ALWAYS`` they are, wherever possible.
+        shard_parameters: whether parameters may be held as shards and gathered when they are used (ZeRO-3),
+            provided that updates may be sharded; with ``ALWAYS`` they are, wherever possible.
+        checkpoint_activations: whether layers may be recomputed in the backward pass; with ``ALWAYS`` all
+            layers are that keep more bytes than their inputs have.
+        recomputed: the names of the layers that are recomputed.
+        whole_parameters: whether every rank holds all parameters, as in data parallelism.
+        communication_only: whether only communication counts as time, as in sharding propagation.
+        hosts: the host of each rank, if two hosts must hold every part of the state; else empty.
     """
 
     inputs: tuple[Placements, ...]
@@ -124,12 +126,12 @@ class Problem:
         return float(total + sum(matrix[choice[u], choice[v]] for u, v, matrix in self.edges))
 
     def nbytes(self, choice: Sequence[int]) -> float:
-        """Bytes of memory on each rank: of the ends of both passes the larger, so at most a step's peak."""
+        """Returns each rank's memory in bytes: the larger of both passes' ends, which is at most the peak."""
         first, last = self.nbytes_at_ends(choice)
         return max(first, last)
 
     def nbytes_at_ends(self, choice: Sequence[int]) -> tuple[float, float]:
-        """Bytes of memory on each rank when the forward pass ends, and when the backward pass does."""
+        """Returns each rank's memory in bytes at the end of the forward and of the backward pass."""
         first = last = 0.0
         for node, states, c in zip(self.graph.nodes, self.states, choice, strict=True):
             first += states[c].nbytes
@@ -138,14 +140,14 @@ class Problem:
         return first, last
 
     def chosen(self, choice: Sequence[int]) -> list[State]:
-        """The states of a choice."""
+        """Returns the states of a choice."""
         return [states[c] for states, c in zip(self.states, choice, strict=True)]
 
     def choice_of(self, keys: Mapping[str, str]) -> list[int]:
-        """The choice with these keys, by node.
+        """Returns the choice of the states with these keys, which are given by node.
 
         Raises:
-            KeyError: a node is not there, or has no such state; the first one, in words.
+            KeyError: a node is missing in ``keys``, or has no such state; with a sentence about the first.
         """
         choice = []
         for node, states in zip(self.graph.nodes, self.states, strict=True):
@@ -167,7 +169,7 @@ def build(
     *,
     limit: float = math.inf,
 ) -> Problem:
-    """States and edges of a graph on a mesh.
+    """Builds the states and edges of a graph on a mesh.
 
     Args:
         graph: with fan-out nodes.
@@ -235,7 +237,7 @@ def _within(graph: Graph, node: Node, states: Sequence[State], mesh: Mesh, limit
 
 
 def _dims_used(graph: Graph) -> dict[int, set[int]]:
-    """By value: the dimensions along which some consumer, through views too, might want it split."""
+    """Returns, by value, the dimensions along which a consumer could use it split."""
     used: dict[int, set[int]] = {}
     for node in reversed(graph.nodes):
         if node.kind not in ("call", FAN_OUT):
@@ -261,7 +263,7 @@ def ways_of(
     *,
     recomputed: bool,
 ) -> list[State]:
-    """The states of an operator: one for each way to give axes to mesh dimensions that fits its sizes."""
+    """Returns an operator's states: one per assignment of axes to mesh dimensions that fits its sizes."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     ins = [graph.values[v].shape for v in node.inputs]
     outs = [graph.values[v].shape for v in node.outputs]
@@ -308,7 +310,7 @@ def ways_of(
 
 
 def _holdings(problem: Problem, node: Node, options: Options, dims: set[int], cast: float) -> list[State]:
-    """How a parameter or buffer may be held; ``cast``: its share of :func:`casts_again`."""
+    """Returns the states in which a parameter or buffer can be held; ``cast`` is its :func:`casts_again`."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     value = graph.values[node.outputs[0]]
     entries: list[Placement] = [REPLICATE]
@@ -329,7 +331,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int], ca
             if node.layerwise:
                 ranks = 1
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
-            # A number stays one: flat, its state would look like another kind than a number of steps.
+            # A scalar is not sharded: flattened, its optimizer state could not be told from a step count.
             divisible = ranks > 1 and bool(value.shape)
             ways = [(False, False)]
             ways += [(True, False)] if divisible and options.shard_updates else []
@@ -347,7 +349,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int], ca
                 own = local / ranks if sharded else local
                 memory = (0.0 if regathered else local) + options.optimizer_states * own
                 memory += own if sharded else 0.0
-                grads = local * (2 if ranks > 1 else 1)  # and its part of a bucket
+                grads = local * (2 if ranks > 1 else 1)  # with its part of a bucket
                 if regathered:
                     memory -= local * cast
                     grads = own
@@ -363,7 +365,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int], ca
 
 
 def _asked_for(possible: Sequence[State], options: Options) -> Sequence[State]:
-    """The ways to hold a parameter among which the user leaves the choice."""
+    """Returns the states that remain after the user's demands for sharding (``ALWAYS``)."""
     if options.shard_parameters == ALWAYS and any(state.regathered for state in possible):
         return [state for state in possible if state.regathered]
     if options.shard_updates == ALWAYS and any(state.sharded for state in possible):
@@ -372,7 +374,13 @@ def _asked_for(possible: Sequence[State], options: Options) -> Sequence[State]:
 
 
 def _on_two_hosts(apart: Sequence[bool], mesh: Mesh, hosts: Sequence[str]) -> bool:
-    """Whether each part has holders on two hosts; along these mesh dimensions ranks hold other parts."""
+    """Whether each part has holders on two hosts.
+
+    Args:
+        apart: for each mesh dimension, whether ranks along it hold different parts.
+        mesh: the mesh's sizes.
+        hosts: the host of each rank.
+    """
     holders: dict[tuple[int, ...], set[str]] = {}
     for rank, host in enumerate(hosts):
         place = coordinates(rank, mesh)
@@ -431,5 +439,5 @@ def _connect(problem: Problem) -> None:
 
 
 def whole_mode(state: State) -> bool:
-    """Whether every rank does all of an operator."""
+    """Whether every rank computes the whole operator."""
     return bool(state.modes) and all(mode in (WHOLE, "grad", "sum") for mode in state.modes)

@@ -1,4 +1,4 @@
-"""Layers whose activations are computed again in the backward pass, not kept for it. Pure."""
+"""Layers whose activations are recomputed in the backward pass instead of kept for it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.parallel.planning.graph import FAN_OUT, Graph, Node, names
 from muster.parallel.planning.rules import LINEAR_VIEWS
 
 RECOMPUTED = "|recomputed"
-"""Ends the key of a state of an operator of such a layer."""
+"""The suffix of the state's key of an operator in such a layer."""
 
 _SAVES_NOTHING = names("add sub") | LINEAR_VIEWS
 _NORMS = names("batch_norm instance_norm")
@@ -18,14 +18,14 @@ _NORMS = names("batch_norm instance_norm")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Operators of one module that run one after the other, up to the last that keeps something.
+    """Consecutive operators of one module, up to the last one that keeps something for its backward pass.
 
     Attributes:
-        name: of the module; with a number where that runs several times.
-        first: index of the first operator's node.
-        last: index of the last one's.
-        given: the values that it reads and that others make, parameters and buffers too.
-        left: the values that it makes and that others read.
+        name: the module's name, with a number if the module runs several times.
+        first: the index of the first operator's node.
+        last: the index of the last operator's node.
+        given: the values that it reads and does not make, parameters and buffers included.
+        left: the values that it makes and that other nodes read.
     """
 
     name: str
@@ -36,18 +36,19 @@ class Layer:
 
     @property
     def indices(self) -> range:
-        """Its nodes."""
+        """The indices of its nodes."""
         return range(self.first, self.last + 1)
 
 
 def layers_of(graph: Graph) -> list[Layer]:
-    """The layers of a model that may be computed again, in the order of the forward pass.
+    """Returns the layers of a model that may be recomputed, in the order of the forward pass.
 
-    A layer is what a list of modules counts, such as ``blocks.3``; of modules that are in no list, what the
-    model has directly. One that changes what it reads is none: its second run would read something else.
+    A layer is an element of a list of modules, such as ``blocks.3``, or a direct child of the model that is
+    in no list. A module that reads what the forward pass changes is left out: its second run would read other
+    values.
 
     Args:
-        graph: with fan-out nodes.
+        graph: the graph of the forward pass, with fan-out nodes.
     """
     last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
     found: list[Layer] = []
@@ -71,14 +72,14 @@ def layers_of(graph: Graph) -> list[Layer]:
 
 
 def _layer(graph: Graph, node: Node) -> str:
-    """The layer of an operator; "": of none."""
+    """Returns the name of an operator's layer; empty if it is in none."""
     if node.kind not in ("call", FAN_OUT) or not node.module:
         return ""
     if node.kind == FAN_OUT and graph.nodes[graph.values[node.inputs[0]].node].kind in (
         "parameter",
         "buffer",
     ):
-        return ""  # it stands before everything
+        return ""  # it comes before all layers
     path = node.module.split(".")
     number = next((place for place, part in enumerate(path) if part.isdigit()), 0)
     return ".".join(path[: number + 1])
@@ -97,17 +98,17 @@ def _rereads(graph: Graph, node: Node) -> bool:
 
 
 def chosen_layers(graph: Graph, recomputed: Sequence[bool]) -> list[Layer]:
-    """The layers that a plan computes again.
+    """Returns the layers that a plan recomputes.
 
     Args:
-        graph: with fan-out nodes.
-        recomputed: of each node, whether its state says so.
+        graph: the graph of the forward pass, with fan-out nodes.
+        recomputed: for each node, whether its state is a recomputed one.
     """
     return [layer for layer in layers_of(graph) if recomputed[layer.first]] if any(recomputed) else []
 
 
 def recomputed_in(graph: Graph, keys: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the layers that a saved plan computes again, of the keys of its states by node."""
+    """Returns the names of the layers that a saved plan recomputes, from its states' keys by node."""
     return tuple(
         layer.name
         for layer in layers_of(graph)
@@ -116,9 +117,9 @@ def recomputed_in(graph: Graph, keys: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def backward_order(graph: Graph, layers: Sequence[Layer]) -> Iterator[tuple[int, bool]]:
-    """The nodes in the order of the backward pass, and whether it is the forward pass of one that runs again.
+    """Yields nodes in the order of the backward pass, each with whether its forward pass runs again there.
 
-    A layer is computed again when the backward pass reaches its last operator.
+    A layer is recomputed when the backward pass reaches its last operator.
     """
     ends = {layer.last: layer for layer in layers}
     for index in reversed(range(len(graph.nodes))):
@@ -128,7 +129,7 @@ def backward_order(graph: Graph, layers: Sequence[Layer]) -> Iterator[tuple[int,
 
 
 def layers_text(layers: Sequence[Layer]) -> str:
-    """The names of layers, in short."""
+    """Returns the names of layers; of more than three, the first and the last."""
     if len(layers) <= 3:
         return ", ".join(layer.name for layer in layers)
     return f"{layers[0].name} to {layers[-1].name}"

@@ -1,4 +1,4 @@
-"""A plan by modules: how each is divided, what it sends, takes and holds."""
+"""Summarises a plan by modules: how each is split, what it communicates, its time and its memory."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def module_rows(
     local_norm: bool,
     measured_ms: Mapping[str, float],
 ) -> list[Row]:
-    """One row per module that computes, in the order of the forward pass.
+    """Returns one row per module that computes, in the order of the forward pass.
 
     Args:
-        graph: of the forward pass.
-        states: one of each node's.
-        mesh: sizes.
-        machine: what things cost.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        measured_ms: the forward passes of modules, as far as they were measured.
+        graph: the graph of the forward pass.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes.
+        machine: the machine's costs.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
+        measured_ms: the measured forward times of modules, in ms; modules may be missing.
     """
     order: dict[str, list[int]] = {}
     for index, node in enumerate(graph.nodes):
@@ -72,7 +72,7 @@ def module_rows(
 
 
 def _parameters_of(graph: Graph) -> dict[str, list[int]]:
-    """Parameters by the module that owns them."""
+    """Returns the indices of parameters by the module that owns them."""
     found: dict[str, list[int]] = {}
     for index, node in enumerate(graph.nodes):
         if node.kind == "parameter":

@@ -1,9 +1,9 @@
-"""Which axes each operator has: what can be split, and what that means for inputs, outputs and gradients.
+"""The axes of each operator: what can be split, and what that means for inputs, outputs and gradients.
 
-An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have it; those
-that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that lack
-it are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no rule is
-kept whole on all ranks.
+A rule describes an operator as a list of named axes. Splitting an axis along a mesh dimension splits the
+inputs that have it; inputs without it stay whole, and their gradients become partial sums. Outputs that have
+the axis are split; outputs without it become partial sums. The backward pass follows from that, so there are
+only forward rules. An operator without a rule is computed whole on all ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
 from muster.parallel.planning.layouts import PARTIAL, REPLICATE
 
 MORE_RULES = (indexing_rules, loss_rules)
-"""Modules that register theirs when they are imported."""
+"""Modules that register further rules when they are imported."""
 
 LINEAR_VIEWS = names(
     "view reshape flatten unflatten _unsafe_view squeeze unsqueeze transpose t permute numpy_T slice "
     "select chunk split split_with_sizes unbind contiguous clone alias expand narrow view_as movedim "
     "swapaxes view_as_complex view_as_real diagonal expand_as"
 )
-"""Operators whose output only has the input's elements: sums may pass through them unadded."""
+"""Operators whose output only has the input's elements, so that they can run on partial sums."""
 
 _ELEMENTWISE = names(
     "add sub mul div relu relu_ gelu silu tanh sigmoid dropout pow to _to_copy neg exp log sqrt rsqrt "
@@ -41,7 +41,7 @@ _SCALED = names("mul div neg")
 
 
 def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
-    """The axes of an operator; None: there is no rule for it, or for these arguments."""
+    """Returns the axes of an operator; None if there is no rule for it, or for these arguments."""
     call = OperatorCall(graph, node)
     if node.kind == FAN_OUT:
         return _each_dim(call)
@@ -55,14 +55,14 @@ def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
 
 
 def modes_of(graph: Graph, node: Node) -> tuple[list[Mode], bool]:
-    """What a mesh dimension may do to an operator, and whether there is a rule for it."""
+    """Returns the modes in which a mesh dimension can run an operator, and whether there is a rule for it."""
     ins, outs = len(node.inputs), len(node.outputs)
     whole = (REPLICATE,)
     modes = [Mode(WHOLE, 0, whole * ins, whole * ins, whole * outs, whole * outs)]
     axes = axes_of(graph, node)
     modes += [axis.mode() for axis in axes or () if axis.size > 1]
     if node.kind == FAN_OUT or node.of_parameters or node.op in LINEAR_VIEWS:
-        # The backward pass is linear in the gradient: parts of it may pass unadded.
+        # The backward pass is linear in the gradient, so it can run on partial sums.
         modes.append(Mode("grad", 0, whole * ins, (PARTIAL,) * ins, whole * outs, (PARTIAL,) * outs))
     if axes is not None and _passes_sums(graph, node):
         modes.append(Mode("sum", 0, (PARTIAL,) * ins, whole * ins, (PARTIAL,) * outs, whole * outs))
@@ -156,7 +156,7 @@ def _einsum(call: OperatorCall) -> list[Axis] | None:
             (out.index(letter) if letter in out else None,),
         )
         for letter, size in sizes.items()
-        # A letter of one term only that is not in the output is a sum: the part's sums add up.
+        # A letter of a single term that is not in the output is summed over: a partial sum per rank.
     ]
 
 
@@ -172,7 +172,7 @@ def _convolution(call: OperatorCall) -> list[Axis] | None:
     axes = [Axis("b", x[0], (0, None, *(None,) * more), (0,))]
     if groups > 1:
         return [*axes, Axis("g", groups, (1, 0, *(0,) * more), (1,))]
-    before, after = (0, 1) if turned else (1, 0)  # of the weight's dimensions, the inputs and the outputs
+    before, after = (0, 1) if turned else (1, 0)  # the weight's dimensions of input and output channels
     axes.append(Axis("n", weight[after], (None, after, *(0,) * more), (1,)))
     axes.append(Axis("k", weight[before], (1, before, *(None,) * more), (None,)))
     return axes
@@ -202,12 +202,12 @@ def _attention(call: OperatorCall) -> list[Axis] | None:
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(call: OperatorCall) -> list[Axis] | None:
-    """By samples only: the states of a sequence depend on one another."""
+    """Only the batch can be split, because the states along a sequence depend on one another."""
     x = call.ins[0]
     states = 2 if call.op == "lstm" else 1
     if len(x) != 3 or not isinstance(call.args[-1], bool):  # packed sequences have other arguments
         return None
-    # Torch 2.11 records the states of a CPU with a dimension too many.
+    # On a CPU torch 2.11 records the states with one dimension too many.
     if any(len(out) != 3 for out in call.outs):
         return None
     batch = 0 if call.args[-1] else 1
@@ -296,7 +296,7 @@ def _reduction(call: OperatorCall) -> list[Axis]:
 )
 @rule("argsort", "prod", "norm", "linalg_vector_norm")
 def _kept_dims(call: OperatorCall) -> list[Axis] | None:
-    """Reductions that are no sums: dimensions that stay may be split."""
+    """Reductions other than sums: the dimensions that stay can be split."""
     index = 2 if call.op in ("topk", "norm", "linalg_vector_norm") else 1
     dim = call.argument(index, "dim", -1 if call.op in ("topk", "sort", "argsort") else None)
     if len(call.ins) == 2 and call.op in ("max", "min"):
@@ -359,15 +359,19 @@ def _prelu(call: OperatorCall) -> list[Axis]:
 @rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as")
 def _view(call: OperatorCall) -> list[Axis] | None:
     if call.op == "view" and not isinstance(call.argument(1, "size"), (list, tuple)):
-        return None  # the same bytes as another dtype
+        return None  # a view of the bytes in another dtype
     more = (None,) * (len(call.ins) - 1)
     return [Axis(f"d{a}", size, (a, *more), (b,)) for a, b, size in view_groups(call.ins[0], call.outs[0])]
 
 
 def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Dimensions that correspond across a reshape, with what the number of slices must divide.
+    """Returns the dimensions that correspond across a reshape.
 
     Elements keep their order, so only the leading dimension of each group of dimensions can be split.
+
+    Returns:
+        For each group: the leading dimension before, that after, and a number that the number of slices must
+        divide.
     """
     a = [d for d, size in enumerate(before) if size != 1]
     b = [d for d, size in enumerate(after) if size != 1]
@@ -465,7 +469,7 @@ def _pad(call: OperatorCall) -> list[Axis]:
 
 @rule("view_as_complex", "view_as_real")
 def _pairs(call: OperatorCall) -> list[Axis]:
-    """The last dimension of the real side is that of the two parts."""
+    """All dimensions can be split but the real side's last one, which holds the real and imaginary parts."""
     count = min(len(call.ins[0]), len(call.outs[0]))
     return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:count])]
 
@@ -493,7 +497,7 @@ def _repeat(call: OperatorCall) -> list[Axis]:
 
 @rule("repeat_interleave")
 def _repeat_interleave(call: OperatorCall) -> list[Axis] | None:
-    """Parts of the repeated dimension stay in order, so it can be split as well."""
+    """All dimensions can be split, the repeated one too, because its parts stay in order."""
     if len(call.ins) != 1 or not isinstance(call.argument(1, "repeats"), int):
         return None
     if call.argument(2, "dim") is None:

@@ -1,4 +1,4 @@
-"""The best choice of a problem: exact elimination of variables, and a memory limit that is kept."""
+"""Searches the fastest choice of states by exact variable elimination, within a memory limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDEST_TABLE = 40_000_000
 _ROUNDS = 30
 _CUTS = 25
 _MOMENTS = (1.0, 0.5)
-"""By how much the end of the forward pass counts beside that of the backward pass, where memory is priced."""
+"""Weights of the memory at the forward pass's end, against that at the backward pass's, when it is priced."""
 
 
 class TooWide(ValueError):  # noqa: N818 - says what is wrong with the problem
@@ -24,13 +24,13 @@ class TooWide(ValueError):  # noqa: N818 - says what is wrong with the problem
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice, and how good it is.
+    """A choice of states, with its predicted costs.
 
     Attributes:
-        choice: index of a state for each node.
-        seconds: predicted for a step.
-        nbytes: predicted for each rank.
-        bound_s: no choice within the memory limit is faster than this.
+        choice: the index of the chosen state of each node.
+        seconds: the predicted time of a step.
+        nbytes: the predicted memory of each rank, in bytes.
+        bound_s: a lower bound: no choice within the memory limit is faster.
     """
 
     choice: list[int]
@@ -40,7 +40,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By what share a better choice might be faster, at most."""
+        """The largest share by which a better choice might be faster, 0 to 1."""
         return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds else 0.0
 
 
@@ -48,15 +48,16 @@ Peak = Callable[[Sequence[int]], float]
 
 
 def solve(problem: Problem, limit_bytes: float | None = None, peak: Peak | None = None) -> Solution | None:
-    """The fastest choice whose memory stays within the limit; None: none does.
+    """Returns the fastest choice whose memory stays within the limit; None if no choice does.
 
-    Without a binding limit it is the exact optimum. With one it comes from the exact optima with a price on
-    memory, which also bound what is possible, and is then refined.
+    If the limit does not bind, this is the exact optimum. Otherwise it starts from exact optima with a price
+    on memory, which also give the bound, and is then refined.
 
     Args:
         problem: the states and costs.
-        limit_bytes: of a rank; None: no limit.
-        peak: the most bytes at any moment of a step of a choice, at least ``problem.nbytes``; None: that.
+        limit_bytes: the memory limit of a rank in bytes; None for no limit.
+        peak: returns a choice's peak memory in bytes, at least ``problem.nbytes``; None for
+            ``problem.nbytes``.
 
     Raises:
         TooWide: a table of the elimination would not fit into memory.
@@ -72,7 +73,7 @@ def solve(problem: Problem, limit_bytes: float | None = None, peak: Peak | None 
 
 
 def leanest(problem: Problem, peak: Peak) -> tuple[list[int], float]:
-    """The choice that needs the least memory as far as prices find it, and its peak."""
+    """Returns the choice with the least memory that prices on memory find, and its peak in bytes."""
     eliminator = Eliminator(problem)
     within = _Within(problem, eliminator, [0] * len(problem.states), 0.0, peak)
     choices = [within.lean(share) for share in _MOMENTS]
@@ -81,7 +82,7 @@ def leanest(problem: Problem, peak: Peak) -> tuple[list[int], float]:
 
 @dataclass(slots=True)
 class _Tried:
-    """A choice with its seconds, its price's bytes, and its peak."""
+    """A choice with its seconds, the bytes on which a price was put, and its peak in bytes."""
 
     choice: list[int]
     seconds: float
@@ -90,11 +91,11 @@ class _Tried:
 
 
 class _Within:
-    """The search within a limit of memory.
+    """The search within a memory limit.
 
-    Bytes that are there when the forward pass ends, and when the backward pass does, are sums over nodes, so
-    prices can be put on them; none is more than the peak, so the optima with a price bound what fits. What
-    fits is told by the peak itself.
+    The memory at the end of the forward pass and that at the end of the backward pass are sums over nodes, so
+    a price can be put on them. Neither exceeds the peak, so the optima with a price are lower bounds of the
+    choices that fit. Whether a choice fits is decided by its peak.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class _Within:
         self._fast = free
 
     def peak(self, choice: Sequence[int]) -> float:
-        """The most bytes at any moment."""
+        """Returns a choice's peak memory in bytes; remembers it."""
         key = tuple(choice)
         if key not in self._peaks:
             self._peaks[key] = self._peak(choice)
         return self._peaks[key]
 
     def best(self) -> Solution | None:
-        """The best choice that fits; None: there is none."""
+        """Returns the best choice that fits; None if there is none."""
         best: _Tried | None = None
         bound = self.problem.seconds(self._free)
         for share in _MOMENTS:
@@ -131,7 +132,16 @@ class _Within:
         return last > first
 
     def _along(self, share: float, best: _Tried | None, bound: float) -> tuple[_Tried | None, float]:
-        """With prices on a mean of both moments, ``share`` of it that of the forward pass's end."""
+        """Searches with a price on a mean of the memory at both ends.
+
+        Args:
+            share: the weight of the forward pass's end.
+            best: the best choice that was found so far.
+            bound: the lower bound so far, in seconds.
+
+        Returns:
+            The best choice and the bound after this search.
+        """
         weights = self._weights(share)
 
         def found_at(price: float) -> _Tried:
@@ -164,7 +174,7 @@ class _Within:
         return best, bound
 
     def lean(self, share: float) -> list[int]:
-        """The choice with the least of that mean."""
+        """Returns the choice with the least mean of the memory at both ends; ``share`` weighs the first."""
         weights = self._weights(share)
         return self._eliminator.best(self._dear(weights), weights)
 
@@ -178,17 +188,17 @@ class _Within:
         return [node.kind in ("parameter", "buffer") for node in self.problem.graph.nodes]
 
     def _dear(self, weights: Sequence[Matrix]) -> float:
-        """A price at which memory is all that counts, among choices that can be run at all."""
+        """Returns a price at which memory outweighs all time, except for choices that cannot be run."""
         problem = self.problem
         seconds = sum(max((s.seconds for s in each), default=0.0) for each in problem.states)
         seconds += sum(float(m[np.isfinite(m)].max(initial=0.0)) for _, _, m in problem.edges)
         smallest = min((float(w[w > 0].min()) for w in weights if (w > 0).any()), default=1.0)
         return 1e3 * (seconds + 1e-9) / smallest
 
-    # ------------------------------------------------------------ what prices leave
+    # ------------------------------------------------------------ refining
 
     def _refined(self, lean: list[int]) -> list[int]:
-        """Takes the fast choice layer by layer where memory allows, then node by node."""
+        """Replaces states by those of the fast choice where memory allows, first by layers, then by nodes."""
         best, fast = lean, self._fast
         seconds = self.problem.seconds(best)
         count = len(lean)
@@ -208,7 +218,7 @@ class _Within:
             around[v].append((u, matrix.T))
         choice = list(best)
         first, last = problem.nbytes_at_ends(choice)
-        more = self.peak(choice) - max(first, last)  # moments in between, taken to stay as they are
+        more = self.peak(choice) - max(first, last)  # the peak between both ends, assumed not to change
         for _ in range(4):
             changed = False
             for node, states in enumerate(problem.states):
@@ -236,7 +246,7 @@ class _Within:
 
 
 class Eliminator:
-    """Minimises sums over nodes and edges by eliminating one node after the other.
+    """Minimises a sum over nodes and edges by eliminating one node after the other.
 
     A node goes with all tables that mention it: they are added up, and replaced by the minimum over its
     states as a table of its neighbours. The order is found once, by the size of the table that a node needs.
@@ -344,7 +354,7 @@ class _Alike:
 
 
 def _aligned(names: Sequence[int], table: Matrix, axes: Sequence[int]) -> Matrix:
-    """A table with its dimensions in the order of ``axes``, those that it lacks of size 1."""
+    """Returns a table with its dimensions in the order of ``axes``; those that it lacks have size 1."""
     places = sorted(range(len(names)), key=lambda i: axes.index(names[i]))
     shape = [1] * len(axes)
     for i in places:

@@ -1,4 +1,4 @@
-"""What users fix: strategies of operators, as MindSpore has them or by axis, checked and in words."""
+"""Checks the strategies that users fix for operators, in MindSpore's form or by axis."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Strategy = tuple[Slices, ...] | Mapping[str, int]
 
 
 def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, int]:
-    """A strategy as the number of slices of each axis.
+    """Returns a strategy as the number of slices by axis, without axes that are not split.
 
     Args:
-        graph: of the node.
+        graph: the node's graph.
         node: the operator.
-        strategy: the slices of each dimension of each input, as MindSpore has them (of a linear layer the
+        strategy: the number of slices of each dimension of each input, as in MindSpore (a linear layer's
             weight may be given as stored, or as the second factor of a product), or slices by axis name.
 
     Raises:
-        SettingsError: it does not fit the operator; says why.
+        SettingsError: the strategy does not fit the operator; the message says why.
     """
     _check_slices(node, strategy)
     axes = axes_of(graph, node)
@@ -79,7 +79,7 @@ def _of_tuples(
 def _match(
     node: Node, axes: Sequence[Axis], shapes: Sequence[Shape], given: Sequence[Slices]
 ) -> tuple[dict[str, int], str]:
-    """Slices by axis, or a sentence on what is wrong."""
+    """Returns the slices by axis, and a sentence about what is wrong; empty if nothing is."""
     wanted: dict[str, int] = {}
     if len(given) > len(shapes):
         return {}, f"it has {len(shapes)} inputs, not {len(given)}"
@@ -122,13 +122,14 @@ def _what(node: Node) -> str:
 
 
 def pins_of(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, dict[str, int]]:
-    """What users fixed, as slices by axis by operator.
+    """Returns the users' strategies as slices by axis, by operator.
 
-    A name is that of an operator, or of a module: then its only operator that has parameters, or its only
-    one.
+    A strategy's name is that of an operator, or of a module. A module's name means its only operator that has
+    parameters; if none has, its only operator.
 
     Raises:
-        SettingsError: nothing is called so, or more than one operator; or see :func:`slices_by_axis`.
+        SettingsError: a name fits no operator or several, two strategies are for one operator, or a strategy
+            does not fit its operator.
     """
     found = {}
     for name, strategy in strategies.items():
@@ -161,7 +162,7 @@ def _named(graph: Graph, name: str) -> Node:
 
 
 def pin_of(mesh: Mesh, wanted: Mapping[str, int]) -> Pin:
-    """Holds an operator to these numbers of slices of its axes, on this mesh."""
+    """Returns a pin that allows only states with these numbers of slices by axis, on this mesh."""
 
     def fits_wanted(node: Node, state: State) -> bool:
         counts: dict[str, int] = {}
@@ -176,10 +177,10 @@ def pin_of(mesh: Mesh, wanted: Mapping[str, int]) -> Pin:
 
 
 def check_divides(mode: str, strategies: Mapping[str, Strategy]) -> None:
-    """Makes sure that a mode heeds strategies, if there are any.
+    """Checks that a mode uses strategies, if there are any.
 
     Raises:
-        SettingsError: it divides no operators.
+        SettingsError: there are strategies, and the mode splits no operators.
     """
     if strategies and mode in ("data_parallel", "stand_alone"):
         raise SettingsError(
@@ -189,5 +190,5 @@ def check_divides(mode: str, strategies: Mapping[str, Strategy]) -> None:
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """A strategy as a plan's file has it."""
+    """Returns a strategy as the text that a plan's file has."""
     return str(dict(strategy) if isinstance(strategy, Mapping) else tuple(tuple(cut) for cut in strategy))

@@ -1,4 +1,4 @@
-"""When each part of a step runs: gradients travel beside the backward pass, all else waits its turn. Pure."""
+"""Simulates a step's times: gradients go beside the backward pass, all else runs in sequence. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Timeline:
     """Seconds of one step.
 
     Attributes:
-        forward_s: of the forward pass, with what it waits for.
-        backward_s: of the backward pass, with what it waits for and what it computes again.
-        exposed_s: how long sums of gradients go on when the backward pass is over.
-        gradients_s: of the sums of gradients themselves.
-        update_s: of the optimizer, and of gathering parameters whose update alone is divided.
-        gathers_s: of gathering parameters that are whole only while they are computed with.
-        waited_s: how long both passes wait for these; part of them.
+        forward_s: the forward pass, with its waits.
+        backward_s: the backward pass, with its waits and recomputation.
+        exposed_s: the time for which gradients are communicated after the backward pass.
+        gradients_s: all communication of gradients.
+        update_s: the optimizer's update, and the all_gather of parameters whose updates are sharded (ZeRO-1).
+        gathers_s: gathering the parameters that are held as shards (ZeRO-3).
+        waited_s: the time for which both passes wait for these gathers; it is part of the passes' times.
     """
 
     forward_s: float
@@ -45,17 +45,17 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The time of the whole step, in seconds."""
         return self.forward_s + self.backward_s + self.exposed_s + self.update_s
 
     @property
     def hidden(self) -> float:
-        """The share of the sums of gradients that the backward pass hides, 0 to 1."""
+        """The share of gradient communication that the backward pass hides, 0 to 1."""
         return 1 - self.exposed_s / self.gradients_s if self.gradients_s else 0.0
 
     @property
     def gathers_hidden(self) -> float:
-        """The share of gathering parameters that computing hides, 0 to 1."""
+        """The share of the time of gathering parameters that computing hides, 0 to 1."""
         return 1 - self.waited_s / self.gathers_s if self.gathers_s else 0.0
 
 
@@ -68,19 +68,19 @@ def timeline(
     optimizer_states: int = 2,
     local_norm: bool = False,
 ) -> Timeline:
-    """Plays a step: operators and moves one after the other, buckets of gradients beside them in their order.
+    """Simulates a step: operators and redistributions in sequence, and gradient buckets in order beside them.
 
-    A bucket starts when its last gradient is there and the one before it is done. Parameters that are
-    gathered for their use come on the same way, the next bucket while one is computed with. What computing
-    beside a collective costs both is not counted.
+    A bucket starts when its last gradient is ready and the previous bucket is done. Parameters that are held
+    as shards are gathered over the same link, the next bucket while the present one is in use. That computing
+    and communication slow each other down is not counted.
 
     Args:
-        graph: with fan-out nodes.
-        states: one of each node's.
-        mesh: sizes.
-        machine: what things cost.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+        graph: the graph of the forward pass, with fan-out nodes.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes.
+        machine: the machine's costs.
+        optimizer_states: the number of tensors that the optimizer keeps per parameter.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
     """
     operator_times = OperatorTimes(graph, mesh, machine)
     forward, backward, again = [], [], []
@@ -102,7 +102,7 @@ def timeline(
 
 
 class _Passes:
-    """The two passes of a step, and what travels beside them, one after the other."""
+    """Simulates the two passes of a step, and the buckets that are communicated beside them."""
 
     def __init__(
         self,
@@ -116,14 +116,18 @@ class _Passes:
         self._held, self._mesh, self._machine = held, mesh, machine
         self._buckets = gradient_buckets(list(held.values()))
         self._gathers = [bucket for bucket in self._buckets if bucket.regathered]
-        self._now = self._free = 0.0  # the way is free from then on
-        self._coming: dict[int, float] = {}  # by bucket, when it will be there
+        self._now = self._free = 0.0  # the link is free from then on
+        self._coming: dict[int, float] = {}  # by bucket, the time at which it is gathered
         self._gathers_s = self._waited_s = self._gradients_s = 0.0
 
     def forward(self, times: Sequence[float]) -> float:
-        """Plays the forward pass; returns how long it takes."""
+        """Simulates the forward pass; returns its time in seconds.
+
+        Args:
+            times: the seconds of each node's forward pass.
+        """
         number_of = self._numbers()
-        readers: dict[int, int] = {}  # by bucket, who reads it first
+        readers: dict[int, int] = {}  # by bucket, the node that reads it first
         for index, node in enumerate(self._graph.nodes):
             for value in node.inputs:
                 if value in number_of:
@@ -135,11 +139,11 @@ class _Passes:
         return self._now
 
     def backward(self, times: Sequence[float], again: Sequence[float]) -> float:
-        """Plays the backward pass; returns how long it takes.
+        """Simulates the backward pass; returns its time in seconds.
 
         Args:
-            times: by node, of its backward pass.
-            again: by node, of its forward pass, where that is computed again.
+            times: the seconds of each node's backward pass.
+            again: the seconds of each node's forward pass, used if it is recomputed.
         """
         self._coming, begin = {}, self._now
         read = read_again(
@@ -165,12 +169,12 @@ class _Passes:
             while missing and not missing[0]:
                 missing.pop(0)
                 self._sum(left.pop(0))
-        for bucket in left:  # what nobody gives a gradient
+        for bucket in left:  # their parameters get no gradient
             self._sum(bucket)
         return self._now - begin
 
     def over(self, forward_s: float, backward_s: float, optimizer_states: int) -> Timeline:
-        """What came of it, with the optimizer's step."""
+        """Returns the timeline of the simulated passes, with the optimizer's step."""
         update_s = sum(
             self._machine.along_s("all_gather", bucket.dims, self._mesh, bucket.nbytes)
             for bucket in self._buckets
@@ -188,7 +192,7 @@ class _Passes:
         return {values[name]: number for number, each in enumerate(self._gathers) for name in each.nodes}
 
     def _last_gradients(self) -> dict[int, set[str]]:
-        """By operator, the parameters that have their gradients when its backward pass is over."""
+        """Returns, by operator, the parameters whose gradients are ready after its backward pass."""
         first: dict[str, int] = {}
         for index, node in enumerate(self._graph.nodes):
             for value in node.inputs if node.kind != FAN_OUT else ():
@@ -201,7 +205,7 @@ class _Passes:
         return found
 
     def _gather(self, numbers: Sequence[int], order: Sequence[int]) -> None:
-        """Buckets are needed now; behind each, the next one sets out."""
+        """Waits for buckets that are needed now; after each starts to gather the next one."""
         for number in numbers:
             self._set_out(number)
             self._waited_s += max(0.0, self._coming[number] - self._now)

@@ -1,4 +1,4 @@
-"""Operators that every rank does as a whole because nothing says how to divide them, and what that costs."""
+"""Finds operators that every rank computes whole because no rule says how to split them, and their cost."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from muster.parallel.planning.problem import State
 from muster.parallel.planning.rules import LINEAR_VIEWS, modes_of
 
 MATTERS = 0.01
-"""The share of a step from which on an operator that is kept whole is named."""
+"""The share of a step's time from which an operator that is kept whole is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Undivided:
-    """An operator that no rule divides, as it is called here.
+    """An operator of the graph that no rule can split.
 
     Attributes:
         node: its name in the graph.
         op: the operator.
-        where: its module, or else its line.
-        seconds: of a step, with what must be gathered for it.
-        share: of the step.
+        where: its module, or else its source line.
+        seconds: its time in a step, with the collectives that gather its inputs.
+        share: its share of the step's time.
     """
 
     node: str
@@ -36,7 +36,7 @@ class Undivided:
     share: float
 
     def __str__(self) -> str:
-        """The operator with its place and share."""
+        """Returns the operator with its place and share."""
         place = f" of {self.where}" if self.where else ""
         return f"{self.op}{place} ({self.share:.1%})"
 
@@ -44,14 +44,14 @@ class Undivided:
 def undivided(
     graph: Graph, states: Sequence[State], mesh: Mesh, machine: Hardware, total_s: float
 ) -> list[Undivided]:
-    """The operators that cannot be divided and cost at least ``MATTERS`` of a step, the dearest first.
+    """Returns the operators that cannot be split and take at least ``MATTERS`` of a step, the slowest first.
 
     Args:
-        graph: of the forward pass.
-        states: one of each node's.
-        mesh: sizes; of one rank nothing is named.
-        machine: what things cost.
-        total_s: seconds of the step.
+        graph: the graph of the forward pass.
+        states: the chosen state of each node.
+        mesh: the mesh's sizes; with one rank the result is empty.
+        machine: the machine's costs.
+        total_s: the step's time in seconds.
     """
     found = []
     for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):
@@ -67,7 +67,10 @@ def undivided(
 
 
 def _cannot(graph: Graph, node: Node) -> bool:
-    """Whether no axis of an operator can be split; views, numbers and what is of parameters do not count."""
+    """Whether no axis of an operator can be split.
+
+    False for views, for operators on single numbers, and for those that depend on parameters only.
+    """
     if node.kind != "call" or node.op in LINEAR_VIEWS or not node.inputs or node.op.endswith("_"):
         return False
     if node.of_parameters or all(graph.values[v].numel <= 1 for v in node.inputs):

@@ -1,4 +1,4 @@
-"""The best choice on one mesh: parameters in shares and layers computed again, where memory binds. Pure."""
+"""Searches the best choice on one mesh, with sharded parameters and recomputed layers if need be. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING: Mapping[str, Pin] = {}
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What was found on one mesh.
+    """The result of a search on one mesh.
 
     Attributes:
         options: with the layers that are computed again.
@@ -36,12 +36,12 @@ class Searched:
 
     @property
     def states(self) -> list[State]:
-        """One of each node's."""
+        """The chosen state of each node; empty if no choice fits."""
         return [] if self.solution is None else self.problem.chosen(self.solution.choice)
 
     @property
     def seconds(self) -> float:
-        """Predicted of a step."""
+        """The predicted time of a step; infinite if no choice fits."""
         return float("inf") if self.solution is None else self.solution.seconds
 
 
@@ -54,7 +54,7 @@ def best_on(
     limit: float,
     batch: Mapping[str, Pin],
 ) -> Searched:
-    """The best choice on a mesh within a limit of memory.
+    """Returns the best choice on a mesh within a memory limit.
 
     What is whole for moments only, and what is computed again, is in no sum that prices could see. So
     parameters in shares are a search of their own, and layers that are computed again another two: with all
@@ -71,7 +71,7 @@ def best_on(
         batch: by node, the states in which it computes its part of the batch.
 
     Returns:
-        The fastest; if none fits, what needs the least memory of what was searched.
+        The fastest result; if none fits, the last one, which needs the least memory of those searched.
 
     Raises:
         KeyError: a pinned node has no such state on this mesh.
@@ -110,7 +110,7 @@ def best_on(
 
 
 def _holdings(options: Options) -> Iterator[Options]:
-    """How parameters may be held."""
+    """Yields the options of each search: without and with gathered parameters, as far as they allow it."""
     if options.shard_parameters != ALWAYS:
         yield replace(options, shard_parameters=False)
     if options.shard_parameters == ALWAYS or (options.shard_parameters and options.shard_updates):
@@ -175,7 +175,7 @@ class _Search:
 
 
 def _worth(every: Problem, kept: Problem, layers: Sequence[Layer], choice: Sequence[int]) -> dict[str, float]:
-    """By layer, the bytes that it frees for each second that it takes again."""
+    """Returns, by layer, the bytes that recomputing it frees per second that it takes."""
     graph, mesh = kept.graph, kept.mesh
     of = {index: layer.name for layer in layers for index in layer.indices}
     nbytes, seconds = dict.fromkeys(of.values(), 0.0), dict.fromkeys(of.values(), 0.0)
@@ -193,5 +193,5 @@ def _worth(every: Problem, kept: Problem, layers: Sequence[Layer], choice: Seque
             if graph.source(value).kind == "call":
                 layout = kept.states[node][choice[node]].outs[graph.nodes[node].outputs.index(value)]
                 nbytes[layer.name] -= graph.values[value].nbytes / parts(layout, mesh)
-    # Rounded: layers that are alike are taken in their order.
+    # Rounded, so that equal layers keep their order.
     return {name: float(f"{nbytes[name] / max(seconds[name], 1e-12):.6g}") for name in nbytes}

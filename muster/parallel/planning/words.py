@@ -1,4 +1,4 @@
-"""A plan's sizes, edges and buckets in words."""
+"""Describes a plan's sizes, edges and buckets in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muster.parallel.planning.problem import State
 
 
 def edges_text(graph: Graph, states: Sequence[State], index: int) -> Iterable[str]:
-    """What passes along the edges into a node, in words."""
+    """Yields one line per input of a node, with its layout before and after redistribution."""
     node = graph.nodes[index]
     for position, value in enumerate(node.inputs):
         before, after, _, _ = edge_layouts(graph, states, index, position)
@@ -20,7 +20,7 @@ def edges_text(graph: Graph, states: Sequence[State], index: int) -> Iterable[st
 
 
 def bucket_text(graph: Graph, states: Sequence[State], mesh: Mesh) -> list[str]:
-    """The gradient buckets, one line each."""
+    """Returns one line per gradient bucket."""
     held = list(parameter_shards(graph, states, mesh).values())
     return [
         f"{_collectives_of(each)} over {each.dims}: {size_text(each.nbytes)} of {len(each.nodes)} parameters"
@@ -35,7 +35,7 @@ def _collectives_of(bucket: PlannedBucket) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes in its largest unit, such as ``1.5 MB``."""
+    """Returns a number of bytes in its largest unit, such as ``1.5 MB``."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -43,10 +43,10 @@ def size_text(nbytes: float) -> str:
 
 
 def times_text(ratio: float) -> str:
-    """A ratio in words, such as ``1.25 times``."""
+    """Returns a ratio in words, such as ``1.25 times``."""
     return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def shortened(text: str, width: int) -> str:
-    """The text, cut to this many characters."""
+    """Returns the text, cut to ``width`` characters."""
     return text if len(text) <= width else text[: width - 3] + "..."
