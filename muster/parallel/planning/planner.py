@@ -38,10 +38,10 @@ from muster.parallel.planning.strategies import (
 )
 from muster.parallel.planning.within_memory import Searched, best_on, leanest_s
 
-_LARGE = 1000
-"""Nodes of a graph from which on at most ``_MOST`` meshes are searched."""
+LARGE_GRAPH = 1000
+"""Nodes of a graph from which on at most ``MOST_MESHES`` meshes are searched."""
 
-_MOST = 2
+MOST_MESHES = 2
 
 SEARCHES = ("exact", "propagation")
 """In the second one only communication counts."""
@@ -241,7 +241,7 @@ def _best_of(
     best: Searched | None = None
     refused, bound, skipped = "", math.inf, list[str]()
     smallest = (math.inf, "")
-    if len(graph.nodes) > _LARGE and len(given) > _MOST and not pins:
+    if len(graph.nodes) > LARGE_GRAPH and len(given) > MOST_MESHES and not pins:
         given, skipped = _promising(graph, given, machine, others)
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
@@ -282,7 +282,7 @@ def _promising(
     for mesh, options in given.items():
         with contextlib.suppress(TooWide):
             seconds[mesh] = leanest_s(graph, mesh, machine, options, others)
-    chosen = sorted(seconds, key=lambda mesh: seconds[mesh])[:_MOST]
+    chosen = sorted(seconds, key=lambda mesh: seconds[mesh])[:MOST_MESHES]
     left = [" x ".join(map(str, mesh)) for mesh in given if mesh not in chosen]
     return {mesh: given[mesh] for mesh in chosen}, left
 
