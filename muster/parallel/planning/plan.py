@@ -299,7 +299,8 @@ class Plan:
         ]
         if self.skipped:
             facts.append(
-                f"not searched, for the graph is too connected there: ranks as {', '.join(self.skipped)}"
+                "not searched, for the graph is too connected there, or too large and others promise more:"
+                f" ranks as {', '.join(self.skipped)}"
             )
         if math.prod(self.mesh) > 1:
             facts += [self._overlap_text(), self._loss_text()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,12 @@ from muster.parallel.planning.strategies import (
     pins_of,
     strategy_text,
 )
-from muster.parallel.planning.within_memory import Searched, best_on
+from muster.parallel.planning.within_memory import Searched, best_on, leanest_s
+
+LARGE_GRAPH = 1000
+"""Nodes of a graph from which on at most ``MOST_MESHES`` meshes are searched."""
+
+MOST_MESHES = 2
 
 SEARCHES = ("exact", "propagation")
 """The ways to search; in "propagation" only communication counts as time."""
@@ -243,6 +249,8 @@ def _best_of(
     best: Searched | None = None
     refused, bound, skipped = "", math.inf, list[str]()
     smallest = (math.inf, "")
+    if len(graph.nodes) > LARGE_GRAPH and len(given) > MOST_MESHES and not pins:
+        given, skipped = _promising(graph, given, machine, others)
     for mesh, options in given.items():
         fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
@@ -272,6 +280,19 @@ def _best_of(
     if best is None or best.solution is None:
         raise SettingsError(smallest[1] or refused)
     return replace(best, solution=replace(best.solution, bound_s=min(bound, best.seconds))), skipped
+
+
+def _promising(
+    graph: Graph, given: Mapping[Mesh, Options], machine: Hardware, others: Mapping[str, Pin]
+) -> tuple[dict[Mesh, Options], list[str]]:
+    """The meshes on which what needs the least memory is fastest, and the names of the others."""
+    seconds: dict[Mesh, float] = {}
+    for mesh, options in given.items():
+        with contextlib.suppress(TooWide):
+            seconds[mesh] = leanest_s(graph, mesh, machine, options, others)
+    chosen = sorted(seconds, key=lambda mesh: seconds[mesh])[:MOST_MESHES]
+    left = [" x ".join(map(str, mesh)) for mesh in given if mesh not in chosen]
+    return {mesh: given[mesh] for mesh in chosen}, left
 
 
 Found = tuple[Solution, list[State]]

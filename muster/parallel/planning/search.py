@@ -108,10 +108,11 @@ class _Within:
         self._fast = free
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Returns a choice's peak memory in bytes; remembers it."""
+        """The most bytes at any moment; if these are more than the limit, some that are."""
         key = tuple(choice)
         if key not in self._peaks:
-            self._peaks[key] = self._peak(choice)
+            least = self.problem.nbytes(choice)  # so a step need not be played to see that it does not fit
+            self._peaks[key] = least if least > self.limit else self._peak(choice)
         return self._peaks[key]
 
     def best(self) -> Solution | None:

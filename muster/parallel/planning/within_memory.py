@@ -109,6 +109,22 @@ def best_on(
     return replace(best, solution=replace(best.solution, bound_s=bound))
 
 
+def leanest_s(
+    graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin]
+) -> float:
+    """Seconds of the fastest choice on a mesh with all parameters in shares and all layers computed again.
+
+    Raises:
+        KeyError: see :func:`best_on`.
+        TooWide: likewise.
+    """
+    names = tuple(layer.name for layer in worth_recomputing(graph)) if options.checkpoint_activations else ()
+    shares = ALWAYS if options.shard_parameters and options.shard_updates else options.shard_parameters
+    lean = replace(options, shard_parameters=shares, recomputed=names)
+    problem = build(graph, mesh, machine, lean, pins)
+    return problem.seconds(Eliminator(problem).best())
+
+
 def _holdings(options: Options) -> Iterator[Options]:
     """Yields the options of each search: without and with gathered parameters, as far as they allow it."""
     if options.shard_parameters != ALWAYS:

@@ -9,9 +9,11 @@ pytest.importorskip("torch")
 
 from muster.errors import SettingsError
 from muster.parallel.api import graph_of
+from muster.parallel.planning import planner
 from muster.parallel.planning.costs import Hardware
 from muster.parallel.planning.planner import find_plan
 from tests.parallel.models import MODELS, Mlp
+from tests.parallel.planning.test_kept import gpt_graph
 from tests.parallel.planning.test_plan import wide
 from tests.parallel.planning.test_strategies import quick
 
@@ -36,3 +38,16 @@ def test_what_does_not_fit_is_refused_and_what_does_is_within_the_limit() -> Non
     assert plan.nbytes <= 0.9 * 2.4e9
     with pytest.raises(SettingsError, match=r"no plan fits into \d+\.\d MB a rank"):
         wide(machine=Hardware(memory_bytes=1e8))
+
+
+def test_of_large_graphs_the_promising_meshes_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are named; what the plan is, and that it fits, is as before."""
+    graph = gpt_graph(16)
+    every = find_plan(graph, 16, machine=Hardware(memory_bytes=30e9))
+    assert not every.skipped
+    monkeypatch.setattr(planner, "LARGE_GRAPH", 10)
+    found = find_plan(graph, 16, machine=Hardware(memory_bytes=30e9))
+    assert len(found.skipped) == 2
+    assert found.nbytes <= 0.9 * 30e9
+    assert found.seconds <= 1.05 * every.seconds
+    assert "others promise more" in str(found)
