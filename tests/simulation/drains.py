@@ -56,7 +56,7 @@ class DrainJudge(Judge):
                 self.expect(not changed, f"{plan} is changed, and nobody has asked for it")
                 self.expect(now >= plan.at_s, f"{plan} is over {plan.at_s - now:.1f} s before its time")
                 self.carried_out += 1
-                for node_id in self._named(plan):
+                for node_id in self._named(plan, written[:place]):
                     expected.setdefault(node_id, plan.reason)
         gone = {each.node_id for each in written if isinstance(each, _GOES)}
         for node_id, reason in expected.items():
@@ -68,11 +68,13 @@ class DrainJudge(Judge):
             self.disturbed()
         super().committed(written)
 
-    def _named(self, plan: records.DrainPlanned) -> list[str]:
-        """Who is here of a plan, and does not leave already."""
+    def _named(self, plan: records.DrainPlanned, before: tuple[records.Record, ...]) -> list[str]:
+        """Who is here of a plan, and does not leave already, after records that are written with it."""
+        admitted = (each.candidate for each in before if isinstance(each, records.Admitted))
+        claims = {**self.claims, **{each.node_id: each.incarnation for each in admitted}}
         return [
             node_id
-            for node_id, incarnation in self.claims.items()
+            for node_id, incarnation in claims.items()
             if (node_id in plan.node_ids or self.world.host(node_id) in plan.hosts)
             and (node_id, incarnation) not in self.leaving
         ]
