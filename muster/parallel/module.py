@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
 from muster.parallel.gradients import Gradients, HeldParameter, share_of
 from muster.parallel.mesh_communicator import MeshCommunicator, Move, Scale
-from muster.parallel.operators import DRAWS_BY_GENERATOR, Began, ForwardPass, Local, local_function
+from muster.parallel.operators import DRAWS_BY_GENERATOR, Began, ForwardPass
 from muster.parallel.planning.buckets import (
     ParameterShard,
-    edge_layouts,
     gradient_buckets,
     parameter_shards,
 )
-from muster.parallel.planning.graph import FAN_OUT, Node, TensorValue
+from muster.parallel.planning.graph import Node, TensorValue
 from muster.parallel.planning.layouts import (
     Placements,
     local_shape,
@@ -35,7 +33,7 @@ from muster.parallel.planning.layouts import (
 )
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
-from muster.parallel.planning.recomputed import Layer, chosen_layers
+from muster.parallel.program import Instruction, LayerAgain, first_gathered, make_program
 from muster.parallel.settings import NO_FLOAT16
 from muster.parallel.trace import Traced
 from muster.torch import capture
@@ -44,37 +42,6 @@ from muster.torch.transfer import broadcast_tensors
 _WARM_UP, _MEASURED = 2, 5
 _UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@dataclass(slots=True)
-class _Instruction:
-    """One call of the forward pass: sources of its tensors, their moves, the function, its results."""
-
-    index: int
-    name: str
-    module: str
-    sources: tuple[int, ...]
-    moves: tuple[tuple[Any, Any] | None, ...]
-    function: Local
-    outputs: tuple[int, ...]
-    done: tuple[int, ...] = ()
-    gathered: tuple[tuple[str, int], ...] = ()  # parameters, with their values, that it is the first to read
-    of_parameters: bool = False  # its result may be a view of one
-
-
-@dataclass(slots=True)
-class _LayerAgain:
-    """Instructions whose activations are computed again in the backward pass."""
-
-    name: str
-    instructions: list[_Instruction]
-    given: tuple[int, ...]  # kept for that
-    held: tuple[int, ...]  # buffers: there anyway
-    changed: tuple[int, ...]  # those of them that it changes
-    left: tuple[int, ...]
-    done: tuple[int, ...]
-    shared: tuple[str, ...]  # parameters that others read too, and that are gathered
-    gathered: tuple[str, ...]  # its own that are gathered, in order
 
 
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
@@ -112,7 +79,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._autocast = autocast
         self._take(plan, _mesh_communicator_of(plan, communicator, connect=connect))
         self._hold(module)
-        self._program = self._compile()
+        self._program = self._make_program()
         self._step_started = 0.0
         self.updates_last = False
         self.before_update: Callable[[], None] = _nothing
@@ -160,7 +127,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._gradients = Gradients(
             self.held_parameters, gradient_buckets(list(held.values())), self.mesh_communicator
         )
-        self._program = self._compile()
+        self._program = self._make_program()
         with contextlib.suppress(WorkerError):  # those of a generation that is over
             before.close()
 
@@ -288,94 +255,17 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     # ------------------------------------------------------------ the forward pass
 
-    def _compile(self) -> list[_Instruction | _LayerAgain]:
-        """The program: instructions, those of layers that are computed again together."""
-        every = {each.index: each for each in self._instructions()}
-        layers = {
-            layer.first: layer
-            for layer in chosen_layers(self._graph, [state.recomputed for state in self._states])
-        }
-        program: list[_Instruction | _LayerAgain] = []
-        inside: set[int] = set()
-        for index, instruction in every.items():
-            if index in layers:
-                layer = layers[index]
-                inside |= set(layer.indices)
-                program.append(self._layer(layer, [every[each] for each in layer.indices]))
-            elif index not in inside:
-                program.append(instruction)
-        return program
-
-    def _layer(self, layer: Layer, instructions: list[_Instruction]) -> _LayerAgain:
-        graph = self._graph
-        gathered = {value: name for each in instructions for name, value in each.gathered}
-        sources = {value: graph.source(value) for value in layer.given if value not in gathered}
-        held = tuple(value for value, source in sources.items() if source.kind == "buffer")
-        shared = [
-            source.name
-            for source in sources.values()
-            if source.name in self.held_parameters and self.held_parameters[source.name].shard.regathered
-        ]
-        return _LayerAgain(
-            layer.name,
-            instructions,
-            tuple(value for value in sources if value not in held),
-            held,
-            tuple(value for value in held if sources[value].mutated),
-            layer.left,
-            tuple(v for each in instructions for v in each.done if v in sources),
-            tuple(dict.fromkeys(shared)),
-            tuple(gathered.values()),
+    def _make_program(self) -> list[Instruction | LayerAgain]:
+        shards = {name: each.shard for name, each in self.held_parameters.items()}
+        return make_program(
+            self._graph,
+            self.plan,
+            self._states,
+            shards,
+            self._traced.functions,
+            self.mesh_communicator,
+            self._run,
         )
-
-    def _instructions(self) -> list[_Instruction]:
-        graph, mesh = self._graph, self.plan.mesh
-        last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
-        to_gather = {
-            node.outputs[0]: node.name
-            for node, _ in self._nodes()
-            if node.name in self.held_parameters and self.held_parameters[node.name].shard.regathered
-        }
-        program = []
-        for index, (node, state) in enumerate(zip(graph.nodes, self._states, strict=True)):
-            if node.kind not in ("call", FAN_OUT, "output"):
-                continue
-            moves: list[tuple[Any, Any] | None] = []
-            for position, value_index in enumerate(node.inputs):
-                value = graph.values[value_index]
-                before, after, grad, grad_after = edge_layouts(graph, self._states, index, position)
-                there = plan_move(before, after, mesh, value.shape) or ()
-                flows = graph.edge_needs_grad(node, position)
-                back = (plan_move(grad, grad_after, mesh, value.shape) or ()) if flows else ()
-                moves.append((there, back) if there or back else None)
-            function: Local = list
-            if node.kind != "output":
-                function = local_function(
-                    graph,
-                    node,
-                    state,
-                    self._traced.functions.get(node.name),
-                    self.mesh_communicator,
-                    self._run,
-                    local_norm=self.plan.options.local_norm,
-                )
-            done = tuple({v for v in node.inputs if last_use[v] == index})
-            gathered = tuple((to_gather.pop(v), v) for v in node.inputs if v in to_gather)
-            program.append(
-                _Instruction(
-                    index,
-                    node.name,
-                    node.module,
-                    node.inputs,
-                    tuple(moves),
-                    function,
-                    node.outputs,
-                    done,
-                    gathered,
-                    node.of_parameters or node.kind == FAN_OUT,
-                )
-            )
-        return program
 
     def forward(self, *batch: Any) -> Any:
         """The module's forward pass on this rank's part of the batch.
@@ -389,7 +279,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run.training = self.training
         self._run.casts.clear()
         self._gradients.gather()
-        self._gradients.begin([name for each in self._program for name in _gathered(each)])
+        self._gradients.begin([name for each in self._program for name in first_gathered(each)])
         recorded = capture.is_recording(next(self.parameters()).device)
         if not recorded and not self._goes_on:
             self._run.begin()
@@ -399,7 +289,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         result: Any = None
         with self._cast(), regathered.saving() if regathered else contextlib.nullcontext():
             for each in self._program:
-                if isinstance(each, _LayerAgain):
+                if isinstance(each, LayerAgain):
                     self._run_layer(each, values, clock, recorded=recorded)
                 else:
                     result = self._call(each, values)
@@ -416,7 +306,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         ]
         return self._traced.unflatten(result)
 
-    def _call(self, each: _Instruction, values: dict[int, Any], *, again: bool = False) -> Any:
+    def _call(self, each: Instruction, values: dict[int, Any], *, again: bool = False) -> Any:
         """Runs one operator; its results are among the values then."""
         if not self.training and each.name in self._traced.counters:
             return None
@@ -440,7 +330,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return result
 
     def _run_layer(
-        self, layer: _LayerAgain, values: dict[int, Any], clock: Callable[[str], None], *, recorded: bool
+        self, layer: LayerAgain, values: dict[int, Any], clock: Callable[[str], None], *, recorded: bool
     ) -> None:
         """Runs a layer that keeps what it is given, and runs again when the backward pass comes to it."""
         given, held = ([values[value] for value in each] for each in (layer.given, layer.held))
@@ -806,12 +696,6 @@ def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, 
             f"{node.name} requires a gradient, for which the plan has no way back.",
             remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
         )
-
-
-def _gathered(each: _Instruction | _LayerAgain) -> Iterator[str]:
-    """The parameters that are gathered for the first time in a part of the program, in order."""
-    for one in each.instructions if isinstance(each, _LayerAgain) else [each]:
-        yield from (name for name, _ in one.gathered)
 
 
 def _nothing() -> None:
