@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from muster.bench.parallel.models import Llama, Vision
 from muster.bench.ranks import run_ranks
+from muster.bench.report import describe_machine
 from muster.parallel.api import parallelize
 from muster.parallel.measure import measure
 from muster.parallel.planning.costs import Hardware
@@ -326,8 +327,8 @@ def main(argv: Sequence[str]) -> int:
     found = judged(rows)
     print(json.dumps(found))
     if options.json:
-        result = json.dumps({"costs": costs, "judged": found, "rows": rows}, indent=1)
-        Path(options.json).write_text(result + "\n", encoding="utf-8")
+        results = {"machine": describe_machine(), "costs": costs, "judged": found, "rows": rows}
+        Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 1 if found["are_slower"] else 0
 
 
