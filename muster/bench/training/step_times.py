@@ -39,7 +39,7 @@ KINDS = {"on": "1", "off": "0"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
-    parser.add_argument("--batch", type=int, default=8, help="windows of 1,024 a step (8)")
+    parser.add_argument("--batch", type=int, default=32, help="windows of 1,024 a step (32)")
     parser.add_argument("--rounds", type=int, default=21, help="turns of each (21)")
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn (25)")
     parser.add_argument("--tiny", action="store_true", help="a small net on CPUs, to try this benchmark")
