@@ -23,8 +23,12 @@ from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.planner import RESTS, find_plan
 from muster.parallel.planning.precision import mark_autocast
+from muster.parallel.planning.problem import ALWAYS
 from muster.parallel.untraced import ForwardError, TraceError, WithoutGraph
 from muster.version import how_to_install
+
+WHETHER: dict[str, bool | str] = {"auto": True, "always": ALWAYS, "never": False}
+"""Values of options that save memory, as ``parallelize`` takes them; auto: where memory needs it."""
 
 EXAMPLES = """\
 examples:
@@ -94,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--machine", metavar="FILE", default="h200", help="h100, h200, or a file that --measure wrote (h200)")
     add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
     add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
+    add("--shard-updates", choices=WHETHER, default="auto", help="each rank updates a share (ZeRO-1)")
+    add("--shard-parameters", choices=WHETHER, default="auto", help="each rank holds a share (ZeRO-3)")
+    add("--checkpoint-activations", choices=WHETHER, default="auto", help="layers compute theirs again")
     add("--autocast", choices=("bfloat16",), help="the precision of torch.autocast; default: none")
     add("--survive", type=int, choices=(0, 1), default=0, help="1: every part of the state on two hosts")
     add("--hosts", type=int, default=0, help="hosts that share the GPUs evenly; default: the machine's")
@@ -143,6 +150,9 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
         mesh=mesh,
         optimizer_states=options.optimizer_states,
         local_norm=options.batch_norm == "local",
+        shard_updates=WHETHER[options.shard_updates],
+        shard_parameters=WHETHER[options.shard_parameters],
+        checkpoint_activations=WHETHER[options.checkpoint_activations],
         hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
     )
 

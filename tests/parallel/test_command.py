@@ -181,6 +181,21 @@ def test_what_is_fixed_on_the_command_line(models: Path, capsys: pytest.CaptureF
     assert "linear ((1, 2), (1, 2), (1))" in capsys.readouterr().out
 
 
+def test_what_saves_memory_is_asked_for_on_the_command_line(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "models:make", "--gpus", "4", "--mode", "semi_auto", "--rest", "data_parallel"]
+    gathered, shared = "gathered when they are computed with", "the updates of 4 parameters are divided"
+    for more, said in (
+        ([], [shared]),
+        (["--shard-parameters", "always"], [gathered]),
+        (["--shard-updates", "never", "--checkpoint-activations", "never"], []),
+    ):
+        assert main([*asked, *more]) == 0
+        out = capsys.readouterr().out
+        assert [each for each in (gathered, shared) if each in out] == said, more
+
+
 def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "models:make", "--gpus", "8"]) == 0
     assert "if rank 0 is lost, parts of " in capsys.readouterr().out
