@@ -9,28 +9,32 @@ from pathlib import Path
 from muster.bench.in_place.peer import measure_peer
 
 STAND_IN = """#!{python}
-# Makes a step in each 20 ms; in the first two after another group has gone it says that they are dropped.
+# Makes a step in each 20 ms; in the first two after another group has gone it says that they are dropped. Who
+# was slow to look sees by its new processes that a group has gone, and makes some steps without it all the same.
 import json, os, sys, time
 from pathlib import Path
 said = dict(each[2:].split("=") for each in sys.argv[2:] if "=" in each)
 if "--lighthouse" in sys.argv:
     print("http://somewhere:1", flush=True)
     time.sleep(1000)
-record, replica, rank = Path(said["record"]), int(said["replica"]), int(said["rank"])
-(record.parent / f"lives_{{replica}}_{{rank}}").write_text(str(os.getpid()))
-number, dropping, before = replica * int(said["size"]) + rank, 0, 0
+record, replica, rank, size = Path(said["record"]), *(int(said[each]) for each in ("replica", "rank", "size"))
+mine = record.parent / f"lives_{{replica}}_{{rank}}"
+mine.with_name(f"new_{{mine.name}}").write_text(str(os.getpid()))
+mine.with_name(f"new_{{mine.name}}").rename(mine)
+number, dropping, without, whole = replica * size + rank, 0, 0, {{}}
 
 
 def living():
-    found = set()
+    found = {{}}
     for path in record.parent.glob("lives_*"):
+        pids, pid = found.setdefault(path.name[6], set()), path.read_text()
         try:
-            state = Path(f"/proc/{{path.read_text()}}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if state != "Z":
-            found.add(path.name[6])
-    return len(found)
+            pids.add(pid)
+    return found
 
 
 with record.open("a", buffering=1) as file:
@@ -40,16 +44,21 @@ with record.open("a", buffering=1) as file:
     note("built")
     while True:
         time.sleep(0.02)
-        step, now = int(time.monotonic() * 50), living()
-        dropping = 2 if now < before else dropping
-        before = now
+        step = int(time.monotonic() * 50)
+        for group, pids in living().items():
+            if group in whole and whole[group] != pids:
+                del whole[group]
+                dropping, without = 2, 5
+            elif group not in whole and len(pids) == size and not without:
+                whole[group] = pids
         if dropping:
             dropping -= 1
             if said["pace-ms"] == "1":
                 raise SystemExit("it could not go on")
             note("dropped", step=step)
         else:
-            note("step", step=step, replicas=now, digest=str(step))
+            without = max(0, without - 1)
+            note("step", step=step, replicas=len(whole), digest=str(step))
 """
 
 
