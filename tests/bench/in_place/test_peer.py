@@ -9,8 +9,8 @@ from pathlib import Path
 from muster.bench.in_place.peer import measure_peer
 
 STAND_IN = """#!{python}
-# Makes a step in each 20 ms; in the first two after another group has gone it says that they are dropped. Who
-# was slow to look sees by its new processes that a group has gone, and makes some steps without it all the same.
+# Makes a step in each 20 ms; in the first two after another group has gone it says that they are dropped.
+# Who was slow to look sees by its new processes that a group has gone, and makes some steps without it, too.
 import json, os, sys, time
 from pathlib import Path
 said = dict(each[2:].split("=") for each in sys.argv[2:] if "=" in each)
