@@ -57,7 +57,7 @@ from muster.scheduler.audit.grpc_trace import TraceReader
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.records import RecordError, decode_record
 from muster.scheduler.errors import SchedulerSettingsError
-from muster.wire import codec, messages
+from muster.wire import codec, messages, unary_calls
 from muster.wire import settings as rendezvous_settings
 from muster.wire.grpc_stderr import WINDOW_S, Sayings, record_of
 from muster.wire.rank_table import RankTableError, parse_rank_table, ranks_of
@@ -158,21 +158,21 @@ def _wire() -> list[Target]:
         ),
         Target(
             "status requests",
-            codec.decode_status_request,
+            unary_calls.decode_status_request,
             (codec.WireError,),
             (pb.StatusRequest(job_id="default").SerializeToString(),),
             lambda chance: _message(pb.StatusRequest, chance),
         ),
         Target(
             "drain requests",
-            codec.decode_drain_request,
+            unary_calls.decode_drain_request,
             (codec.WireError,),
             (pb.DrainRequest(job_id="default", node_id="n").SerializeToString(),),
             lambda chance: _message(pb.DrainRequest, chance),
         ),
         Target(
             "admit requests",
-            codec.decode_admit_request,
+            unary_calls.decode_admit_request,
             (codec.WireError,),
             (pb.AdmitRequest(job_id="default", name="gpu-17").SerializeToString(),),
             lambda chance: _message(pb.AdmitRequest, chance),

@@ -14,7 +14,7 @@ from muster.scheduler.core.job import as_sent
 from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.serve.sessions import event_of
 from muster.scheduler.serve.status import encode_status
-from muster.wire import codec, messages
+from muster.wire import codec, messages, unary_calls
 from muster.wire.codec import WireError
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import candidate, member
@@ -252,9 +252,9 @@ def test_a_refusal_never_shows_a_unique_id() -> None:
 def test_random_bytes_end_in_a_typed_error(data: bytes) -> None:
     for read in (
         lambda: codec.decode_worker_message(data),
-        lambda: codec.decode_status_request(data),
-        lambda: codec.decode_drain_request(data),
-        lambda: codec.decode_admit_request(data),
+        lambda: unary_calls.decode_status_request(data),
+        lambda: unary_calls.decode_drain_request(data),
+        lambda: unary_calls.decode_admit_request(data),
     ):
         try:
             read()
@@ -606,24 +606,26 @@ def test_status_comes_through_whole() -> None:
 
 
 def test_admit_request() -> None:
-    assert codec.decode_admit_request(pb.AdmitRequest(job_id="job", name="gpu-17").SerializeToString()) == (
+    assert unary_calls.decode_admit_request(
+        pb.AdmitRequest(job_id="job", name="gpu-17").SerializeToString()
+    ) == (
         "job",
         "gpu-17",
     )
     for wrong in ("", "two words", "x" * 301):
         with pytest.raises(codec.WireError):
-            codec.decode_admit_request(pb.AdmitRequest(name=wrong).SerializeToString())
-    assert pb.AdmitReply.FromString(codec.encode_admit_reply("Done.")).sentence == "Done."
+            unary_calls.decode_admit_request(pb.AdmitRequest(name=wrong).SerializeToString())
+    assert pb.AdmitReply.FromString(unary_calls.encode_admit_reply("Done.")).sentence == "Done."
 
 
 def test_drain_request() -> None:
     raw = pb.DrainRequest(job_id="job", node_id="a", reason="maintenance\n").SerializeToString()
-    assert codec.decode_drain_request(raw) == messages.DrainOrder("job", ("a",), (), "maintenance\\n")
+    assert unary_calls.decode_drain_request(raw) == messages.DrainOrder("job", ("a",), (), "maintenance\\n")
     many = pb.DrainRequest(node_ids=["a", "a", "b"], hosts=["h"], at_s=9.5, preview=True)
-    assert codec.decode_drain_request(many.SerializeToString()) == messages.DrainOrder(
+    assert unary_calls.decode_drain_request(many.SerializeToString()) == messages.DrainOrder(
         "", ("a", "b"), ("h",), "", 9.5, preview=True
     )
-    assert codec.decode_drain_request(pb.DrainRequest(cancel=True).SerializeToString()).cancel
+    assert unary_calls.decode_drain_request(pb.DrainRequest(cancel=True).SerializeToString()).cancel
 
 
 @pytest.mark.parametrize(
@@ -639,4 +641,4 @@ def test_drain_request() -> None:
 )
 def test_a_drain_request_out_of_bounds_is_refused(request_: pb.DrainRequest, field: str) -> None:
     with pytest.raises(WireError, match=field):
-        codec.decode_drain_request(request_.SerializeToString())
+        unary_calls.decode_drain_request(request_.SerializeToString())

@@ -30,7 +30,7 @@ from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions, decoded
 from muster.scheduler.serve.status import encode_jobs, encode_stacks, encode_status
-from muster.wire import codec, messages
+from muster.wire import messages, unary_calls
 
 SERVICE = "rendezvous.v1.Rendezvous"
 CLOCKS_DIFFER_S = 60.0
@@ -72,7 +72,7 @@ class Service:
         """Answers Status."""
 
         async def answer(caller: Caller) -> bytes:
-            job_id = decoded(codec.decode_status_request, data) or self._own_job
+            job_id = decoded(unary_calls.decode_status_request, data) or self._own_job
             self._access.allow(caller, roles=STATUS_ROLES, job=job_id)
             view = self._jobs.get(job_id).view()
             uptime_s = time.monotonic() - self._started
@@ -100,10 +100,10 @@ class Service:
         """Answers Drain."""
 
         async def answer(caller: Caller) -> bytes:
-            order = decoded(codec.decode_drain_request, data)
+            order = decoded(unary_calls.decode_drain_request, data)
             job_id = order.job_id or self._own_job
             self._access.allow(caller, roles=("operator",), job=job_id)
-            return codec.encode_drain_reply(await self._drain(self._jobs.get(job_id), order, caller))
+            return unary_calls.encode_drain_reply(await self._drain(self._jobs.get(job_id), order, caller))
 
         return await self._answer("Drain", context, answer)
 
@@ -135,14 +135,14 @@ class Service:
         """Answers Admit once the change is durable."""
 
         async def answer(caller: Caller) -> bytes:
-            named, name = decoded(codec.decode_admit_request, data)
+            named, name = decoded(unary_calls.decode_admit_request, data)
             job_id = named or self._own_job
             self._access.allow(caller, roles=("operator",), job=job_id)
             driver = self._jobs.get(job_id)
             _check_refused(driver.view(), name)
             done = await driver.submit(events.AdmitAsked(name))
             self._recorder.admitted(job_id, name, caller, done)
-            return codec.encode_admit_reply(done)
+            return unary_calls.encode_admit_reply(done)
 
         return await self._answer("Admit", context, answer)
 
@@ -150,7 +150,7 @@ class Service:
         """Answers Stacks once all workers that were asked have answered or the request has timed out."""
 
         async def answer(caller: Caller) -> bytes:
-            named, node_id = decoded(codec.decode_stacks_request, data)
+            named, node_id = decoded(unary_calls.decode_stacks_request, data)
             job_id = named or self._own_job
             self._access.allow(caller, roles=("operator",), job=job_id)
             driver = self._jobs.get(job_id)
@@ -165,7 +165,7 @@ class Service:
         """Answers ProcessEnded once its results are durable."""
 
         async def answer(caller: Caller) -> bytes:
-            named, node_id, incarnation, detail = decoded(codec.decode_process_ended_request, data)
+            named, node_id, incarnation, detail = decoded(unary_calls.decode_process_ended_request, data)
             job_id = named or self._own_job
             self._access.allow(caller, roles=("worker",), job=job_id, node=node_id)
             driver = self._jobs.get(job_id)
@@ -175,7 +175,7 @@ class Service:
             gone = who not in places
             if gone and done:
                 self._recorder.lost(job_id, node_id, caller, detail)
-            return codec.encode_process_ended_reply(gone=gone)
+            return unary_calls.encode_process_ended_reply(gone=gone)
 
         return await self._answer("ProcessEnded", context, answer)
 

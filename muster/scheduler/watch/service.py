@@ -37,7 +37,8 @@ from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.watch.history import NOBODY, EventHistory
 from muster.scheduler.watch.picture import Picture, began_at
-from muster.wire import codec
+from muster.wire import unary_calls
+from muster.wire.rules import WireError
 from muster.wire.v1 import watch_pb2 as pb
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class WatchService:
         caller = None
         try:
             caller = self._access.authenticate(context)
-            named, reason = _decoded(codec.decode_end_job_request, data)
+            named, reason = _decoded(unary_calls.decode_end_job_request, data)
             job_id = named or self._own_job
             self._access.allow(caller, roles=ROLES, job=job_id)
             driver = self._jobs.get(job_id)
@@ -197,7 +198,7 @@ class WatchService:
             raise
 
     def _admit(self, data: bytes, caller: Caller) -> _Watcher:
-        job_id = _decoded(codec.decode_status_request, data) or None  # the same field
+        job_id = _decoded(unary_calls.decode_status_request, data) or None  # the same field
         if job_id is not None:
             self._access.allow(caller, roles=ROLES, job=job_id)
             self._jobs.get(job_id)
@@ -369,5 +370,5 @@ def _job_of(caller: Caller) -> str:
 def _decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         return decode(data)
-    except codec.WireError as error:
+    except WireError as error:
         raise MalformedError(error.message, remedy=error.remedy) from error
