@@ -606,12 +606,8 @@ def test_status_comes_through_whole() -> None:
 
 
 def test_admit_request() -> None:
-    assert unary_calls.decode_admit_request(
-        pb.AdmitRequest(job_id="job", name="gpu-17").SerializeToString()
-    ) == (
-        "job",
-        "gpu-17",
-    )
+    asked = pb.AdmitRequest(job_id="job", name="gpu-17").SerializeToString()
+    assert unary_calls.decode_admit_request(asked) == ("job", "gpu-17")
     for wrong in ("", "two words", "x" * 301):
         with pytest.raises(codec.WireError):
             unary_calls.decode_admit_request(pb.AdmitRequest(name=wrong).SerializeToString())
