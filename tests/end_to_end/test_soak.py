@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-HARM_S = float(os.environ.get("MUSTER_SOAK_S", "180"))
+HARM_S = float(os.environ.get("MUSTER_SOAK_S", "110"))
 SEED = os.environ.get("MUSTER_SOAK_SEED", "1")
 
 
