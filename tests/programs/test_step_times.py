@@ -249,16 +249,16 @@ def played_gpu(_rank: int) -> dict[str, Any]:
         """As with NCCL: on the current stream."""
         FakeEvent.at_ms += 250.0
 
+    for name in FSDP_MODULES:  # by torch's version there is one
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    sharding: Any = next(sys.modules[name] for name in FSDP_MODULES if name in sys.modules)
     played: Any = {"Event": FakeEvent, "current_stream": lambda: PlayedStream.current}
     played |= {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: False}
     for name, value in played.items():
         setattr(torch.cuda, name, value)
     PlayedStream.current = COMPUTES
     dist.all_reduce = c10d.all_reduce = all_reduce
-    for name in FSDP_MODULES:  # by torch's version there is one
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    sharding: Any = next(sys.modules[name] for name in FSDP_MODULES if name in sys.modules)
     sharding.FSDPParamGroup = ShardedGroup
     ours, theirs = socket.socketpair()
     with ours, theirs:
