@@ -5,6 +5,7 @@ A plan is on the disk before anybody is told of it, and a scheduler that comes u
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,10 +36,27 @@ class DrainJudge(Judge):
         super().__init__(world)
         self.plans: dict[int, records.DrainPlanned] = {}
         self.called_off: list[events.DrainCalledOff] = []
+        self.made: list[tuple[records.Record, ...]] = []
         self.carried_out = self.cancelled = 0
 
     def committed(self, written: tuple[records.Record, ...]) -> None:
-        """Checks plans that are made, changed and over, and who leaves."""
+        """Checks plans that are made, changed and over, and who leaves: decision by decision."""
+        made: list[tuple[records.Record, ...]] = []
+        while self.made and sum(map(len, made)) < len(written):
+            made.insert(0, self.made.pop())
+        self.made.clear()
+        if tuple(itertools.chain(*made)) != written:
+            made = [written]
+        place = 0
+        for records_of_one in made:
+            self._check(records_of_one, written[:place])
+            place += len(records_of_one)
+        if any(isinstance(each, records.LeavePlanned) for each in written):
+            self.disturbed()
+        super().committed(written)
+
+    def _check(self, written: tuple[records.Record, ...], before: tuple[records.Record, ...]) -> None:
+        """Checks one decision, after others that are written with it."""
         now = MIDNIGHT_S + self.world.loop.now
         leaves = [each for each in written if isinstance(each, records.LeavePlanned)]
         expected: dict[str, str] = {}
@@ -56,7 +74,7 @@ class DrainJudge(Judge):
                 self.expect(not changed, f"{plan} is changed, and nobody has asked for it")
                 self.expect(now >= plan.at_s, f"{plan} is over {plan.at_s - now:.1f} s before its time")
                 self.carried_out += 1
-                for node_id in self._named(plan, written[:place]):
+                for node_id in self._named(plan, (*before, *written[:place])):
                     expected.setdefault(node_id, plan.reason)
         gone = {each.node_id for each in written if isinstance(each, _GOES)}
         for node_id, reason in expected.items():
@@ -64,20 +82,27 @@ class DrainJudge(Judge):
         for each in leaves:
             if each.reason in self.world.planned_for:
                 self.expect(expected.get(each.node_id) == each.reason, f"{each} is in no plan that is due")
-        if leaves:
-            self.disturbed()
-        super().committed(written)
 
     def _named(self, plan: records.DrainPlanned, before: tuple[records.Record, ...]) -> list[str]:
-        """Who is here of a plan, and does not leave already, after records that are written with it."""
-        admitted = (each.candidate for each in before if isinstance(each, records.Admitted))
-        claims = {**self.claims, **{each.node_id: each.incarnation for each in admitted}}
+        """Who is here of a plan, and does not leave already, after these records."""
+        claims, leaving = dict(self.claims), set(self.leaving)
+        for each in before:
+            if isinstance(each, records.Admitted):
+                claims[each.candidate.node_id] = each.candidate.incarnation
+            elif isinstance(each, records.Removed):
+                claims.pop(each.node_id, None)
+            elif isinstance(each, records.LeavePlanned):
+                leaving.add((each.node_id, each.incarnation))
         return [
             node_id
             for node_id, incarnation in claims.items()
             if (node_id in plan.node_ids or self.world.host(node_id) in plan.hosts)
-            and (node_id, incarnation) not in self.leaving
+            and (node_id, incarnation) not in leaving
         ]
+
+    def decided(self, decision: Decision) -> None:
+        """Notes what one decision is to write."""
+        self.made.append(tuple(decision.records))
 
     def arriving(self, event: events.Event) -> None:
         """Notes what an operator calls off."""

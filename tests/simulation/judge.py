@@ -116,6 +116,9 @@ class Judge:
 
     # ------------------------------------------------------------ records
 
+    def decided(self, decision: Decision) -> None:
+        """Is told of each decision, before it is carried out."""
+
     def committed(self, written: tuple[records.Record, ...]) -> None:
         formed, newcomers, taught = self.formed, self.newcomers, self.taught
         claims = set(self.claims)

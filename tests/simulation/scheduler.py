@@ -92,6 +92,7 @@ class Watched:
             if final:
                 self.over.add(session)
         self.stepped.append((event, decision))
+        world.judge.decided(decision)
         return decision
 
     def deadline(self) -> float | None:
