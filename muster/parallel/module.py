@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
 from muster.parallel.gradients import Gradients, HeldParameter, share_of
+from muster.parallel.instructions import Instruction, LayerAgain, first_gathered, make_instructions
 from muster.parallel.mesh_communicator import MeshCommunicator, Move, Scale
 from muster.parallel.operators import DRAWS_BY_GENERATOR, Began, ForwardPass
 from muster.parallel.planning.buckets import (
@@ -33,7 +34,6 @@ from muster.parallel.planning.layouts import (
 )
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
-from muster.parallel.program import Instruction, LayerAgain, first_gathered, make_program
 from muster.parallel.settings import NO_FLOAT16
 from muster.parallel.trace import Traced
 from muster.torch import capture
@@ -79,7 +79,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._autocast = autocast
         self._take(plan, _mesh_communicator_of(plan, communicator, connect=connect))
         self._hold(module)
-        self._program = self._make_program()
+        self._instructions = self._make_instructions()
         self._step_started = 0.0
         self.updates_last = False
         self.before_update: Callable[[], None] = _nothing
@@ -127,7 +127,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._gradients = Gradients(
             self.held_parameters, gradient_buckets(list(held.values())), self.mesh_communicator
         )
-        self._program = self._make_program()
+        self._instructions = self._make_instructions()
         with contextlib.suppress(WorkerError):  # those of a generation that is over
             before.close()
 
@@ -255,9 +255,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     # ------------------------------------------------------------ the forward pass
 
-    def _make_program(self) -> list[Instruction | LayerAgain]:
+    def _make_instructions(self) -> list[Instruction | LayerAgain]:
         shards = {name: each.shard for name, each in self.held_parameters.items()}
-        return make_program(
+        return make_instructions(
             self._graph,
             self.plan,
             self._states,
@@ -279,7 +279,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run.training = self.training
         self._run.casts.clear()
         self._gradients.gather()
-        self._gradients.begin([name for each in self._program for name in first_gathered(each)])
+        self._gradients.begin([name for each in self._instructions for name in first_gathered(each)])
         recorded = capture.is_recording(next(self.parameters()).device)
         if not recorded and not self._goes_on:
             self._run.begin()
@@ -288,7 +288,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         regathered = self._gradients.regathered
         result: Any = None
         with self._cast(), regathered.saving() if regathered else contextlib.nullcontext():
-            for each in self._program:
+            for each in self._instructions:
                 if isinstance(each, LayerAgain):
                     self._run_layer(each, values, clock, recorded=recorded)
                 else:

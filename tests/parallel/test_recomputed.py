@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import muster
 from muster.errors import SettingsError, WorkerError
 from muster.parallel import module as parallel_module
-from muster.parallel.planning import buckets
 from muster.parallel.planning.memory import step_memory
 from muster.parallel.planning.problem import ALWAYS
 from muster.parallel.planning.recomputed import layers_of
@@ -40,14 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in shares": {"whole_parameters": True, "shard_parameters": ALWAYS},
     "split": {"shard_parameters": False},
 }
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some parameters to a bucket, as large models have them."""
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (2048,))
-    defaults = {**(buckets.collectives.__kwdefaults__ or {}), "bucket_bytes": 2048}
-    monkeypatch.setattr(buckets.collectives, "__kwdefaults__", defaults)
 
 
 @functools.cache

@@ -31,14 +31,6 @@ from tests.parallel.ranks import RankCommunicator, run_ranks
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some parameters to a bucket, as large models have them."""
-    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (2048,))
-    defaults = {**(buckets.collectives.__kwdefaults__ or {}), "bucket_bytes": 2048}
-    monkeypatch.setattr(buckets.collectives, "__kwdefaults__", defaults)
-
-
 @functools.cache
 def case(name: str) -> Case:
     return Case(name)

@@ -106,10 +106,10 @@ def break_more(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(local, "embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0]))
     if which == "the statistics of one rank's samples":
         before_norm = operators.local_function
-        from muster.parallel import program
+        from muster.parallel import instructions
 
         monkeypatch.setattr(
-            program,
+            instructions,
             "local_function",
             lambda *a, **k: before_norm(*a, **{**k, "local_norm": True}),
         )

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from muster.bench.parallel.models import Llama, Vision
 from muster.bench.ranks import run_ranks
-from muster.bench.report import describe_machine
+from muster.bench.report import describe_machine, write
 from muster.parallel.api import parallelize
 from muster.parallel.measure import measure
 from muster.parallel.planning.costs import Hardware
@@ -328,7 +328,7 @@ def main(argv: Sequence[str]) -> int:
     print(json.dumps(found))
     if options.json:
         results = {"machine": describe_machine(), "costs": costs, "judged": found, "rows": rows}
-        Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write(Path(options.json), "parallel-turns", results)
     return 1 if found["are_slower"] else 0
 
 

@@ -1,4 +1,4 @@
-"""The program of a plan: its operators in order, what each moves first, and the layers that run twice."""
+"""The instructions of a plan: its operators in order, what each moves first, the layers that run twice."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LayerAgain:
     gathered: tuple[str, ...]
 
 
-def make_program(
+def make_instructions(
     graph: Graph,
     plan: Plan,
     states: Sequence[State],
@@ -81,7 +81,7 @@ def make_program(
     mesh_communicator: MeshCommunicator,
     run: ForwardPass,
 ) -> list[Instruction | LayerAgain]:
-    """Makes the program: instructions in order, those of layers that are recomputed together.
+    """Makes the instructions, in order, those of layers that are recomputed together.
 
     Args:
         graph: of the recorded forward pass.
@@ -96,20 +96,20 @@ def make_program(
     made = _instructions(graph, plan, states, regathered, functions, mesh_communicator, run)
     every = {each.index: each for each in made}
     layers = {layer.first: layer for layer in chosen_layers(graph, [state.recomputed for state in states])}
-    program: list[Instruction | LayerAgain] = []
+    found: list[Instruction | LayerAgain] = []
     inside: set[int] = set()
     for index, instruction in every.items():
         if index in layers:
             layer = layers[index]
             inside |= set(layer.indices)
-            program.append(_layer(graph, layer, [every[each] for each in layer.indices], regathered))
+            found.append(_layer(graph, layer, [every[each] for each in layer.indices], regathered))
         elif index not in inside:
-            program.append(instruction)
-    return program
+            found.append(instruction)
+    return found
 
 
 def first_gathered(each: Instruction | LayerAgain) -> Iterator[str]:
-    """Yields the parameters that are gathered for the first time in a part of the program, in order."""
+    """Yields the parameters that are gathered for the first time in one of them, in order."""
     for one in each.instructions if isinstance(each, LayerAgain) else [each]:
         yield from (name for name, _ in one.gathered)
 
