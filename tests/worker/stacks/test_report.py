@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from muster.wire.messages import Collective
 from muster.worker.stacks.handler import VARIABLE
@@ -58,6 +59,8 @@ def test_a_program_without_handler_is_described_by_the_kernel_alone_and_lives() 
     mailbox = Mailbox()
     program = subprocess.Popen(["sleep", "600"])
     try:
+        while Path(f"/proc/{program.pid}/comm").read_text() != "sleep\n":
+            pass  # descriptors are closed before the process has its new name
         text = program_report(mailbox, program.pid, 64 * 1024, {})
         assert "Python stacks: no process of this program has Muster's handler" in text
         assert f"thread {program.pid} (sleep)" in text
