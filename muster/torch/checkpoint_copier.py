@@ -56,8 +56,8 @@ class CheckpointCopier:
         data = room.take(size)
         for name, target in arrays_in(data, {name: places[name] for name in more}).items():
             np.copyto(target, more[name])
-        ready = self._copier.take(OwnRoom(size, pinned=False, host=self._host_of(data)))
-        return CheckpointCopy(description, places, size, ready)
+        read = self._copier.take(OwnRoom(size, pinned=False, host=self._host_of(data)))
+        return CheckpointCopy(description, places, size, read.wait)
 
     def _host_of(self, data: memoryview) -> Any:
         """The memory as a uint8 tensor, pinned so that a GPU may write to it by itself."""

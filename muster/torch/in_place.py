@@ -315,7 +315,7 @@ class InPlaceTraining:
         on_gpu = self._parts.device.type == "cuda"
         copier = PartCopier(self._parts.snapshot_tensors(0, 1), self._parts.device)
         room = OwnRoom(copier.size, pinned=on_gpu)
-        copier.take(room, lambda tensor: tensor)()  # waits at once, so the tensors themselves are read
+        copier.take(room, lambda tensor: tensor).wait()  # at once: the tensors themselves are read
         notes = {"state": self._parts.snapshot_notes(), "place": self._batches.place(self._number)}
         key = PartKey(SnapshotId(self._program.generation, self._number), self._size, self._rank)
         return PartCopy(key, encode_head(copier.tensors, copier.places, notes), room.data[: copier.size])

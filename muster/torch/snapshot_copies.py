@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,6 +16,9 @@ from muster.torch.snapshot_tensors import SnapshotTensor
 from muster.training.shared_room import SharedRoom
 
 _ALIGNMENT = 64
+
+PIECE_BYTES = 32 << 20
+"""Bytes that a GPU copies to the host at a time: about as many as 0.7 ms of a PCIe 5 link."""
 
 Source = Callable[[Any], Any]
 """Finds the copy of a GPU tensor that is kept on the GPU for another purpose; None: there is none."""
@@ -56,60 +59,105 @@ def room_bytes(size: int, *, pinned: bool) -> int:
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
-class KeptRead:
-    """Copies what is kept on the GPU into host memory; any thread may start it.
+class GpuRead:
+    """Copies tensors of the GPU into host memory, piece by piece; any thread may do it.
 
-    To start hundreds of copies takes the host milliseconds, for which the training need not wait.
+    To start hundreds of copies takes the host milliseconds, for which the training need not wait. And what a
+    step itself copies to the host, a few bytes, waits behind all copies that were started before: so
+    :meth:`wait` starts a piece when the one before has arrived.
 
     Args:
-        source: where ``kept`` was found.
-        kept: 1-dim tensors on the GPU.
+        source: where ``tensors`` were found; None: in the copier's own staging memory.
+        tensors: 1-dim, on the GPU; they must not change before the copies have ended.
+        targets: host memory for each.
         after: events on the GPU that the copies wait for.
-        copy: copies the tensors, on the current stream.
-        stream: the stream on which the copies run.
+        stream: the stream on which the copies run; None: there is nothing to copy.
     """
 
     def __init__(
         self,
-        source: Source,
-        kept: Sequence[Any],
+        source: Source | None,
+        tensors: Sequence[Any],
+        targets: Callable[[], Iterable[Any]],
         after: Sequence[Any],
-        copy: Callable[[Sequence[Any]], None],
         stream: Any,
     ) -> None:
         self.source = source
-        self._kept: Sequence[Any] | None = kept
-        self._after, self._copy, self._stream = after, copy, stream
+        self._tensors, self._targets, self._after, self._stream = tensors, targets, after, stream
+        self._pieces: Iterator[Sequence[tuple[Any, Any]]] | None = None
         self._end: Any = None
+        self._is_dropped = False
+        self._is_whole = stream is None
         self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """Starts the copies, unless started or dropped; returns an event at their end, None if dropped."""
-        with self._lock:
-            if self._end is None and self._kept is not None:
-                with torch.cuda.stream(self._stream):
-                    for event in self._after:
-                        self._stream.wait_event(event)
-                    self._copy(self._kept)
-                    self._end = self._stream.record_event(torch.cuda.Event(blocking=True))
-            return self._end
+        """Starts all copies that were not started yet, unless dropped.
+
+        Returns:
+            An event at the end of those that were started; None: there are none.
+        """
+        while self._start_piece():
+            pass
+        return self._end
 
     def wait(self) -> None:
-        """Waits until the copy is in host memory."""
-        end = self.begin()
-        if end is not None:
-            end.synchronize()
+        """Copies, and waits until everything is in host memory.
+
+        Raises:
+            RuntimeError: it was dropped before.
+        """
+        while self._start_piece():
+            self._end.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
+        if not self._is_whole:
+            raise RuntimeError("the copy was dropped before it was whole")
 
     def drop(self) -> None:
-        """Cancels the copies if they have not been started."""
+        """Starts no more copies, and waits for those that were started, after which the memory is free."""
         with self._lock:
-            if self._end is None:
-                self._kept = None
+            self._is_dropped = True
+        if self._end is not None:
+            self._end.synchronize()
 
     def is_over(self) -> bool:
-        """Whether the copies have ended or were cancelled."""
+        """Whether no copy runs, or will."""
+        return (self._is_whole or self._is_dropped) and (self._end is None or bool(self._end.query()))
+
+    def _start_piece(self) -> bool:
+        """Starts the copies of the next piece; returns whether there was one."""
         with self._lock:
-            return self._kept is None if self._end is None else bool(self._end.query())
+            if self._is_whole or self._is_dropped:
+                return False
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                if self._pieces is None:
+                    self._pieces = _in_pieces(zip(self._targets(), self._tensors, strict=True))
+                    for event in self._after:
+                        self._stream.wait_event(event)
+                piece = next(self._pieces, None)
+                if piece is None:
+                    self._is_whole = True
+                    return False
+                for target, tensor in piece:
+                    target.copy_(tensor, non_blocking=True)
+                self._end = self._stream.record_event(torch.cuda.Event(blocking=True))
+            return True
+
+
+def _in_pieces(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Sequence[tuple[Any, Any]]]:
+    """Divides pairs of tensors of the same size into groups of about PIECE_BYTES."""
+    piece: list[tuple[Any, Any]] = []
+    room = PIECE_BYTES
+    for target, tensor in pairs:
+        most = max(1, PIECE_BYTES // tensor.element_size())
+        for one, other in zip(target.split(most), tensor.split(most), strict=True):
+            piece.append((one, other))
+            room -= one.numel() * one.element_size()
+            if room <= 0:
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece
 
 
 class PartCopier:
@@ -135,8 +183,7 @@ class PartCopier:
         self._on_gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
         self._staged: Any = None
-        self._staged_read_end: Any = None
-        self._reads: list[KeptRead] = []
+        self._reads: list[GpuRead] = []
 
     def follow(self, tensors: Sequence[SnapshotTensor]) -> None:
         """Copies these tensors from now on."""
@@ -150,10 +197,8 @@ class PartCopier:
         self.size = end
         self._flats = [each.own_flat() for each in self.tensors]
 
-    def take(
-        self, room: OwnRoom, source: Source | None = None, *, after: Sequence[Any] = ()
-    ) -> Callable[[], None]:
-        """Starts to copy the tensors as they are now, or as ``source`` has them.
+    def take(self, room: OwnRoom, source: Source | None = None, *, after: Sequence[Any] = ()) -> GpuRead:
+        """Takes a copy of the tensors as they are now, or as ``source`` has them.
 
         Args:
             room: the memory to copy to.
@@ -161,59 +206,59 @@ class PartCopier:
             after: events on the GPU that reading from ``source`` waits for.
 
         Returns:
-            A function that waits until the copy is in host memory; any thread may call it.
+            What copies it into host memory, when it is waited for; nothing is left to do if this is no GPU.
         """
         if not self._on_gpu:
-            self._gather(self._flats, room.host)
-            return _nothing
+            self._gather(room.host)
+            return GpuRead(None, [], list, [], None)
         current = torch.cuda.current_stream(self.device)
         kept = [] if source is None else [source(flat) for flat in self._flats]
         if source is not None and kept and all(each is not None for each in kept):
-            self._reads = [each for each in self._reads if not each.is_over()]
-            copy = partial(self._gather, into=room.host)
-            self._reads.append(KeptRead(source, kept, [current.record_event(), *after], copy, self._stream))
-            return self._reads[-1].wait
-        if self._staged is None or len(self._staged) < self.size:
-            self._staged = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        if self._staged_read_end is not None:
-            current.wait_event(self._staged_read_end)
-        self._gather(self._flats, self._staged)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            room.host[: self.size].copy_(self._staged[: self.size], non_blocking=True)
-            self._staged_read_end = self._stream.record_event(torch.cuda.Event(blocking=True))
-        return self._staged_read_end.synchronize  # type: ignore[no-any-return]
+            targets = partial(self._targets, room.host, self.places, kept)
+            read = GpuRead(source, kept, targets, [current.record_event(), *after], self._stream)
+        else:
+            self.wait_until_read(None)
+            if self._staged is None or len(self._staged) < self.size:
+                self._staged = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            self._gather(self._staged)
+            staged, target = self._staged[: self.size], room.host[: self.size]
+            read = GpuRead(None, [staged], lambda: [target], [current.record_event()], self._stream)
+        self._reads = [*(each for each in self._reads if not each.is_over()), read]
+        return read
 
     def beside(self) -> AbstractContextManager[Any]:
         """Context whose GPU work runs on the copies' stream, and so does not wait for the training."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def wait_until_read(self, source: Source) -> None:
-        """Makes the current stream wait until nothing that ``source`` finds is being read any more."""
+    def wait_until_read(self, source: Source | None) -> None:
+        """Makes the current stream wait until nothing that ``source`` finds is being read any more.
+
+        Args:
+            source: see :data:`Source`; None: the staging memory.
+        """
         for read in self._reads:
             if read.source == source and (end := read.begin()) is not None:
                 torch.cuda.current_stream(self.device).wait_event(end)
 
-    def drop_waiting(self) -> None:
-        """Cancels the copies that have not been started, for which nobody waits any more."""
+    def drop_reads(self) -> None:
+        """Ends all copies, for which nobody waits any more."""
         for read in self._reads:
             read.drop()
 
-    def _gather(self, flats: Sequence[Any], into: Any) -> None:
+    def _gather(self, into: Any) -> None:
+        """Copies the tensors into memory of their own device."""
         pairs: dict[Any, tuple[list[Any], list[Any]]] = {}
-        for flat, (start, nbytes) in zip(flats, self.places, strict=True):
-            if nbytes:
+        for target, flat in zip(self._targets(into, self.places, self._flats), self._flats, strict=True):
+            if flat.numel():
                 targets, sources = pairs.setdefault(flat.dtype, ([], []))
-                targets.append(into[start : start + nbytes].view(flat.dtype))
+                targets.append(target)
                 sources.append(flat)
         with torch.no_grad():
             for targets, sources in pairs.values():
-                if into.device == sources[0].device:
-                    torch._foreach_copy_(targets, sources)
-                else:
-                    for target, each in zip(targets, sources, strict=True):
-                        target.copy_(each, non_blocking=True)
+                torch._foreach_copy_(targets, sources)
 
-
-def _nothing() -> None:
-    return None
+    @staticmethod
+    def _targets(into: Any, places: Sequence[tuple[int, int]], like: Sequence[Any]) -> Iterator[Any]:
+        """The place of each tensor in ``into``, with its dtype."""
+        for (start, nbytes), flat in zip(places, like, strict=True):
+            yield into[start : start + nbytes].view(flat.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from muster.communicators.base import Communicator
 from muster.errors import SettingsError
-from muster.torch.snapshot_copies import OwnRoom, PartCopier, Source, room_bytes
+from muster.torch.snapshot_copies import GpuRead, OwnRoom, PartCopier, Source, room_bytes
 from muster.torch.snapshot_restore import Restorer, encode_head
 from muster.torch.snapshot_tensors import GivesParts, ObjectParts
 from muster.training.carrier import Carrier, NumpyLibrary
@@ -119,7 +119,7 @@ class Snapshots:
         self._seconds = 0.0
         self._partners: tuple[int, ...] = ()
         self._due: PartKey | None = None
-        self._pending: OutgoingCopy | None = None
+        self._pending: tuple[OutgoingCopy, GpuRead] | None = None
         self._reported: messages.SnapshotReport | None = None
         self._keep: SnapshotId | None = None
         self._decided_in = -1
@@ -301,25 +301,24 @@ class Snapshots:
         """Sends the snapshot that was taken last: the step before it has succeeded."""
         pending, self._pending = self._pending, None
         if pending is not None and self._exchange is not None:
-            self._exchange.send(pending)
+            self._exchange.send(pending[0])
 
     def drop_unconfirmed(self) -> None:
         """Drops the snapshot taken last: the step before it broke, or the state changed during the copy."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.finish()
-            self._on_failed(pending.key, "")
+            outgoing, read = pending
+            read.drop()
+            self._on_failed(outgoing.key, "")
 
     def end_generation(self) -> None:
         """Ends connections and threads, and drops copies under way; complete copies stay."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.finish()
+        self._pending = None
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
         if self._copier is not None:
-            self._copier.drop_waiting()
+            self._copier.drop_reads()
         self._due = None
 
     def wait_until_read(self, source: Source) -> None:
@@ -383,17 +382,17 @@ class Snapshots:
             self._on_failed(key, "the memory for it is still being read")
             return
         self._begun = {key: time.monotonic()}
-        ready = copier.take(room, source, after=after)
+        read = copier.take(room, source, after=after)
         notes, data = self._parts.snapshot_notes(), room.data[: copier.size]
         tensors, places = copier.tensors, copier.places
 
         def finish() -> PartCopy:
-            ready()
+            read.wait()
             with copier.beside():
                 known = {name: value() if callable(value) else value for name, value in notes.items()}
             return PartCopy(key, encode_head(tensors, places, known), data, is_own=True)
 
-        self._pending = OutgoingCopy(key, self._retention.agreed, finish)
+        self._pending = OutgoingCopy(key, self._retention.agreed, finish), read
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:

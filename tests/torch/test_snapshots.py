@@ -293,15 +293,40 @@ def test_on_a_gpu_later_work_changes_nothing_of_a_copy_under_way(kept: bool) -> 
     for turn in range(5):
         want = [each[0].item() for each in tensors]
         aside.take()
-        ready = copier.take(room, aside.copy_of if kept else None)
+        read = copier.take(room, aside.copy_of if kept else None)
         for each in tensors:
             each.add_(100.0)
         copier.wait_until_read(aside.copy_of)
         aside.take()
-        ready()
+        read.wait()
         found = room.host[: copier.size].view(torch.float32).view(8, -1)
         assert [row.min().item() for row in found] == want, turn
         assert [row.max().item() for row in found] == want, turn
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_copy_that_is_dropped_is_not_taken_for_a_whole_one(kept: bool) -> None:
+    """Its memory and what it would have read are free at once; what was read whole stays so."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.full((1 << 24,), 1.0, device=device)]
+    aside = CopiesAside(tensors)
+    copier = PartCopier([whole_tensor("0", tensors[0], 0, 1)], device)
+    first, second = OwnRoom(copier.size, pinned=True), OwnRoom(copier.size, pinned=True)
+    source = aside.copy_of if kept else None
+    whole = copier.take(first, source)
+    whole.wait()
+    dropped = copier.take(second, source)
+    dropped.drop()
+    copier.wait_until_read(aside.copy_of)
+    second.host.fill_(7)
+    torch.cuda.synchronize()
+    assert second.host.min().item() == 7
+    with pytest.raises(RuntimeError, match="dropped"):
+        dropped.wait()
+    whole.wait()
+    assert first.host.view(torch.float32).min().item() == 1.0
 
 
 def test_a_tensor_that_stays_is_described_once_and_one_that_moves_anew() -> None:
