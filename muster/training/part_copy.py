@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from muster.errors import WorkerError
 from muster.training.snapshots.parts import PartKey
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 """Size of a chunk: bytes of a copy that have one checksum, and are sent as one message."""
+
+_CHECKSUM_BYTES = 4
 
 _KEY = struct.Struct("!QQII")
 
@@ -30,7 +33,9 @@ class PartCopy:
         key: which part it is.
         head: describes the data, and has the rest of the state, as JSON.
         data: the tensors' bytes.
-        checksums: CRC-32 of each chunk of the data, with key and head.
+        checksums: of each chunk of the data, with key and head: the first 4 bytes of a GMAC (NIST SP
+            800-38D) under a key that is no secret. A processor with AES computes it four times as fast as
+            a CRC-32, and it is to show damage only: connections have secret keys of their own.
         is_own: this process took it.
     """
 
@@ -56,9 +61,13 @@ class PartCopy:
     def checksum(self, number: int) -> int:
         """The checksum of the present contents of one chunk."""
         (generation, step), world_size, rank = self.key
+        mac = Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12))).encryptor()
         # Each begins with the key and the head, so that no chunk passes for one of another copy.
-        seed = zlib.crc32(self.head, zlib.crc32(_KEY.pack(generation, step, world_size, rank)))
-        return zlib.crc32(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], seed)
+        mac.authenticate_additional_data(_KEY.pack(generation, step, world_size, rank))
+        mac.authenticate_additional_data(hashlib.sha256(self.head).digest())
+        mac.authenticate_additional_data(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+        mac.finalize()
+        return int.from_bytes(mac.tag[:_CHECKSUM_BYTES])
 
     def check(self, found: Mapping[int, int] | None = None) -> None:
         """Compares its contents with its checksums.
