@@ -280,7 +280,8 @@ class Snapshots:
     def at_step(self, step: int, source: Source | None = None, *, after: Sequence[Any] = ()) -> None:
         """Takes a snapshot of the state as it is now, after ``step`` steps, if one is due.
 
-        It is sent at the next :meth:`confirm`, because a step on a GPU may turn out to have broken.
+        It is brought into host memory at once, in the background, and is sent at the next :meth:`confirm`,
+        because a step on a GPU may turn out to have broken.
 
         Args:
             step: number of finished steps.
@@ -308,6 +309,8 @@ class Snapshots:
         pending, self._pending = self._pending, None
         if pending is not None:
             outgoing, read = pending
+            if self._exchange is not None:
+                self._exchange.withdraw(outgoing)
             read.drop()
             self._on_failed(outgoing.key, "")
 
@@ -393,6 +396,8 @@ class Snapshots:
             return PartCopy(key, encode_head(tensors, places, known), data, is_own=True)
 
         self._pending = OutgoingCopy(key, self._retention.agreed, finish), read
+        if self._exchange is not None:
+            self._exchange.prepare(self._pending[0])
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:

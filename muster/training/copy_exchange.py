@@ -56,7 +56,7 @@ _PATIENCE_S = 7 * 86_400.0
 """A message waits as long as the generation lasts, whose end closes the connections."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutgoingCopy:
     """A copy that is to be sealed, kept and sent.
 
@@ -65,11 +65,13 @@ class OutgoingCopy:
         agreed: the newest snapshot that counts, as this rank knows it.
         finish: waits until the data is in memory, and returns the copy, whose memory stays as it is until
             the copy is dropped.
+        is_wanted: whether it is to be sent; None: not known yet. Set by the exchange.
     """
 
     key: PartKey
     agreed: SnapshotId | None
     finish: Callable[[], PartCopy]
+    is_wanted: bool | None = None
 
 
 class CopyExchange:
@@ -111,7 +113,7 @@ class CopyExchange:
         self._closed = threading.Event()
         self._work = threading.Condition()
         self._waiting: OutgoingCopy | None = None
-        self._under_way: PartKey | None = None
+        self._under_way: OutgoingCopy | None = None
         self._sent = 0
         self._lanes = min(MOST_LANES, max(1, len(os.sched_getaffinity(0)) // 4))
         self._messages = [
@@ -133,12 +135,29 @@ class CopyExchange:
     def under_way(self) -> PartKey | None:
         """The part whose memory is still being read; None: there is none."""
         with self._work:
-            return self._waiting.key if self._waiting is not None else self._under_way
+            latest = self._waiting or self._under_way
+            return None if latest is None else latest.key
+
+    def prepare(self, outgoing: OutgoingCopy) -> None:
+        """Brings a copy into memory, in the background; :meth:`send` or :meth:`withdraw` must follow."""
+        with self._work:
+            self._waiting = outgoing
+            self._work.notify_all()
 
     def send(self, outgoing: OutgoingCopy) -> None:
         """Seals a copy, keeps it and sends it to the partners, all in the background."""
         with self._work:
-            self._waiting = outgoing
+            outgoing.is_wanted = True
+            if self._under_way is not outgoing:
+                self._waiting = outgoing
+            self._work.notify_all()
+
+    def withdraw(self, outgoing: OutgoingCopy) -> None:
+        """Neither keeps nor sends a copy that was prepared; neither callback is called for it."""
+        with self._work:
+            outgoing.is_wanted = False
+            if self._waiting is outgoing:
+                self._waiting = None
             self._work.notify_all()
 
     def close(self) -> None:
@@ -163,14 +182,23 @@ class CopyExchange:
                     return
                 assert self._waiting is not None
                 outgoing, self._waiting = self._waiting, None
-                self._under_way = outgoing.key
+                self._under_way = outgoing
             try:
-                self._keep_and_send(outgoing.finish(), outgoing.agreed)
+                copy = outgoing.finish()
+                if not self._is_wanted(outgoing):
+                    continue
+                self._keep_and_send(copy, outgoing.agreed)
             except Exception as error:  # of CUDA, say; a thread that ends would end snapshots unnoticed
-                if not self._closed.is_set():
+                if self._is_wanted(outgoing):
                     self._failed(outgoing.key, str(error))
                 continue
             self._completed(outgoing.key)
+
+    def _is_wanted(self, outgoing: OutgoingCopy) -> bool:
+        """Waits until it is known whether a copy is to be sent; False also if the exchange was closed."""
+        with self._work:
+            self._work.wait_for(lambda: outgoing.is_wanted is not None or self._closed.is_set())
+            return bool(outgoing.is_wanted) and not self._closed.is_set()
 
     def _keep_and_send(self, copy: PartCopy, agreed: SnapshotId | None) -> None:
         sums: dict[int, int] = {}

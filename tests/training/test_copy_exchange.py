@@ -93,6 +93,63 @@ def test_data_is_read_only_when_it_is_there(world: World) -> None:
     two.close()
 
 
+def test_a_copy_is_prepared_before_it_is_known_whether_it_counts(world: World) -> None:
+    """One that does not, because its step broke, is neither kept nor sent, and nobody hears of it."""
+    two, prepared = Two(world, 100), threading.Event()
+
+    def outgoing(step: int) -> OutgoingCopy:
+        copy = PartCopy(two.key(step), b"", memoryview(bytearray(b"of a step")))
+
+        def finish() -> PartCopy:
+            prepared.set()
+            return copy
+
+        return OutgoingCopy(copy.key, None, finish)
+
+    broken, good = outgoing(1), outgoing(2)
+    two.exchanges[0].prepare(broken)
+    assert prepared.wait(WAIT_S)
+    assert two.exchanges[0].under_way == two.key(1)
+    two.exchanges[0].withdraw(broken)
+    two.exchanges[0].prepare(good)
+    two.exchanges[0].send(good)
+    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(2))
+    assert [[copy.key for copy in held.all()] for held in two.held] == [[two.key(2)], [two.key(2)]]
+    two.close()
+    assert two.done.empty()
+
+
+def test_a_prepared_copy_whose_reading_failed_is_reported_if_it_counts(world: World) -> None:
+    two, tried = Two(world, 100), threading.Semaphore(0)
+
+    def fails() -> PartCopy:
+        tried.release()
+        raise RuntimeError("no such memory")
+
+    for step, counts in ((1, False), (2, True)):
+        outgoing = OutgoingCopy(two.key(step), None, fails)
+        two.exchanges[0].prepare(outgoing)
+        assert tried.acquire(timeout=WAIT_S)
+        (two.exchanges[0].send if counts else two.exchanges[0].withdraw)(outgoing)
+    assert two.done.get(timeout=WAIT_S) == ("failed", "no such memory")
+    two.close()
+    assert two.done.empty()
+
+
+def test_an_exchange_ends_with_a_prepared_copy_of_which_nothing_is_known(world: World) -> None:
+    two, prepared = Two(world, 100), threading.Event()
+
+    def finish() -> PartCopy:
+        prepared.set()
+        return PartCopy(two.key(1), b"", memoryview(bytearray(b"x")))
+
+    two.exchanges[0].prepare(OutgoingCopy(two.key(1), None, finish))
+    assert prepared.wait(WAIT_S)
+    two.close()
+    assert two.done.empty()
+    assert not two.held[0].all()
+
+
 def test_a_third_copy_finds_room_only_where_one_was_dropped(world: World) -> None:
     two = Two(world, 100)
     for step in (1, 2):
