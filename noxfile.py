@@ -65,9 +65,12 @@ WITH_TORCH = (
     "tests/programs/test_step_times.py",
     "tests/torch",
     "tests/worker/gpu_health/test_torch_gpu.py",
+    "tests/worker/test_old_meshes.py",
 )
 WITH_OLDEST_TORCH = tuple(
-    each for each in WITH_TORCH if each.startswith(("tests/communicators", "tests/programs", "tests/torch"))
+    each
+    for each in WITH_TORCH
+    if each.startswith(("tests/communicators", "tests/programs", "tests/torch", "tests/worker/test_old"))
 )
 PURE = (
     "tests/wire",

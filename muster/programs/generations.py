@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from muster.programs.agent_line import AgentLine
+from muster.worker.old_meshes import forget_meshes
 from muster.worker.program_environment import GENERATION_VARIABLE
 
 log = logging.getLogger("muster.worker")
@@ -57,6 +58,7 @@ def on_new_generation(train: Callable[[Generation], T]) -> T:
             log.info("what the end of the generation brought about is dropped: %s", error)
         finally:
             _destroy_groups()
+        forget_meshes()
         agent.enter_next()
 
 

@@ -30,6 +30,7 @@ from muster.wire.json_lines import process_lines
 from muster.wire.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.ending import on_sigterm
+from muster.worker.old_meshes import forget_meshes
 from muster.worker.session import events
 from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line
@@ -594,6 +595,7 @@ class Session:
     def _leave_generation(self) -> None:
         self._groups.leave()
         self._client.communicators.end(close_quietly)
+        forget_meshes()
 
     def _enter(self) -> None:
         while True:
