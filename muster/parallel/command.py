@@ -1,4 +1,4 @@
-"""``muster plan``: makes plans for a model without GPUs; measures a machine."""
+"""``muster plan``: finds the plan of a sharded model without GPUs, or measures a machine for such plans."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
 
 
 def _graph(options: argparse.Namespace) -> Graph:
-    """The graph of the model that is asked for.
+    """Records the graph of the model that the user names.
 
     Raises:
-        TraceError: it is no graph, or does not run.
-        SettingsError: there is none, or it is none.
+        TraceError: the forward pass cannot be recorded as a graph, or fails.
+        SettingsError: there is no such model, or what its function returns is not a model.
     """
     import torch
 
@@ -189,7 +189,11 @@ def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _made(name: str) -> Any:
-    """What the user's function returns; an error of it names the line that raised it."""
+    """Calls the user's function and returns its result.
+
+    Raises:
+        SettingsError: the function cannot be found, or raised an error, whose line the message gives.
+    """
     module, _, function = name.partition(":")
     module = module.removesuffix(".py")
     if not function or not all(part.isidentifier() for part in module.split(".")):
