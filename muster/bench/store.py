@@ -1,8 +1,9 @@
-"""The store of torch programs at scale: meetings as NCCL and Gloo make them, over mutual TLS, on one machine.
+"""The store of torch programs at scale: rendezvous as NCCL and Gloo do it, over mutual TLS, on one machine.
 
-The scheduler is a process of its own; another plays all members, each with two connections as an agent has:
-one for its session, which beats all the while, and one for the store. Operations are those of torch: the get
-that follows a wait is answered in the member's process, as in agents, by what came with the wait.
+The scheduler is one process; another one simulates all members. Each member has two connections, as an agent
+has: one for its session, with heartbeats, and one for the store. Operations are those that torch performs. A
+get after a wait is answered in the member's process, as in agents, because the reply to the wait has the
+value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""AllReduce of torch.distributed on CPUs: the encrypted backend "muster" beside Gloo in plain text, in turns.
+"""AllReduce of torch.distributed on CPUs: the encrypted backend "muster" and Gloo in plain text, in turns.
 
-Both groups are of the same processes, and each turn measures one after the other. Each round begins with a
-barrier; its time is that of its slowest rank, and the median counts. Sums are checked by value.
+The same processes have a group of each backend. Each turn measures one group after the other. A round begins
+with a barrier, and its time is that of the slowest rank; the result is the median. Sums are checked.
 
   muster bench torch-groups --json torch-groups.json --check 4K=2 1M=1.3 16M=1.3
 """

@@ -1,14 +1,14 @@
-"""AllReduce: how long one takes, by size, between processes of this machine, on the CPU or on its GPUs.
+"""Measures the time of an AllReduce by size, between processes of this machine, on the CPU or on its GPUs.
 
-Every round begins with a barrier; a round's time is that of its slowest rank, and the median counts.
-Sums are checked by value. The backend tcp runs with mutual TLS unless --plain is given.
+A round begins with a barrier, and its time is that of the slowest rank; the result is the median. Sums are
+checked. The backend tcp runs with mutual TLS unless --plain is given.
 
   muster bench allreduce --workers 2 --json allreduce.json
   muster bench allreduce --peer gloo --peer-python /path/to/python-with-torch
   muster bench allreduce --backend nccl --workers 4 --nccl-tests build/all_reduce_perf --json nccl.json
 
-With --backend nccl there is one worker per GPU; torch.distributed is measured in the same run, and NVIDIA's
-nccl-tests where you have built it. Bus bandwidth is then as nccl-tests defines it.
+With --backend nccl there is one worker per GPU. The same run measures torch.distributed, and with
+--nccl-tests NVIDIA's nccl-tests. Bus bandwidth is then given as nccl-tests defines it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Torch programs that live on when ranks are killed: bit for bit, and how soon.
+"""Kills ranks of torch programs whose other processes continue, and measures the time to the next good step.
+
+The results after each loss must be those of an undisturbed run, bit for bit.
 
 muster bench in-place --json results.json                # CPU: six kinds of programs, 20 kills each
-muster bench in-place --kinds ddp fsdp2 --kills 5        # some of them
+muster bench in-place --kinds ddp fsdp2 --kills 5        # two of these kinds
 muster bench in-place --gpu --kinds fsdp2 hsdp           # over NCCL, all ranks on the first GPU
 muster bench in-place --kinds ddp hsdp --one-at-a-time --peer torchft --peer-python /path/to/its/python
-muster bench in-place --group-cost                       # what such a group costs a step of GPT-2
+muster bench in-place --group-cost                       # GPT-2's step time over a group that survives losses
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Plans of well-known models on 8, 64 and 512 GPUs: predictions, made without any.
+"""Predicts plans of well-known models on 8, 64 and 512 GPUs; needs no GPU.
 
     python -m muster.bench.parallel.recipes --json recipes.json
 
-docs/parallel.md shows them beside what published recipes choose. Each search is told in seconds of processor
-time, of this process and its threads.
+docs/parallel.md compares them with published recipes. The time of each search is given in seconds of
+processor time, of this process and its threads.
 """
 
 from __future__ import annotations

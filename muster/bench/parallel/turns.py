@@ -1,10 +1,10 @@
-"""Twenty models on two CPU ranks: the plan that a search chooses, and data parallelism, in turns.
+"""Trains twenty models on two CPU ranks by the plan that a search chooses and by data parallelism, in turns.
 
     python -m muster.bench.parallel.turns --json turns.json
 
-The machine's costs are measured on the same ranks first. For each model both ways live in the same processes,
-and train one after the other, a few steps at a time, so that what disturbs the machine disturbs both. A row
-has what was predicted of both, and the medians of what was measured. Two idle cores are needed.
+The machine's costs are measured first, on the same ranks. Both variants of a model run in the same
+processes, and train a few steps each in turn, so that disturbances affect both. The results are both
+predicted times, and the medians of the measured ones. Needs two idle cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Loss of a worker, or of the scheduler, to the next good step, with real processes and mutual TLS.
+"""Kills workers and schedulers of a job, and measures the time from each loss to the next good step.
 
-muster bench recovery --json results.json                 # CPU: 20 workers and 20 schedulers killed
+The processes are real, and use mutual TLS.
+
+muster bench recovery --json results.json                 # CPU: kill 20 workers and 20 schedulers
 muster bench recovery --backend nccl --json results.json  # all GPUs: ResNet-50 with captured steps
 """
 

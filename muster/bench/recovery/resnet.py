@@ -1,8 +1,8 @@
-"""ResNet-50 on CIFAR-like images with captured steps, noting each step. Started by the recovery benchmark.
+"""Trains ResNet-50 on CIFAR-like images with captured steps, and records them, for ``bench recovery``.
 
-In each generation it checks the values: after the first step, that all ranks hold the same bits and that an
-AllReduce of known numbers comes out right; in the second, that the step is the one that a plain average of
-the ranks' gradients gives.
+In each generation it checks values: after the first step that all ranks hold the same bits, and that an
+AllReduce of known numbers is right; in the second, that the step equals that of a plain average of the
+ranks' gradients.
 """
 
 from __future__ import annotations

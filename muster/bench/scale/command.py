@@ -1,8 +1,8 @@
-"""How many workers one scheduler carries: simulated workers, real TLS sessions, no training.
+"""Measures how many workers one scheduler can serve: simulated workers, real TLS sessions, no training.
 
-Load processes shake hands twice for each stream, as a worker does, and play the workers' part of the
-protocol: each worker on a connection of its own or, with --uplinks, all of a host on one. The scheduler is
-the product's own, in a process of its own, and all share this machine.
+Load processes perform two TLS handshakes per stream, as workers do, and play the workers' part of the
+protocol. Each worker has its own connection or, with --uplinks, all workers of a host share one. The real
+scheduler runs in a separate process on the same machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job costs the scheduler's core alone: CPU seconds by kind of event, without network, disk and TLS.
+"""Measures the scheduler's core alone: CPU seconds by kind of event, without network, disk and TLS.
 
 ``python -m muster.bench.scale.core 500 5000 --json muster/bench/results/core.json``; see docs/scale.md.
 """

@@ -1,7 +1,7 @@
-"""How soon the scheduler reports a killed worker to the others: directly, and by an uplink.
+"""Measures the time until the scheduler reports a killed worker to the others, directly and by an uplink.
 
-Real processes on this machine, over mutual TLS: a scheduler, a worker that is killed by SIGKILL, and this
-process, which waits for the message. Each loss is measured on workers that have just joined.
+The processes are real and use mutual TLS: a scheduler, a worker that is killed by SIGKILL, and this process,
+which waits for the message. Each loss is measured with workers that have just joined.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""How soon a host's workers are all there again after their uplink was stopped for a while.
+"""Measures how soon all workers of a host are connected again after their uplink was stopped for a while.
 
-Real sessions over mutual TLS on this machine, without collectives: each asks for a step every 50 ms, and
-opens its streams by one uplink, which is stopped by SIGSTOP and goes on. Workers go to the scheduler directly
-until then; ``--direct`` keeps them from that, as if only the uplink could reach it. Each trial has a job.
+The workers are real sessions over mutual TLS on this machine, without collectives; each asks for a step
+every 50 ms. They connect by one uplink, which SIGSTOP stops and SIGCONT continues. While it is stopped,
+workers connect to the scheduler directly; ``--direct`` prevents that, as if only the uplink could reach the
+scheduler. Each trial is a new job.
 """
 
 from __future__ import annotations

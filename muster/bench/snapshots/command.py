@@ -1,7 +1,7 @@
-"""Snapshots in other ranks' memory: hosts killed on the CPU, and what snapshots cost a step on one GPU.
+"""Tests snapshots in other ranks' memory: kills hosts on the CPU, or measures their cost on one GPU.
 
-muster bench snapshots --json results.json         # CPU: 20 hosts killed, the state compared
-muster bench snapshots --gpu --json results.json   # one GPU: GPT-2 with snapshots and without
+muster bench snapshots --json results.json         # CPU: kill 20 hosts, and compare the restored state
+muster bench snapshots --gpu --json results.json   # one GPU: GPT-2 with and without snapshots
 """
 
 from __future__ import annotations

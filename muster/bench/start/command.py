@@ -1,8 +1,8 @@
-"""How long a GPU job takes from its start command to the end of its first AllReduce on all ranks.
+"""Measures the time of a GPU job from its start command to the end of its first AllReduce on all ranks.
 
-Muster's side is ``muster run -n N --scheduler`` with mutual TLS, the scheduler's start included, and
-CuPy arrays. The peers are ``torchrun`` and ``mpirun`` with CuPy, which encrypt nothing. All are measured in
-turn, run by run. ``--cpu`` tries the same without GPUs (embedded TCP against torchrun with Gloo).
+Muster's command is ``muster run -n N --scheduler``, with mutual TLS and CuPy arrays; its time includes the
+start of the scheduler. It is compared with ``torchrun`` and with ``mpirun`` and CuPy, which do not encrypt.
+Runs of all are made in turns. ``--cpu`` does the same without GPUs (embedded TCP, and torchrun with Gloo).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Time from ``init_process_group()`` to the end of the first AllReduce: Muster's store against a file.
+"""Compares Muster's store with a file: time from ``init_process_group()`` to the end of the first AllReduce.
 
-Both are unmodified torch programs under ``muster run`` with mutual TLS, in turns: one meets by ``env://``,
-which goes over Muster's store, the other by ``file://``, which needs no network.
+Both are unmodified torch programs under ``muster run`` with mutual TLS, in turns. One uses ``env://``, which
+is Muster's store; the other uses ``file://``, which needs no network.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Training speed: the example's own loop, the bare step, and DistributedDataParallel, in one run.
+"""Measures training speed: an example's own loop, the bare training step, and DistributedDataParallel.
 
     muster bench train --gpus 1 2 --batch 32 --json results.json --check example/muster=0.8
     muster bench train --model gpt2 --gpus 1 2 --batch 8 --json results.json
 
-``example`` is examples/resnet50_cifar10.py itself, imported: its job, its step and its loop, in a session of
-a job with a scheduler, on files in CIFAR-10's format that are made for the purpose, with random crops and
-resizing, and with the speed that it prints. All others train on one batch of 224x224 images that lies on the
-GPU; bfloat16, channels_last and fused SGD with momentum are everybody's. All variants are made first, then
-each round runs every one for a while, so that a machine that changes its speed changes all alike.
+The variant ``example`` runs examples/resnet50_cifar10.py itself, in a job with a scheduler. It trains on
+generated files in CIFAR-10's format, with random crops and resizing, and its result is the speed that it
+prints. All other variants train on one batch of 224x224 images in GPU memory. All use bfloat16,
+channels_last and fused SGD with momentum. All variants are created first; then each round runs every variant
+for a while, so that a machine that changes its speed affects all.
 
-With ``--model gpt2`` it is examples/gpt2.py, on a file of bytes, with windows of 1,024; everybody's are
-autocast to bfloat16, fused AdamW and clipped gradients.
+With ``--model gpt2`` the example is examples/gpt2.py, on a file of bytes, with windows of 1,024 bytes. All
+variants use autocast to bfloat16, fused AdamW and clipped gradients.
 
---check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
+--check A/B=R ends with exit code 1 if the median ratio of A's speed to B's, over rounds, is below R.
 """
 
 from __future__ import annotations

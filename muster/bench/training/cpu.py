@@ -1,11 +1,12 @@
-"""A training step on CPUs: DataParallel over encrypted TCP and DistributedDataParallel over gloo, in turns.
+"""Compares a training step on CPUs: DataParallel over encrypted TCP, and DistributedDataParallel over gloo.
 
     muster bench train-cpu --json results.json --check muster/ddp=0.87
 
-All variants train the same net, of 25 million parameters, on the same batches, in the same processes: each
-round runs every one for some steps, in another order each time. DistributedDataParallel's gloo is not
-encrypted. ``alone`` sends nothing, and shows how much of a step is computed.
---check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
+All variants train the same net of 25 million parameters on the same batches in the same processes. Each
+round runs every variant for some steps, in a new order. The gloo of DistributedDataParallel does not
+encrypt. The variant ``alone`` does not communicate, and shows which share of a step is computation.
+
+--check A/B=R ends with exit code 1 if the median ratio of A's speed to B's, over rounds, is below R.
 """
 
 from __future__ import annotations

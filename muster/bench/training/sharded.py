@@ -1,7 +1,7 @@
-"""Measures a GPU's memory and a step's time with AdamW's state on every rank, and with it sharded (ZeRO-1).
+"""Compares optimizer state of AdamW on every rank with sharded state (ZeRO-1): GPU memory and step time.
 
-The model is a stack of square linear layers in float32. The figures are the bytes that torch has allocated
-between two steps, and the peak during one.
+The model is a stack of square linear layers in float32. The results are the bytes that torch has allocated
+between two steps, and the peak during a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What it costs a torch program that its steps are measured: GPT-2 with MS_STEP_TIMES on and off, in turns.
+"""Measures what MS_STEP_TIMES costs a torch program: GPT-2 with and without it, in turns.
 
     muster bench step-times --json results.json --check 0.3
 
-Two jobs of one rank each run the same program of torch: GPT-2 of 124 million parameters in
-DistributedDataParallel over NCCL, autocast to bfloat16, fused AdamW, clipped gradients. Both are on one GPU;
-while one makes steps, the other waits. --check P ends with 1 where a step that is measured takes over P %
-longer than one that is not, round by round, in the median.
+Two jobs of one rank each run the same torch program on one GPU: GPT-2 of 124 million parameters in
+DistributedDataParallel over NCCL, with autocast to bfloat16, fused AdamW and clipped gradients. While one
+job trains, the other waits. --check P ends with exit code 1 if the measured steps are more than P % longer,
+in the median over rounds.
 """
 
 from __future__ import annotations
