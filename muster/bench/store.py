@@ -27,7 +27,9 @@ OPENING_PARALLELISM = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     add_job_arguments(parser)
-    parser.add_argument("--mesh", type=int, default=64, metavar="N", help="ranks that meet as Gloo's do (64)")
+    parser.add_argument(
+        "--mesh", type=int, default=64, metavar="N", help="ranks that connect as Gloo does (64)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,15 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument(
-        "--sizes", type=size_in_bytes, nargs="+", default=SIZES, metavar="BYTES", help="(4K 1M 16M)"
+        "--sizes",
+        type=size_in_bytes,
+        nargs="+",
+        default=SIZES,
+        metavar="BYTES",
+        help="buffer sizes (4K 1M 16M)",
     )
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="number of turns (3)")
     parser.add_argument(
         "--check",
         nargs="+",
         default=[],
         metavar="SIZE=RATIO",
-        help="exit with 1 if ours takes longer than that",
+        help='exit with 1 if "muster" takes more than RATIO times as long as Gloo',
     )
 
 

@@ -45,16 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size_in_bytes,
         nargs="+",
         metavar="BYTES",
-        help="as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
+        help="buffer sizes, such as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
     )
-    parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what it costs")
+    parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what TLS costs")
     parser.add_argument("--tls-only", action="store_true", help="tcp with data in TLS's own records")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
-    parser.add_argument("--peer", choices=("gloo",), help="measure torch's gloo in turns with ours")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="number of turns (3)")
+    parser.add_argument("--peer", choices=("gloo",), help="also measure torch's gloo, in turns")
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torch"
     )
-    parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
+    parser.add_argument(
+        "--nccl-tests", type=Path, metavar="PROGRAM", help="also run NVIDIA's all_reduce_perf"
+    )
 
 
 def run(options: argparse.Namespace) -> int | dict[str, Any]:

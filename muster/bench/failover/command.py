@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     parts = (*PARTS, *LAUNCHED, *SPACE)
-    option("--only", choices=parts, nargs="+", metavar="PART", help=f"of {', '.join(parts)}: these alone")
+    option("--only", choices=parts, nargs="+", metavar="PART", help=f"only these: {', '.join(parts)}")
     option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
     option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
     option("--stops", type=int, default=10, metavar="N", help="leaders to stop and continue (10)")
@@ -69,21 +69,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="workers to kill while nobody leads, or with the leader (3)",
     )
-    option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd's to kill (3)")
-    option("--outage-s", type=float, default=30.0, metavar="S", help="how long etcd has no quorum (30)")
+    option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd to kill (3)")
+    option("--outage-s", type=float, default=30.0, metavar="S", help="seconds without a quorum in etcd (30)")
     option(
         "--shortages",
         type=float,
         nargs="+",
         default=[10.0],
         metavar="S",
-        help="how long there is no space for the journal, once each (10)",
+        help="seconds without space for the journal, one test for each (10)",
     )
+    option("--impatient", action="store_true", help="use 1 s as the default of MS_RECONNECT_TIMEOUT")
     option(
-        "--impatient", action="store_true", help="let MS_RECONNECT_TIMEOUT, unset, be 1 s of a lone scheduler"
+        "--serve",
+        choices=("with", "without", "both"),
+        default="both",
+        help="space and disk: schedulers with --serve, without, or both in turn (both)",
     )
-    option("--serve", choices=("with", "without", "both"), default="both", help="of space and disk (both)")
-    option("--pace-ms", type=float, default=50.0, help="least time of a step (50)")
+    option("--pace-ms", type=float, default=50.0, help="least time of a step in ms (50)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

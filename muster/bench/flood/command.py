@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--joins", type=int, default=3, metavar="N", help="joins during the flood (3)")
     parser.add_argument(
-        "--rules", choices=("nftables", "none"), default="nftables", help="what stands before the scheduler"
+        "--rules",
+        choices=("nftables", "none"),
+        default="nftables",
+        help="kernel rules that protect the scheduler",
     )
 
 

@@ -54,9 +54,9 @@ Connection = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--minutes", type=float, default=10.0, metavar="M", help="of rotations (10)")
+    option("--minutes", type=float, default=10.0, metavar="M", help="how long to rotate (10)")
     option("--every", type=float, default=10.0, metavar="S", help="seconds between two rotations (10)")
-    option("--ends", type=int, default=3, metavar="N", help="workers that lose their identity, each way (3)")
+    option("--ends", type=int, default=3, metavar="N", help="lost identities of each kind (3)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -46,18 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(1, 2, 4, 8),
         metavar="N",
-        help="of one communicator (1 2 4 8)",
+        help="connections of a communicator (1 2 4 8)",
     )
     parser.add_argument(
-        "--bytes", type=size_in_bytes, default=4 << 20, metavar="BYTES", help="a message (4M)"
+        "--bytes", type=size_in_bytes, default=4 << 20, metavar="BYTES", help="size of a large message (4M)"
     )
     parser.add_argument(
-        "--small", type=size_in_bytes, default=1024, metavar="BYTES", help="there and back (1K)"
+        "--small", type=size_in_bytes, default=1024, metavar="BYTES", help="size of a small message (1K)"
     )
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="times that all is run (5)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="each figure of a turn (1)")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="number of turns (5)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time per measurement (1)")
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="BOUND", help="exit with 1 where a bound is missed"
+        "--check", nargs="+", default=[], metavar="BOUND", help="exit with 1 if a bound is missed"
     )
 
 

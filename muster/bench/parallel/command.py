@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gpus", type=int, default=2)
     option("--only", nargs="+", metavar="MODEL", choices=MODELS, default=list(MODELS), help=", ".join(MODELS))
     option("--variants", nargs="+", choices=[*PLANS, *PEERS], default=["auto", *PEERS])
-    option("--plans", action="store_true", help="five other plans beside the chosen one, and no peers")
-    option("--passes", type=int, default=2, help="how often each variant is made and measured")
-    option("--seconds", type=float, default=2.0, help="how long each is measured in a pass")
+    option("--plans", action="store_true", help="compare the chosen plan with five others, not with peers")
+    option("--passes", type=int, default=2, help="how often each variant is started and measured (2)")
+    option("--seconds", type=float, default=2.0, help="how long each is measured per pass (2)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m muster.bench.parallel.recipes", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
-    parser.add_argument("--json", metavar="FILE", help="where rows go")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
     options = parser.parse_args(argv)
     rows = []
     for model in options.only:

@@ -309,9 +309,9 @@ def main(argv: Sequence[str]) -> int:
     """Measures; prints a line for each model, and what came of all."""
     parser = argparse.ArgumentParser(prog="python -m muster.bench.parallel.turns", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--turns", type=int, default=7, help="how often each way trains")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long, about, each time")
-    parser.add_argument("--json", metavar="FILE", help="where rows go")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each variant (7)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="approximate length of a turn (1)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
     options = parser.parse_args(argv)
     costs = run_ranks(RANKS, measured_machine)[0]
     rows = []

@@ -173,7 +173,7 @@ def check(loop: RecordingLoop, trainer: Trainer, expected: Any, since: int) -> N
 def main() -> int:
     """Trains as one worker; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=32, help="per rank and step")
+    parser.add_argument("--images", type=int, default=32, help="images per rank and step (32)")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--tiny", action="store_true", help="a small net, for trying this on a CPU")

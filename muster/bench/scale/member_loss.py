@@ -40,7 +40,7 @@ for _ in messages:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="losses of each kind (20)")
+    parser.add_argument("--runs", type=int, default=20, metavar="N", help="killed workers, for each way (20)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -35,22 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     option("--workers", type=int, default=64, metavar="N", help="workers of the host (64)")
-    option("--processes", type=int, default=4, metavar="N", help="processes that they share (4)")
+    option("--processes", type=int, default=4, metavar="N", help="processes that run the workers (4)")
     option(
         "--stops-s",
         type=float,
         nargs="+",
         default=[2.0, 25.0],
         metavar="S",
-        help="how long it is stopped (2 25)",
+        help="how long the uplink is stopped (2 25)",
     )
-    option("--times", type=int, default=5, metavar="N", help="trials of each (5)")
+    option("--times", type=int, default=5, metavar="N", help="trials for each duration (5)")
     option("--node-timeout-s", type=float, default=5.0, metavar="S", help="MS_NODE_TIMEOUT (5)")
     option(
         "--direct",
         choices=("works", "refused", "silent"),
         default="works",
-        help="what becomes of workers' own connections to the scheduler (works)",
+        help="what happens to direct connections to the scheduler (works)",
     )
     option("--limit-s", type=float, default=120.0, metavar="S", help="give up a trial after this time (120)")
 

@@ -112,11 +112,11 @@ Say = Callable[[str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--hours", type=float, default=2.0, metavar="H", help="of harm; 0.05 are three minutes (2)")
-    option("--seed", type=int, default=0, help="of what is done to which process, and when (0)")
-    option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step (50)")
-    option("--snapshots", action="store_true", help="each rank has a part, with snapshots; takes torch")
-    option("--keep", type=Path, metavar="DIR", help="keep logs there; where something is wrong, always kept")
+    option("--hours", type=float, default=2.0, metavar="H", help="duration; 0.05 is three minutes (2)")
+    option("--seed", type=int, default=0, help="seed of the faults: which process, and when (0)")
+    option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step in ms (50)")
+    option("--snapshots", action="store_true", help="shard the weights, with snapshots; needs torch")
+    option("--keep", type=Path, metavar="DIR", help="keep logs there; after a failure they are always kept")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -29,11 +29,17 @@ JOB = str(Path(__file__).with_name("job.py"))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
-        "--workers", type=int, default=max(2, count_gpus()), metavar="N", help="workers (one per GPU; else 2)"
+        "--workers",
+        type=int,
+        default=max(2, count_gpus()),
+        metavar="N",
+        help="workers (one per GPU, at least 2)",
     )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measured runs (3)")
-    parser.add_argument("--warmups", type=int, default=1, metavar="N", help="runs before those (1)")
-    parser.add_argument("--cpu", action="store_true", help="no GPUs; leaves mpirun out")
+    parser.add_argument(
+        "--warmups", type=int, default=1, metavar="N", help="runs before the measured ones (1)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use no GPUs, and leave out mpirun")
     parser.add_argument("--mpirun", default="mpirun", metavar="PROGRAM")
     parser.add_argument("--peers", nargs="*", choices=("torchrun", "mpirun"), default=["torchrun", "mpirun"])
 

@@ -32,11 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=int, default=5, metavar="N", help="measured runs; the median counts (5)"
     )
-    parser.add_argument("--warmups", type=int, default=1, metavar="N", help="runs before those (1)")
+    parser.add_argument(
+        "--warmups", type=int, default=1, metavar="N", help="runs before the measured ones (1)"
+    )
     parser.add_argument(
         "--start", choices=("auto", "fork", "exec"), default="auto", help="how the launcher starts workers"
     )
-    parser.add_argument("--peer", choices=("openmpi",), help="run the same job under this one too")
+    parser.add_argument("--peer", choices=("openmpi",), help="also run the same job under this launcher")
     parser.add_argument("--mpirun", default="mpirun", metavar="PROGRAM", help="the peer's launcher")
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has mpi4py and NumPy"

@@ -37,8 +37,8 @@ dist.destroy_process_group()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, or GPUs (2)")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="of torch (nccl)")
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="launches of each (5)")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="torch's backend (nccl)")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="launches of each program (5)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

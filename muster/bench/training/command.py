@@ -273,15 +273,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's arguments."""
     parser.add_argument("--model", choices=MODELS, default="resnet50", help="what to train (resnet50)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", help="images, or windows, per GPU (32 256; of gpt2 8 32)"
-    )
+    parser.add_argument("--batch", type=int, nargs="+", help="images or windows per GPU (32 256; gpt2: 8 32)")
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         metavar="VARIANT",
-        help=f"what to measure, of {', '.join(VARIANTS)} ({' '.join(DEFAULTS)}; of gpt2 all it has:"
+        help=f"what to measure: {', '.join(VARIANTS)} ({' '.join(DEFAULTS)}; gpt2: all that it has,"
         f" {' '.join(gpt2.VARIANTS)})",
     )
     parser.add_argument(
@@ -296,7 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="A/B=R",
-        help="end with 1 if A is slower than R times B; both must be among the variants",
+        help="exit with 1 if A is slower than R times B; both must be among the variants",
     )
 
 

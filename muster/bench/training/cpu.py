@@ -40,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=0,
-        help="torch's threads of a rank (half of a rank's cores, at least 1)",
+        help="torch's threads per rank (half of a rank's cores, at least 1)",
     )
-    parser.add_argument("--batch", type=int, default=32, help="samples of a rank (32)")
-    parser.add_argument("--width", type=int, default=_WIDTH, help=f"of the {_LAYERS} layers ({_WIDTH})")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank (32)")
+    parser.add_argument("--width", type=int, default=_WIDTH, help=f"width of the {_LAYERS} layers ({_WIDTH})")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each variant (15)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a turn (5)")
+    parser.add_argument("--steps", type=int, default=5, help="steps per turn (5)")
     parser.add_argument(
         "--check",
         type=bounds_of(VARIANTS, "muster/ddp=0.87"),
         nargs="+",
         default=[],
         metavar="A/B=R",
-        help=f"end with 1 if A is slower than R times B, of {', '.join(VARIANTS)}",
+        help=f"exit with 1 if A is slower than R times B; variants: {', '.join(VARIANTS)}",
     )
     parser.set_defaults(cores=cores)
 

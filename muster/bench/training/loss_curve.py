@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=max(1, count_gpus()), help="world size (all of this host)"
     )
     parser.add_argument(
-        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU; slow (1)"
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU, which is slow (1)"
     )
     parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
     parser.add_argument("--batch", type=int, default=32, help="images per GPU (32)")

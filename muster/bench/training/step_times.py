@@ -39,11 +39,13 @@ KINDS = {"on": "1", "off": "0"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
-    parser.add_argument("--batch", type=int, default=32, help="windows of 1,024 a step (32)")
-    parser.add_argument("--rounds", type=int, default=21, help="turns of each (21)")
-    parser.add_argument("--steps", type=int, default=25, help="steps of a turn (25)")
+    parser.add_argument("--batch", type=int, default=32, help="windows of 1,024 per step (32)")
+    parser.add_argument("--rounds", type=int, default=21, help="turns of each job (21)")
+    parser.add_argument("--steps", type=int, default=25, help="steps per turn (25)")
     parser.add_argument("--tiny", action="store_true", help="a small net on CPUs, to try this benchmark")
-    parser.add_argument("--check", type=float, metavar="P", help="end with 1 if it costs over P percent")
+    parser.add_argument(
+        "--check", type=float, metavar="P", help="exit with 1 if it costs more than P percent"
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
