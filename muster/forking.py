@@ -1,4 +1,4 @@
-"""What a child that a worker forks lets go of: the sockets by which others see that the worker lives.
+"""Closes, in a forked child of a worker, the sockets by which others see that the worker is alive.
 
 A forked child holds copies of all descriptors. While it does, the kernel ends no connection of a worker that
 is killed: the scheduler and the peers would wait until they have not heard of it for long. A launcher kills

@@ -1,4 +1,4 @@
-"""What a communicator must know of an array: where its memory is, how large, and of which dtype.
+"""Reads from arrays of several libraries what a communicator needs: address, size and dtype.
 
 Arrays are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
 host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU

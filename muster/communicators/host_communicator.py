@@ -1,4 +1,4 @@
-"""What communicators on arrays in host memory share: checks before anything is sent, and the queue."""
+"""The common part of communicators for arrays in host memory: checks before sending, and the queue."""
 
 from __future__ import annotations
 

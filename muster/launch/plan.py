@@ -66,7 +66,7 @@ class WorkerPlan:
 
     @property
     def number(self) -> str:
-        """What ``--tail`` calls it: its rank, or its index on this host where the rank is not known."""
+        """Its name for ``--tail``: its rank, or its index on this host if the rank is not known."""
         if self.spare:
             return self.spare
         return str(self.index if self.rank is None else self.rank)
@@ -186,7 +186,7 @@ def _node_id(index: int, number: int | None, local_size: int, env: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to start a process: what to run, with which changes to the environment, where it logs.
+    """The instructions to start a process: command, changes of the environment, and log file.
 
     Attributes:
         label: its rank, or host and index on it, or ``scheduler``.
@@ -220,7 +220,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the launcher does when a process ends, and how it shows output."""
+    """The launcher's rules: what it does when a process ends, and how it shows output."""
 
     grace_s: float = 10.0
     max_restarts: int = 0
@@ -237,7 +237,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a launch finds on its machine, read before anything is planned.
+    """The facts about the machine that a launch reads before it plans anything.
 
     Attributes:
         env: the launcher's environment.
@@ -399,7 +399,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
 
 
 def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, starts: bool) -> tuple[str, ...]:
-    """What the user should know before anything starts; ``starts``: the scheduler starts here."""
+    """Returns notes for the user before anything starts; ``starts``: the scheduler starts here."""
     notes = list(options.notes)
     meeting = here.request.meeting
     if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
@@ -416,7 +416,7 @@ def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, sta
 def _place(
     workers: Sequence[WorkerPlan], options: argparse.Namespace, here: Surroundings
 ) -> tuple[tuple[Placement, ...], dict[str, str], tuple[str, ...]]:
-    """Where each worker runs, variables for all of them, and what the user should know of it (``--bind``)."""
+    """Applies ``--bind``: returns each worker's placement, variables for all of them, and notes."""
     if options.bind == "cores":
         return spread_over_cores(here.cores, len(workers)), {}, ()
     if options.bind != "numa":

@@ -143,7 +143,7 @@ def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int
 
 
 def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
-    """How a worker ended that was not the first to fail, in one line."""
+    """Returns a line on the end of a worker that was not the first to fail."""
     words, code = ending.words, ending.code or 0
     if words.left:
         return "left as it was asked to"
@@ -163,7 +163,7 @@ def exit_status(code: int) -> int:
 
 
 def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
-    """How a process ended, in words."""
+    """Returns how a process ended, in words."""
     if code >= 0:
         return f"exited with code {code}"
     return f"was ended by {signal_names.get(-code, f'signal {-code}')}"

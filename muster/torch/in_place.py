@@ -374,7 +374,7 @@ class InPlaceTraining:
         log.info("%d ranks go on with step %d, resharded", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
-        """What this rank tells the others: the copies that it holds, what its part is like, its replica."""
+        """Returns what this rank tells the others: its copies, the layout of its part, and its replica."""
         return {
             "copies": self._copies.holds,
             "like": what_it_holds(self._parts.snapshot_tensors(0, 1)),

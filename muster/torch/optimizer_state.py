@@ -41,12 +41,12 @@ def make_optimizer_state(optimizer: Any) -> None:
     Parameters, gradients and settings stay as they are.
 
     Args:
-        optimizer: a torch optimizer, or one that works alike: it writes ``state[parameter][name]`` when it
+        optimizer: a torch optimizer, or one that works like it: it writes ``state[parameter][name]`` when it
             first sees a gradient, and then updates in place.
 
     Raises:
-        SettingsError: this optimizer's state cannot be made beforehand, or cannot be shared: it is not all
-            tensors.
+        SettingsError: this optimizer's state cannot be created in advance, or cannot be shared, as
+            not all of it is tensors.
     """
     _check_tensors(optimizer)  # the state that exists already is not created again, only checked
     lacking = [

@@ -30,7 +30,7 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class SnapshotSession(Protocol):
-    """What snapshots need of a :class:`muster.worker.session.session.Session`."""
+    """The part of a :class:`muster.worker.session.session.Session` that snapshots need."""
 
     @property
     def communicator(self) -> Communicator:

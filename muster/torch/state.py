@@ -221,7 +221,7 @@ class TorchTrainingState(TrainingState):
             self._began.is_torn, self._may_copy_beside = True, False
 
     def _count_changes(self) -> int:
-        """How often torch has changed the optimizer's parameters in place."""
+        """Returns the number of times that torch has changed the optimizer's parameters in place."""
         return sum(each._version for group in self._optimizer.param_groups for each in group["params"])
 
     def _has_room(self) -> bool:

@@ -47,7 +47,7 @@ _FORMAT = "1"
 
 @runtime_checkable
 class CheckpointSession(Protocol):
-    """What checkpoints need of a :class:`muster.worker.session.session.Session`."""
+    """The part of a :class:`muster.worker.session.session.Session` that checkpoints need."""
 
     @property
     def launch(self) -> int:
@@ -155,7 +155,7 @@ def _refuse_within_step(state: TrainingState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """Where a file is written, and its metadata."""
+    """The path of a file that is written, and its metadata."""
 
     root: str
     folder: str
@@ -538,7 +538,7 @@ class Folder:
             say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
-        """Where this run has saved before; else the directory or, beside an earlier run, a subdirectory."""
+        """Returns where this run has saved before; else the directory, or a subdirectory."""
         root, launch, run = Path(self._directory), self._launch, self._state.run
         found = self._alike()
         for one in found:

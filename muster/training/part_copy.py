@@ -1,4 +1,4 @@
-"""Copies of one rank's part of the state at a step, in host memory, with checksums that show damage."""
+"""Copies of one rank's part of the state at a step, in host memory, with checksums that detect damage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = struct.Struct("!QQII")
 
 
 class DamagedCopyError(WorkerError):
-    """A copy does not match its checksums: flipped bits, parts of two steps, another step's bytes."""
+    """A copy does not match its checksums, as bits have flipped or bytes are of another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class PartCopy:
     """A copy of one rank's part of the state at a step.
 
     Attributes:
-        key: which part it is.
-        head: describes the data, and has the rest of the state, as JSON.
-        data: the tensors' bytes.
-        checksums: CRC-32 of each chunk of the data, with key and head.
-        is_own: this process took it.
+        key: the part's identity.
+        head: a description of the data, and the rest of the state, as JSON.
+        data: the bytes of the tensors.
+        checksums: the CRC-32 of each chunk of the data together with key and head.
+        is_own: whether this process made the copy.
     """
 
     key: PartKey
@@ -41,22 +41,22 @@ class PartCopy:
     is_own: bool = False
 
     def sealed(self, found: Mapping[int, int] | None = None) -> PartCopy:
-        """The copy with checksums of its present contents; ``found``: those known already, by chunk."""
+        """Returns the copy with checksums of its contents; ``found``: those already known, by chunk."""
         return replace(self, checksums=tuple(self._sums(found)))
 
     @property
     def announced(self) -> int:
-        """The checksums that its owner computed when it was sealed, as one number below 2**64."""
+        """The checksums of :meth:`sealed`, which its owner computed, as one number below 2**64."""
         return _in_one(self.checksums)
 
     def found(self) -> int:
-        """The checksums of its present contents, as one number below 2**64."""
+        """The checksums of its current contents, as one number below 2**64."""
         return _in_one(tuple(self._sums()))
 
     def checksum(self, number: int) -> int:
-        """The checksum of the present contents of one chunk."""
+        """Computes the checksum of the current contents of one chunk."""
         (generation, step), world_size, rank = self.key
-        # Each begins with the key and the head, so that no chunk passes for one of another copy.
+        # Each includes the key and the head, so that a chunk of another copy is not taken for this one.
         seed = zlib.crc32(self.head, zlib.crc32(_KEY.pack(generation, step, world_size, rank)))
         return zlib.crc32(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], seed)
 
@@ -64,7 +64,7 @@ class PartCopy:
         """Compares its contents with its checksums.
 
         Args:
-            found: checksums of its present contents that are known already, by chunk.
+            found: already known checksums of its current contents, by chunk.
 
         Raises:
             DamagedCopyError: they differ.
@@ -83,7 +83,7 @@ class PartCopy:
 
 
 def in_words(key: PartKey) -> str:
-    """Names a part in words, for messages."""
+    """Returns a name of a part, for messages."""
     return f"rank {key.rank}'s part of {key.snapshot}"
 
 
@@ -93,12 +93,12 @@ def _in_one(checksums: tuple[int, ...]) -> int:
 
 
 def chunk_count(size: int) -> int:
-    """Number of chunks, and so of checksums, that ``size`` bytes have; at least 1."""
+    """Returns the number of chunks (and of checksums) of ``size`` bytes; at least 1."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def chunks(data: memoryview) -> list[memoryview]:
-    """The data's chunks, in order; they share its memory."""
+    """Returns views of the data's chunks, in order."""
     return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
 
 
@@ -115,12 +115,12 @@ class HeldCopies:
             self._copies[copy.key] = copy
 
     def get(self, key: PartKey | None) -> PartCopy | None:
-        """The copy of that part; None: it is not held."""
+        """Returns the copy of that part; None: it is not held."""
         with self._lock:
             return None if key is None else self._copies.get(key)
 
     def all(self) -> list[PartCopy]:
-        """All copies, in the order of their parts."""
+        """Returns all copies, in the order of their parts."""
         with self._lock:
             return [self._copies[key] for key in sorted(self._copies)]
 

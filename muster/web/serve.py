@@ -153,7 +153,7 @@ def bind(host: str, port: int) -> Listener:
 
 @dataclass(frozen=True)
 class Transport:
-    """How browsers reach the pages.
+    """The transport by which browsers reach the pages.
 
     Attributes:
         names: the host names that browsers may use.

@@ -57,7 +57,7 @@ def incident_of(job: str, generation: int) -> str:
 
 @dataclass(slots=True)
 class LineContext:
-    """What is known in a process about all its lines: which process of which job this is, and in which state.
+    """The facts that all log lines of a process share: its job, its role and its state.
 
     Attributes:
         component: scheduler, worker, agent, program, launcher, uplink or web.

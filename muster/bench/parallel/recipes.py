@@ -213,7 +213,7 @@ def planned(model: str, ranks: int) -> dict[str, Any]:
 
 
 def described(plan: Plan) -> dict[str, Any]:
-    """What of a plan stands in the table."""
+    """Returns the facts of a plan that the table shows."""
     trained = [
         state for node, state in zip(plan.graph.nodes, plan.states, strict=True) if node.kind == "parameter"
     ]

@@ -216,7 +216,7 @@ MODELS: dict[str, Task] = {
 
 
 def measured_machine(communicator: Any) -> dict[str, Any]:
-    """What things cost on these ranks."""
+    """Measures the costs of a machine on these ranks."""
     torch.set_num_threads(1)
     return measure(communicator).to_json()
 
@@ -284,7 +284,7 @@ def _step(model: Any, loss: Callable[[], Any]) -> Callable[[], None]:
 
 
 def _timed(step: Callable[[], None], count: int) -> float:
-    """Seconds of a step."""
+    """Returns the mean time of a step in seconds."""
     began = time.perf_counter()
     for _ in range(count):
         step()
@@ -292,7 +292,7 @@ def _timed(step: Callable[[], None], count: int) -> float:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many were called faster, how many of these are, and which are slower than is tolerated."""
+    """Returns the models predicted to be faster, those that are, and those that are intolerably slower."""
     called = [row for row in rows if _ratio(row) >= CALLED_FASTER]
     faster = [row["model"] for row in called if row["step_ms"] < row["data_parallel_step_ms"]]
     slower = [row["model"] for row in called if row["step_ms"] > TOLERATED * row["data_parallel_step_ms"]]
@@ -300,13 +300,13 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ratio(row: dict[str, Any]) -> float:
-    """How often faster a plan is predicted than data parallelism."""
+    """Returns the predicted speedup of a plan over data parallelism; 0 if that is not possible."""
     base = row["data_parallel_predicted_ms"]
     return base / row["predicted_ms"] if base else 0.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; prints a line for each model, and what came of all."""
+    """Measures all models; prints a line for each, and a summary."""
     parser = argparse.ArgumentParser(prog="python -m muster.bench.parallel.turns", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", choices=MODELS, default=list(MODELS))
     parser.add_argument("--turns", type=int, default=7, help="turns of each variant (7)")

@@ -113,7 +113,7 @@ def _trial(args: argparse.Namespace, stop_s: float) -> dict[str, Any]:
 
 @dataclass
 class _WorkerSeen:
-    """What a worker has reported, with times on the monotonic clock.
+    """The reports of one worker, with times of the monotonic clock.
 
     Attributes:
         away: whether it has no stream on which it was welcomed.

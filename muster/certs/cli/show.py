@@ -121,7 +121,7 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def _who(peer: PeerCertificate) -> dict[str, Any]:
-    """Who a certificate names, as one identity and taken apart."""
+    """Returns the identity in a certificate, as a URI and by its parts."""
     identity = peer.identity
     facts: dict[str, Any] = {"identity": identity.uri(), "role": identity.role, "job": identity.job}
     if len(identity.bound_to) == 1:

@@ -152,7 +152,7 @@ def check_period(
 
 
 def clock_here(now: datetime.datetime | None = None) -> str:
-    """What this host's clock says, for a refusal beside the dates that another's clock gave."""
+    """Returns a phrase with this host's time, for errors about the dates of a certificate."""
     return f"here it is {now or utc_now():%Y-%m-%d %H:%M} UTC"
 
 
@@ -319,7 +319,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """What a revocation list needs to know of one certificate of a chain."""
+    """The facts about one certificate of a chain that a check against revocation lists needs."""
 
     name: str
     subject: bytes

@@ -222,7 +222,7 @@ def load_credentials(
 
 @dataclass(frozen=True, slots=True)
 class CredentialRules:
-    """What credentials must be; the attributes are arguments of :func:`load_credentials`."""
+    """The requirements on credentials; the attributes are arguments of :func:`load_credentials`."""
 
     purpose: str | None = None
     require_identity: bool = True

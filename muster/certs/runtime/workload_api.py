@@ -31,7 +31,7 @@ logging.getLogger("spiffe").setLevel(logging.CRITICAL + 1)  # what is wrong is s
 
 
 class WorkloadApi:
-    """What the API has sent last. All methods may be called from any thread.
+    """Holds what the Workload API has sent last. All methods may be called from any thread.
 
     Args:
         socket: address of the API, ``unix:///PATH``.

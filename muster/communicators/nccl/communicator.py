@@ -70,7 +70,7 @@ class IssuedWork:
         return self.library.idle()
 
     def wait(self) -> None:
-        """Nothing to wait for on the same stream; raises what ended the communicator."""
+        """Does not wait, as work on one stream is ordered; raises the error that ended the communicator."""
         self._communicator.check()
 
 

@@ -124,7 +124,7 @@ def digest() -> str:
 
 
 def places(env: Mapping[str, str]) -> list[Path]:
-    """Where the library may lie, the first choice first: beside Muster, then in this user's cache."""
+    """Returns the paths at which the library may be: next to Muster, then in this user's cache."""
     found = [SOURCES / "build" / digest() / LIBRARY_NAME]
     cache = env.get("XDG_CACHE_HOME", "")
     home = env.get("HOME", "")

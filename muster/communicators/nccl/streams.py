@@ -20,7 +20,7 @@ LEGACY_STREAM, THREAD_STREAM = 1, 2
 
 
 class CudaLibrary(abc.ABC):
-    """What the communicator needs of torch or CuPy on one device."""
+    """The operations of torch or CuPy on one device that the communicator needs."""
 
     name: str
     current: Callable[[], int]

@@ -105,7 +105,7 @@ class TcpCommunicator(HostCommunicator):
 
     @property
     def endpoint(self) -> Endpoint:
-        """What makes and takes this process's connections."""
+        """The endpoint that opens and accepts this process's connections."""
         return self._endpoint
 
     # ------------------------------------------------------------ collectives

@@ -1,4 +1,4 @@
-"""Where this process is reached and reaches its peers: a listening socket, and all handshakes under way.
+"""This process's endpoint for connections with peers: a listening socket, and all handshakes in progress.
 
 One thread runs every handshake, its own dials and those that come in, over non-blocking sockets: a slow,
 silent or hostile socket costs a place in a bounded table and disturbs nobody. Should the thread fail

@@ -77,7 +77,7 @@ _ROOTED = {"reduce", "broadcast", "gather", "scatter"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank has called.
+    """The collective that one rank has called.
 
     ``sequence`` counts collectives from 0 (point-to-point calls are counted per pair); ``root`` is the
     root or, of a point-to-point call, the peer.
@@ -195,7 +195,7 @@ def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
 
 
 def end_in_words(reason: Reason, text: str) -> str:
-    """How a connection ended, as what follows its name in a message."""
+    """Returns how a connection ended, as the predicate of a sentence."""
     if reason is Reason.LOST:
         return f"broke: {text or 'the process ended or the network failed'}"
     if reason is Reason.DONE:

@@ -1,4 +1,4 @@
-"""How two workers come to trust a connection: who the peer is, and the proofs of both sides.
+"""The handshake by which two workers authenticate each other: identities, and the proofs of both sides.
 
 Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
 the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
@@ -53,7 +53,7 @@ _MOST_HELLO_BYTES = 1 << 14
 
 
 class Want(enum.Enum):
-    """What a handshake waits for: its socket, its turn, its group, or the time to dial again."""
+    """What a handshake is waiting for: its socket, its turn, its group, or the time of the next dial."""
 
     READ = "read"
     WRITE = "write"
@@ -64,7 +64,7 @@ class Want(enum.Enum):
 
 @dataclass(frozen=True)
 class TlsPolicy:
-    """How peers are authenticated.
+    """The rules by which peers are authenticated.
 
     Args:
         server: context of accepted connections; must ask for certificates.
@@ -98,7 +98,7 @@ class HandshakeLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What the dialing side says first: for which group of which generation, and as which rank."""
+    """The first message of the dialing side: the generation, the group, and its rank."""
 
     generation: int
     from_rank: int
@@ -130,7 +130,7 @@ def group_label(membership: Membership, path: str) -> bytes:
 
 
 def membership_key(membership: Membership) -> bytes:
-    """What only the members of a generation know: a digest of its unique ids."""
+    """Returns a key that only the members of a generation know: a digest of its unique ids."""
     return hashlib.sha256(b"".join(membership.unique_ids)).digest()
 
 
@@ -406,7 +406,7 @@ def _check_certificate(sock: socket.socket, tls: TlsPolicy, source: str) -> byte
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """What both ends of one TLS session, and nobody else, have in common."""
+    """Returns a secret that only the two ends of a TLS session share."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     binding = sock.get_channel_binding("tls-unique")

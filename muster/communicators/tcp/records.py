@@ -56,7 +56,7 @@ _TLS_EXPANSION = 256
 
 
 class ContentType(enum.IntEnum):
-    """What a record holds (RFC 8446, section 5.1)."""
+    """The type of a record's content (RFC 8446, section 5.1)."""
 
     CHANGE_CIPHER_SPEC = 20
     ALERT = 21
@@ -390,7 +390,7 @@ class RecordLayer:
                 return None
 
     def _header(self, start: int, end: int) -> tuple[int, int] | None:
-        """Where the encrypted_record begins, and its length; None if the header is not all there."""
+        """Returns the offset of the encrypted_record and its length; None if the header is incomplete."""
         if self._large:
             size = 1 << (self._in[start] >> 6)
             if size > 4:

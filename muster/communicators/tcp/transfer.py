@@ -451,7 +451,7 @@ def _is_long(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> bool
 
 
 def _ended(stream: Outgoing | Incoming, end: EndOfStreamError) -> PeerEndedError:
-    """What is known of a peer that hung up, with what it said last."""
+    """Returns the error for a peer that closed the connection, with its last message."""
     farewell = end.farewell
     if farewell is None:
         farewell = stream.farewell() if isinstance(stream, Incoming) else stream.connection.read_ahead()

@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Arrays:
-    """How a plane makes arrays from NumPy's, reads them back, and waits for them."""
+    """The operations on arrays of a plane: convert from NumPy, convert back, and wait."""
 
     make: Callable[[Any], Any] = lambda values: values
     read: Callable[[Any], Any] = lambda array: array

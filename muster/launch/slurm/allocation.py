@@ -1,4 +1,4 @@
-"""What an allocation of Slurm offers, which nodes do what, and what follows when all have ended. Pure.
+"""Decides what the nodes of a Slurm allocation do, and what the batch script does at the end. Pure.
 
 Slurm's variables: https://slurm.schedmd.com/sbatch.html, OUTPUT ENVIRONMENT VARIABLES.
 """
@@ -96,12 +96,12 @@ class Division:
 
     @property
     def training_nodes(self) -> int:
-        """How many nodes train at a time: what was asked for, however many are left out."""
+        """Number of nodes that train at the same time: as requested, even if nodes are left out."""
         return self.allocation.nodes - self.spares
 
     @property
     def used_nodes(self) -> int:
-        """How many nodes have workers, spare ones included."""
+        """Number of nodes with workers, including spare nodes."""
         return self.allocation.nodes - len(self.left_out)
 
     @property
@@ -110,7 +110,7 @@ class Division:
         return self.used_nodes >= self.training_nodes
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """What scheduler and workers get besides the batch script's environment, which may say more."""
+        """Returns variables for scheduler and workers; the batch script's environment overrides most."""
         each = self.allocation.tasks_per_node
         own = {
             "MS_SCHED_HOST": ".".join(filter(None, (self.allocation.node, env.get("MUSTER_DOMAIN")))),
@@ -189,7 +189,7 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Sequel:
-    """What the batch script does when the workers of a job have ended.
+    """The batch script's next action when the workers of a job have ended.
 
     Attributes:
         code: the batch script's exit code.

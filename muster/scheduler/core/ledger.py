@@ -159,7 +159,7 @@ class Ledger:
 
     @property
     def living(self) -> int:
-        """How many members of the newest generation are neither lost nor finished."""
+        """Number of members of the newest generation that are neither lost nor finished."""
         return len(self.claims) - len(self.unplaced)
 
     def staying(self) -> Iterator[Claim]:

@@ -670,7 +670,7 @@ def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> f
 def repeaters(
     parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int]
 ) -> frozenset[str]:
-    """Of each lone pair, the party that was in lone pairs with many others, more than its peer was."""
+    """Returns the party of each lone pair that was in lone pairs with many others, more than its peer."""
     found = set()
     for pair in lone_pairs(accusations):
         less, more = sorted(pair, key=lambda name: others.get(name, 0))

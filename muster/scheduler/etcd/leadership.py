@@ -167,7 +167,7 @@ class Leadership:
             self.depose("its lease is renewed no more")  # A fault here must not go unnoticed.
 
     def fence(self) -> pb.Compare:
-        """What a transaction must require so that only the leader can carry it out.
+        """Returns the condition of a transaction that only the leader can carry out.
 
         It compares the revision, not the key's value, because another process may have the same name.
         """

@@ -79,7 +79,7 @@ class Status(enum.IntEnum):
 
 
 class EffectKind(enum.IntEnum):
-    """How a change left its key; the values are those on the wire."""
+    """The state of a key after a change; the values are those on the wire."""
 
     SET = 1
     APPEND = 2
@@ -120,7 +120,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How a change left a key; see the protocol definition."""
+    """The state of a key after a change; see the protocol definition."""
 
     number: int
     kind: EffectKind
@@ -131,7 +131,7 @@ class Effect:
 
 @dataclass(slots=True)
 class Returned:
-    """What a member sends to restore a namespace after a restart of the scheduler.
+    """A member's copy of a namespace, sent to restore it after a restart of the scheduler.
 
     Attributes:
         count: how many changes of this member were answered.

@@ -41,12 +41,12 @@ class Holding(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What one rank tells the others.
+    """A rank's report to the others on the snapshots that it holds.
 
     Attributes:
-        agreed: the newest snapshot of which it has heard that it is complete everywhere, or the one that it
+        agreed: the newest snapshot that it knows to be complete on all ranks, or the one that it
             was to keep when it last entered a generation; None: there is none.
-        holdings: what it holds.
+        holdings: the parts that it holds.
     """
 
     agreed: SnapshotId | None = None
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 
 
 class Handing(NamedTuple):
-    """One part that goes from one rank of the new generation to another, which does not hold it."""
+    """A part that one rank of the new generation sends to another that does not hold it."""
 
     part: PartKey
     source: int

@@ -190,7 +190,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are in this generation."""
+        """Number of workers in this generation."""
         return len(self._place.members)
 
     @property
@@ -200,7 +200,7 @@ class Session:
 
     @property
     def local_world_size(self) -> int:
-        """How many workers there are on this host."""
+        """Number of workers on this host."""
         return self.me.local_world_size
 
     @property
@@ -639,7 +639,7 @@ class Session:
             return
 
     def _sending_s(self) -> Mapping[int, float]:
-        """How long data could not be sent to each rank, in total; from communicators that measure it."""
+        """Returns for how long data could not be sent to each rank, if the communicator measures it."""
         communicator = self._world
         return communicator.sending_s() if isinstance(communicator, TellsOfLinks) else {}
 
