@@ -198,7 +198,7 @@ def parallelize(
     _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
         check_divides(chosen.mode, strategies or {})
-        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
+        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is sharded or communicated."))
     group = communicator if communicator is not None else _communicator_of(session)
     if communicator is None:
         inherited.check_place(group.world_size, group.rank)
@@ -339,8 +339,8 @@ class _Given:
         )
         if nbytes > self.memory * self.machine.memory_bytes:
             raise SettingsError(
-                f"the plan {path} needs {nbytes / 1e9:.1f} GB a rank, and memory={self.memory} of"
-                f" {self.machine.memory_bytes / 1e9:.1f} GB is less"
+                f"the plan {path} needs {nbytes / 1e9:.1f} GB per rank, more than memory={self.memory} of"
+                f" {self.machine.memory_bytes / 1e9:.1f} GB"
             )
         if self.chosen.plain and not found.is_data_parallel:
             raise SettingsError(
@@ -395,8 +395,8 @@ def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced
         raise SettingsError(f"net is a torch.nn.Module, not {net!r}")
     if not net.training:
         raise SettingsError(
-            "net is in evaluation mode, and what is recorded is training: call net.train() before"
-            " (single parts may stay in evaluation mode)"
+            "net is in evaluation mode, and training is to be recorded: call net.train() first"
+            " (submodules may stay in evaluation mode)"
         )
     number = 0
     for at, each in enumerate(leaves):
@@ -438,7 +438,7 @@ def _bare(own: Any) -> Any:
         if "loss" not in bare._modules:
             bare._modules["loss"] = own.loss
         elif [*own.loss.parameters(), *own.loss.buffers()]:
-            raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
+            raise SettingsError('net has a submodule "loss", a name that the loss needs: rename it')
     return bare
 
 
@@ -454,8 +454,8 @@ def _check_layerwise(own: Any, mode: str) -> None:
     marked = [name for name, each in own.named_parameters() if getattr(each, "layerwise_parallel", False)]
     if marked and mode not in ("hybrid", "stand_alone"):
         raise SettingsError(
-            f'{marked[0].removeprefix(_LOSS)} is layerwise, and mode "{mode}" would not leave it to each'
-            ' rank: use mode="hybrid"'
+            f'{marked[0].removeprefix(_LOSS)} is layerwise, which mode "{mode}" does not support:'
+            ' use mode="hybrid"'
         )
 
 

@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
     if options.hosts < 0 or (options.hosts and options.gpus % options.hosts):
-        raise SettingsError(f"--hosts are some that share {options.gpus} GPUs evenly, not {options.hosts}")
+        raise SettingsError(f"--hosts must share {options.gpus} GPUs evenly; it is {options.hosts}")
     if options.optimizer_states < 0:
         raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
     machine = MACHINES.get(options.machine.lower()) or load_machine(options.machine)
@@ -184,7 +184,7 @@ def _graph(options: argparse.Namespace) -> Graph:
 def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
     count = options.hosts or options.gpus
     if count == 1:
-        raise SettingsError(f"--survive takes 2 hosts or more, which share {options.gpus} GPUs evenly")
+        raise SettingsError("--survive 1 needs 2 hosts or more; --hosts is 1")
     return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
 
 

@@ -46,13 +46,13 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
                     tensor.copy_(value)
     if changed:
         raise TraceError(
-            f"The forward pass changes {changed[0]}, which a recorded one would not.",
-            remedy="Make it a buffer, or a tensor that the forward pass is given.",
+            f"The forward pass changes {changed[0]}, which a recorded graph would not do.",
+            remedy="Make it a buffer, or a tensor that is an argument of the forward pass.",
         )
     if drawn != _random_states():
         raise TraceError(
-            "The forward pass draws random numbers of Python or NumPy, and a recorded one none.",
-            remedy="Draw a tensor of torch's.",
+            "The forward pass draws random numbers by Python or NumPy, which a recorded graph would not do.",
+            remedy="Draw them by torch, as a tensor.",
         )
 
 
@@ -70,7 +70,7 @@ def _refuse_shared_memory(module: Any) -> None:
         other = seen.setdefault(parameter.data_ptr(), name)
         if other != name:
             raise TraceError(
-                f"The parameters {other} and {name} share their memory, which their parts would not.",
+                f"The parameters {other} and {name} share memory, which is lost when they are sharded.",
                 remedy="Make them one parameter: b.weight = a.weight.",
             )
 
@@ -80,7 +80,7 @@ def _refuse_hooks(module: Any) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise TraceError(
-                f"The parameter {name} has a hook, which its parts would not have.", remedy=remedy
+                f"The parameter {name} has a hook, which is lost when it is sharded.", remedy=remedy
             )
     for name, each in module.named_modules():
         if each._backward_hooks or each._backward_pre_hooks:
@@ -152,7 +152,7 @@ def _refused() -> Iterator[None]:
             line = _calling_line()
             at = f" at {line}" if line else ""
             raise TraceError(
-                f"The forward pass {what}{at}: no graph shows it.",
+                f"The forward pass {what}{at}, which a graph cannot record.",
                 line=line,
                 remedy='mode="data_parallel" needs no graph.',
             )

@@ -101,14 +101,14 @@ class ParallelTrainingState(TrainingState):
             raise SettingsError(f"ParallelTrainingState: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
         if not isinstance(model, ParallelModule) or not model.can_start:
             raise SettingsError(
-                "ParallelTrainingState takes what parallelize(elastic=True) made, before it trains; for"
-                " data parallelism there is muster.torch.TorchTrainingState"
+                "ParallelTrainingState needs a model of parallelize(elastic=True) that has not trained yet;"
+                " for data parallelism use muster.torch.TorchTrainingState"
             )
         for name, each in (also or {}).items():
             if isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
                 raise SettingsError(
-                    f"also: {name} is a {type(each).__name__}, whose tensors the plan does not divide;"
-                    " it takes what is the same on all ranks, such as schedulers"
+                    f"also: {name} is a {type(each).__name__}, and the plan does not shard its tensors;"
+                    " give only what is the same on all ranks, such as schedulers"
                 )
         make_optimizer_state(optimizer)
         super().__init__({}, sampler)

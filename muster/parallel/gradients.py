@@ -34,9 +34,9 @@ class PartialGradient(torch.Tensor):  # type: ignore[misc]  # torch has no types
         """
         if function in _NORMS:
             raise SettingsError(
-                "this rank has a part of the gradients, and their norm would be that part's: clip by"
-                " model.clip_grad_norm_(max_norm), which returns the norm of all; of the part alone,"
-                " parameter.grad.clone() gives the norm"
+                "this rank has only a part of the gradient, and would compute the norm of that part: call"
+                " model.clip_grad_norm_(max_norm), which returns the norm of the whole gradient (for the"
+                " norm of the part: parameter.grad.clone())"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
@@ -316,7 +316,7 @@ class Gradients:
             task = torch._C._current_graph_task_id()
             if self._in_backward and task != self._task:
                 raise WorkerError(
-                    "the backward pass before this one broke off: ranks may have sent different collectives",
+                    "the previous backward pass failed: ranks may have started different collectives",
                     remedy="Let its error end the process, or call forget_backward() on all ranks.",
                 )
             if not self._in_backward:
@@ -326,8 +326,8 @@ class Gradients:
             bucket = self._bucket_of.get(held.name)
             if bucket is not None and bucket.is_sent:
                 raise WorkerError(
-                    f"a second gradient of {held.name} came after the first one was sent",
-                    remedy="Add up the losses of several forward passes before any of them goes backward.",
+                    f"{held.name} got a second gradient after the first one was sent",
+                    remedy="Add up the losses of several forward passes, and call backward() once.",
                 )
             if bucket is None:
                 held.deliver(grad)

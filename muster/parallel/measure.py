@@ -221,11 +221,11 @@ def _machine(saved: Any) -> Hardware:
         ValueError: they are not those of a machine; the message says why.
     """
     if not isinstance(saved, dict):
-        raise ValueError(f"it holds no names and values, but {type(saved).__name__}")
+        raise ValueError(f"it must be a JSON object, not {type(saved).__name__}")
     known = {each.name for each in fields(Hardware)}
     unknown = sorted(saved.keys() - known)
     if unknown:
-        raise ValueError(f"there is nothing called {unknown[0]!r}")
+        raise ValueError(f"it has the unknown key {unknown[0]!r}")
     machine = Hardware(**saved)
     for each in known - {"name", "measured"}:
         value = getattr(machine, each)

@@ -40,7 +40,7 @@ from muster.torch import capture
 from muster.torch.transfer import broadcast_tensors
 
 _WARM_UP, _MEASURED = 2, 5
-_UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
+_UNMET = 'which a recorded graph cannot run: mode="data_parallel" keeps hooks'
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -94,8 +94,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         """
         if name in vars(self).get("_recorded", ()):
             raise SettingsError(
-                f"{name} was recorded as it was: set it before parallelize(), or make it an argument of the"
-                " forward pass, as a tensor"
+                f"{name} was recorded with its old value: set it before parallelize(), or pass it to the"
+                " forward pass as a tensor"
             )
         super().__setattr__(name, value)
 
@@ -171,8 +171,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         def reached(_: Any) -> None:
             if node in divided:
                 raise SettingsError(
-                    f"a loss outside of the recorded forward pass reads {name}, of which this rank has a"
-                    " part: compute it in the forward pass, or in the loss that parallelize() is given"
+                    f"a loss outside the recorded forward pass uses {name}, of which this rank has only a"
+                    " part: compute it in the forward pass, or in the loss= of parallelize()"
                 )
 
         return reached
@@ -382,9 +382,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 _check_input(tensor, node, value, local_shape(state.outs[0], mesh, value.shape))
                 if node.name in self._traced.by_strides and not tensor.is_contiguous():
                     raise ArrayError(
-                        f"The forward pass reads {node.name} by strides, as a contiguous tensor; it got one"
-                        f" with the strides {list(tensor.stride())}.",
-                        remedy="Feed it .contiguous().",
+                        f"The forward pass reads {node.name} by strides, and needs a contiguous tensor; it"
+                        f" got one with the strides {list(tensor.stride())}.",
+                        remedy="Pass it as .contiguous().",
                     )
                 values[node.outputs[0]] = tensor
             elif node.name in self._constants:
@@ -408,8 +408,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         name = self._traced.parameters[node.name]
         if held is not None and registered is not held.parameter:
             raise SettingsError(
-                f"{name} is another tensor now: a parallel module computes with its own, so copy into that"
-                " one (functional_call and load_state_dict(assign=True) put others in its place)"
+                f"{name} was replaced by another tensor, and a parallel module uses its own: copy the values"
+                " into it, and do not use functional_call or load_state_dict(assign=True)"
             )
         if held is None and node.kind == "parameter" and registered.requires_grad:
             raise SettingsError(f"{name} was frozen when the plan was made: unfreeze it before parallelize()")
@@ -426,13 +426,13 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         """
         if not self.training and self._traced.only_training:
             raise SettingsError(
-                f"in evaluation this module does something else ({self._traced.only_training}): evaluate the"
-                " bare module, with load_state_dict(model.full_state_dict())"
+                f"this module computes something else in evaluation ({self._traced.only_training}): evaluate"
+                " the bare module, after load_state_dict(model.full_state_dict())"
             )
         for name, part in self.named_modules():
             if part.training != self.training:
                 raise SettingsError(
-                    f"{name} is in another mode than the whole module: set the modes of parts before"
+                    f"{name} is not in the mode of the whole module: set the modes of submodules before"
                     " parallelize()"
                 )
             if part is not self and any(vars(part)[hooks] for hooks in _HOOKS):
@@ -538,7 +538,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             SettingsError: the module was not made with ``elastic=True``, or has begun to train.
         """
         if not self._whole:
-            raise SettingsError("the module has begun to train, and holds no whole values: make it again")
+            raise SettingsError("training has begun, and the whole values are gone: call parallelize() again")
         whole = self._whole.pop()
         tensors = dict(whole.named_parameters(remove_duplicate=False))
         tensors.update(whole.named_buffers(remove_duplicate=False))
@@ -685,7 +685,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         Raises:
             SettingsError: always.
         """
-        raise SettingsError("a parallel module stays what and where it is: convert it before parallelize()")
+        raise SettingsError("a parallel module cannot be converted or moved: do so before parallelize()")
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuses copies, as the other ranks would have no counterpart.
@@ -722,7 +722,7 @@ def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, 
         )
     if tensor.requires_grad and not node.trained:
         raise ArrayError(
-            f"{node.name} requires a gradient, for which the plan has no way back.",
+            f"{node.name} requires a gradient, and the plan has no backward pass to it.",
             remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
         )
 

@@ -226,9 +226,9 @@ class Regathered:
             return packed
         if self._held[packed.name].parameter._version != packed.version:
             raise WorkerError(
-                f"{packed.name} was changed between a forward pass and its backward pass, which would gather"
-                " the new values",
-                remedy="Go backward before the optimizer's step.",
+                f"{packed.name} was changed after a forward pass, and its backward pass would use the new"
+                " values",
+                remedy="Call backward() before the optimizer's step.",
             )
         return self._again(packed.name).as_strided(packed.size, packed.stride, packed.offset)
 

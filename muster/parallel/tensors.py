@@ -95,8 +95,8 @@ def divided_tensors(
                     shape = tuple(value.shape)
                     if value.numel() > 1 and any(part != like.parts[0] for part in like.parts):
                         raise SettingsError(
-                            f"the optimizer keeps {key} of shape {list(shape)} for {like.name}, of which"
-                            " ranks have parts: only optimizers that treat elements one by one fit"
+                            f"the optimizer keeps {key} of shape {list(shape)} for {like.name}, which is"
+                            " sharded: use one that updates each element by itself (SGD, Adam, AdamW)"
                         )
                     parts = [whole_part(shape)] * len(like.parts)
                     found.append(DividedTensor(name, shape, value, parts, shape))

@@ -300,7 +300,9 @@ class _ProgramReader:
         else:
             constant = self._constants[fx.name] = self._program.constants[spec.target]
             if constant.requires_grad:
-                raise TraceError(f"{name} is trained and no parameter.", remedy="Make it an nn.Parameter.")
+                raise TraceError(
+                    f"{name} requires a gradient, but is not a parameter.", remedy="Make it an nn.Parameter."
+                )
         self._add(node, [meta])
 
     def _current(self, fx: Any) -> str:

@@ -102,7 +102,7 @@ class GradientBucket:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise ArrayError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse",
-                    remedy="Sparse are only gradients of Embedding and EmbeddingBag layers with sparse=True.",
+                    remedy="Only Embedding and EmbeddingBag layers with sparse=True may have such gradients.",
                 )
             if index in self._large:
                 self.in_place.append(self._flat_gradient(parameter, index))

@@ -364,7 +364,7 @@ class InPlaceTraining:
     def _reshard(self) -> None:
         """Has the program create groups, modules and optimizer for the new world size."""
         if self._reshard_function is None:
-            raise SettingsError("steps: reshard is not given on all ranks.")
+            raise SettingsError("steps: reshard is given on some ranks only; give it on all or none.")
         self._program.leave_groups()
         made = self._reshard_function()
         self._hold(made)

@@ -143,8 +143,8 @@ def _apart(communicator: Communicator, seen: Any) -> CollectiveMismatchError:
         named.append(f"{len(ranks) - len(named)} more")
     who = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
     return CollectiveMismatchError(
-        f"ranks average gradients of different steps: {who} left a training pass unfinished and went on with"
-        " the next",
-        remedy="Let an error within a step end the process, and make forward passes without a backward pass"
+        f"ranks average gradients of different steps: {who} left a training pass unfinished and began the"
+        " next",
+        remedy="Let an error within a step end the process, and run forward passes without a backward pass"
         " under torch.no_grad().",
     )

@@ -111,8 +111,8 @@ class _Group:
         """
         if any(each.data_ptr() != place for each, place in zip(self.parameters, self._places, strict=True)):
             raise SettingsError(
-                "the module was moved or converted after its ShardedOptimizer was made, and would compute"
-                " with weights that nobody updates. Call to(...) before you make the optimizer."
+                "the module was moved or converted after its ShardedOptimizer was made: it would compute with"
+                " weights that are not updated. Call to(...) before you make the optimizer."
             )
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
@@ -396,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         counts, own = [len(group) for group in theirs], [len(group.parameters) for group in self._groups]
         if counts != own:
             raise ArrayError(
-                f"this state is of parameter groups of {counts} parameters, and this optimizer has {own}",
+                f"this state has parameter groups with {counts} parameters, and this optimizer {own}",
                 remedy="Load the state of an optimizer of the same module, with the same groups.",
             )
         states: dict[int, Any] = {}

@@ -179,7 +179,7 @@ class Snapshots:
         """
         if self._parts is not None:
             raise SettingsError(
-                "Snapshots are of one state: those that a training state is given are made without one"
+                "Snapshots belong to one state: give a training state some that were made without a state"
             )
         self._parts = parts
 
@@ -248,9 +248,8 @@ class Snapshots:
         endpoint = getattr(inner, "endpoint", None)
         if endpoint is None:
             raise SettingsError(
-                f"Snapshots travel over encrypted connections of their own, which the backend"
-                f" {communicator.name!r} does not have here: give certificates (MS_CONFIG_FILE), or set"
-                " MS_ALLOW_INSECURE=1"
+                f"Snapshots need encrypted connections between ranks, which the backend {communicator.name!r}"
+                " does not have here: give certificates (MS_CONFIG_FILE), or set MS_ALLOW_INSECURE=1"
             )
         with self._lock:
             change = self._retention.enter(

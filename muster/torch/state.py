@@ -313,8 +313,8 @@ class TorchTrainingState(TrainingState):
         """
         if before.is_torn:
             raise WorkerError(
-                "a step that broke cannot be undone: its parameters were changed before its captured part",
-                remedy="Change them within that part, or between steps; go on from a checkpoint.",
+                "a failed step cannot be undone, as its parameters were changed before its captured part",
+                remedy="Change parameters in the captured part or between steps; resume from a checkpoint.",
             )
         if self._snapshots is not None and before.step != self.step:
             self._snapshots.drop_unconfirmed()

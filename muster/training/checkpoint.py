@@ -335,7 +335,7 @@ def load_latest(
             say(error.message)
     if any(_files(folder)):
         raise DamagedCheckpointError(
-            f"No checkpoint in {folder} is sound.",
+            f"All checkpoints in {folder} are damaged.",
             remedy="Move them away to start over, or name another directory.",
         )
     return None
@@ -416,8 +416,8 @@ class Folder:
                 copy = self._state.copy_for_checkpoint(self._writer.room)
             except OSError as error:
                 raise CheckpointError(
-                    f"There is no memory for a copy of the state to write beside the training: {error}.",
-                    remedy="Call save() in place of save_beside(), which needs none.",
+                    f"There is not enough memory for the copy of the state by save_beside(): {error}.",
+                    remedy="Call save(), which needs no copy.",
                 ) from error
         if copy.size > self._room_bytes:
             self._room_bytes = copy.size

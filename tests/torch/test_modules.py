@@ -256,7 +256,7 @@ def frozen_layer(net: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (new_head, r"3\.weight \(and 1 more\) is another parameter than the one that was wrapped"),
+        (new_head, r"3\.weight \(and 1 more\) was replaced after the module was wrapped"),
         (new_layer, r"4\.weight \(and 1 more\) was added|3\.weight \(and 1 more\) is another parameter"),
         (adapters, r"1\.down\.weight \(and 1 more\) was added after the module was wrapped"),
         (new_parameter, r"1\.scale was added"),
@@ -310,7 +310,7 @@ def test_states_are_not_assigned(nested: bool) -> None:
     def one(communicator: ThreadCommunicator) -> None:
         model = DataParallel(linear_net(), communicator=communicator)
         loads = torch.nn.Sequential(model) if nested else model
-        with pytest.raises(SettingsError, match="assign=True would exchange the parameters"):
+        with pytest.raises(SettingsError, match="assign=True would replace the parameters"):
             loads.load_state_dict(loads.state_dict(), assign=True)
         model.module.load_state_dict(linear_net().state_dict(), assign=True)
         with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) is another parameter"):

@@ -499,8 +499,8 @@ class NcclCommunicator(Communicator):
             return issued
         if self._grouped:
             raise CommunicatorError(
-                "async_op inside group() is not possible: the group starts as one launch",
-                remedy="Leave async_op out; make another stream current to run beside other work.",
+                "async_op inside group() is not possible, as the whole group is launched at once",
+                remedy="Leave async_op out; to overlap with other work, call group() on another stream.",
             )
         stream, address = self._own_stream(library)
         library.follow(stream)

@@ -52,7 +52,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
     minted = b"".join(secrets)
     if len(minted) < _FEWEST_BYTES:
         raise CommunicatorError(
-            f"generation {generation} has no secret from which NCCL's connections could get keys",
+            f"generation {generation} has no secret for the keys of NCCL's encrypted connections",
             remedy="Run the same version of Muster on all hosts.",
         )
     info = b"\0".join((_LABEL, job_id.encode(), str(generation).encode()))
@@ -79,7 +79,7 @@ def secret_file(generation: int, secret: bytes) -> int:
     except OSError as error:
         raise CommunicatorError(
             f"the secret of NCCL's connections cannot be handed to the program: {error.strerror}",
-            remedy="Let this user make files of memory (memfd_create), or switch MS_NCCL_ENCRYPTION off.",
+            remedy="Allow memfd_create for this user, or set MS_NCCL_ENCRYPTION=off.",
         ) from error
     return descriptor
 

@@ -538,7 +538,9 @@ class Endpoint:
         if handshake.want is Want.GROUP:
             return
         if not self._admission.park(handshake):
-            self._failed(handshake, CommunicatorError("Too many wait for this process; it may try again."))
+            self._failed(
+                handshake, CommunicatorError("Too many connections wait for this process; try again.")
+            )
             return
         handshake.want = Want.GROUP
         self._expire(handshake, self.parked_timeout_s)

@@ -227,7 +227,7 @@ def _dial(
     ours = os.urandom(SECRET_BYTES)
     yield from _write(sock, PROOF.pack(proof(membership, "dialer", context), ours))
     if (yield from _read(sock, len(WELCOME))) != WELCOME:
-        raise CommunicatorError(f"{peer_name(peer)} did not take the connection.")
+        raise CommunicatorError(f"{peer_name(peer)} did not accept the connection.")
     held[0], secrets = _bare(sock, tls, membership, ours + theirs, context)
     return group, _connection(held[0], rank, secrets)
 

@@ -401,8 +401,8 @@ class Messages:
         self._held[arrived.peer] = count, size
         if count > MOST_ARRIVED or size > MOST_WAITING_BYTES:
             raise CommunicatorError(
-                f"{self._name(arrived.peer)} exceeds what may wait here without a recv: {count} messages,"
-                f" {size} bytes."
+                f"{self._name(arrived.peer)} has sent too much for which no recv was called here: {count}"
+                f" messages, {size} bytes."
             )
 
     def _match(self, message: Message, arrived: _Arrived) -> None:

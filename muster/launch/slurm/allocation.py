@@ -61,7 +61,7 @@ class Allocation:
         tasks = _number(env, "SLURM_NTASKS") or nodes * (_number(env, "SLURM_NTASKS_PER_NODE") or 1)
         if tasks % nodes:
             raise SettingsError(
-                f"{tasks} tasks on {nodes} nodes are not as many on each of them.",
+                f"{nodes} nodes cannot share {tasks} tasks evenly.",
                 remedy="Ask for --ntasks-per-node instead of --ntasks.",
             )
         cpus = _number(env, "SLURM_CPUS_PER_TASK")

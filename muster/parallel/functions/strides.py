@@ -39,7 +39,7 @@ def strided_function(op: str, example: Any, arguments: Sequence[Any], line: str)
     last = offset + _span(size, stride)
     if own != example.numel() or offset < start or last > start + own:
         raise TraceError(
-            f"{line or 'The forward pass'} reads memory beside its tensor's own elements by {op}.",
+            f"{line or 'The forward pass'} reads memory outside its tensor's own elements by {op}.",
             line=line,
             remedy="Call .contiguous() before it, or index the tensor that holds all of them.",
         )

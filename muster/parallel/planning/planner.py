@@ -215,7 +215,7 @@ def _check_one_dimension(mesh: Mesh | None, world: int) -> None:
 def _check_rest(rest: str, mode: str) -> None:
     if rest not in RESTS or (rest != "search" and mode != "semi_auto"):
         raise SettingsError(
-            f'rest is one of {", ".join(RESTS)}, the second in mode "semi_auto" only, not {rest!r}'
+            f'rest is one of {", ".join(RESTS)}, the last only in mode "semi_auto"; it is {rest!r}'
         )
 
 

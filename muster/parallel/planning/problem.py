@@ -152,7 +152,7 @@ class Problem:
         choice = []
         for node, states in zip(self.graph.nodes, self.states, strict=True):
             if node.name not in keys:
-                raise KeyError(f"nothing is said of {node.name}")
+                raise KeyError(f"it has no layout of {node.name}")
             found = [i for i, state in enumerate(states) if state.key == keys[node.name]]
             if not found:
                 raise KeyError(f"{node.name} cannot be split as {keys[node.name]!r}")

@@ -244,9 +244,9 @@ class Leadership:
         """Refuses to stand by for schedulers that share no address with this one."""
         if addresses and self._schedulers and not set(addresses.split(",")) & set(self._schedulers):
             raise SchedulerSettingsError(
-                f"{name}, which leads under {self.prefix.decode()} in etcd, is of other schedulers"
+                f"{name} leads under {self.prefix.decode()} in etcd, but belongs to other schedulers"
                 f" ({addresses}) than this one ({','.join(self._schedulers)}).",
-                remedy="Give each job a path in MS_RECOVERY_PATH, or an MS_JOB_ID, of its own.",
+                remedy="Give each job its own path in MS_RECOVERY_PATH, or its own MS_JOB_ID.",
             )
 
     def _check_version(self, version: str) -> None:

@@ -159,7 +159,7 @@ def test_a_value_that_is_no_number_is_refused_in_words_and_kept() -> None:
     rig = Rig()
     rig.ask(A, OperationKind.SET, [b"k"], b"secret")
     answer = rig.ask(A, OperationKind.ADD, [b"k"], amount=1)
-    assert (answer.status, answer.sentence) == (Status.REFUSED, "add() meets a value that is no number.")
+    assert (answer.status, answer.sentence) == (Status.REFUSED, "add() needs a key whose value is a number.")
     assert rig.ask(A, OperationKind.GET, [b"k"]).values == (b"secret",)
 
 
