@@ -277,7 +277,7 @@ class FollowingBackend(Backend):
         if not self._said:
             self._said = True
             size = describe(array).nbytes
-            _log.info("%s of %d bytes on the CPU: over tcp, not NCCL, as all arrays on the CPU", name, size)
+            _log.info("%s of %d bytes on the CPU uses tcp, not NCCL, as all arrays on the CPU do", name, size)
 
     def close(self) -> None:
         """See :meth:`Backend.close`."""

@@ -241,7 +241,7 @@ class InPlaceTraining:
             except Exception as error:
                 if self._program.is_own_failure():
                     raise
-                log.info("step %d is put off: %s", self._number, error)
+                log.info("step %d is postponed: %s", self._number, error)
                 self._recover()
                 continue
             step = InPlaceStep(self._number, self._program)
@@ -358,7 +358,7 @@ class InPlaceTraining:
             except Exception as error:
                 if self._program.is_own_failure():
                     raise
-                log.info("the generation was over before all had gone back: %s", error)
+                log.info("the generation ended before all ranks had restored their state: %s", error)
                 self._program.break_off()
 
     def _reshard(self) -> None:
@@ -371,7 +371,7 @@ class InPlaceTraining:
         if made.step:  # loaded from a checkpoint, so the optimizer's state exists
             self._take(self._encode())
         self._program.settle()
-        log.info("%d ranks go on with step %d, resharded", self._size, self._number)
+        log.info("%d ranks continue with step %d, resharded", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
         """Returns what this rank tells the others: its copies, the layout of its part, and its replica."""
@@ -403,7 +403,7 @@ class InPlaceTraining:
         else:
             # As a newcomer: a survivor has kept batches since its last copy only, and a checkpoint is older.
             self._put(self._from_checkpoint(_what_lacks(holds, meeting.active)), is_newcomer=True)
-        log.info("generation %d goes on with step %d in place", meeting.generation, self._number)
+        log.info("generation %d continues with step %d in place", meeting.generation, self._number)
 
     def _from_checkpoint(self, why: str) -> Found:
         """Loads the latest checkpoint, as no copy in memory is whole; without one, restarts the program."""

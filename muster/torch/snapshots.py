@@ -222,7 +222,7 @@ class Snapshots:
             return decision
         if decision.snapshot is not None and is_needed:
             _LOG.warning(
-                "There is no whole snapshot: of %s, taken by %d ranks, the parts of ranks %s are nowhere",
+                "There is no complete snapshot: of %s, taken by %d ranks, nobody holds the parts of ranks %s",
                 decision.snapshot,
                 decision.world_size,
                 ", ".join(map(str, decision.ranks)),
@@ -423,7 +423,9 @@ class Snapshots:
             try:
                 return OwnRoom.in_shared_memory(copier.size)
             except OSError as error:
-                _LOG.warning("A copy is no shared memory, and is copied to be written: %s", error)
+                _LOG.warning(
+                    "No shared memory for a snapshot, which is copied again to be written: %s", error
+                )
         return OwnRoom(copier.size, pinned=copier.device.type == "cuda")
 
     def _follow_change(self, change: RetentionChange) -> None:

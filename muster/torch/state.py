@@ -176,7 +176,7 @@ class TorchTrainingState(TrainingState):
                 self._take(each)
                 return each
         if self._copies and not self._has_room():
-            _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
+            _log.warning("no room on the GPU for a second copy of the state: training waits for each step")
             self._room = False
             self._confirm_or_undo()
             self._take(self._copies[0])
@@ -523,7 +523,7 @@ class TorchTrainingState(TrainingState):
         try:
             return self._checkpoint_copier.copy(description, tensors, more, room)
         except torch.OutOfMemoryError:
-            _log.warning("no room on the GPU for a copy that is written: the training waits for the host's")
+            _log.warning("no room on the GPU for a copy of the state: training waits for a copy to the host")
             self._checkpoint_copier = None
             return super().copy_for_checkpoint(room)
 

@@ -279,7 +279,7 @@ class Keeper:
         agreed_on = key == expected and size <= self._most_bytes and head_size <= _MOST_HEAD_BYTES
         if not agreed_on or not 1 <= lanes <= len(self._messages):
             _LOG.warning(
-                "%s offers a copy that was not agreed on: %s, %d bytes, where %d were",
+                "%s offers an unexpected copy, which is refused: %s, %d bytes; at most %d were agreed on",
                 peer_name(here.peers[self._ward]),
                 in_words(key),
                 size,

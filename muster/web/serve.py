@@ -112,7 +112,7 @@ class Listener(socket.socket):
         """Accepts and closes the next connection with the spare descriptor; returns False without one."""
         if not self.not_accepted:
             logging.getLogger("muster.web").warning(
-                "connections are turned away: this process has as many files open as it may"
+                "connections are turned away: this process has reached its limit of open files"
             )
         self.not_accepted += 1
         self._keep_spare()

@@ -423,7 +423,7 @@ class Endpoint:
                 self._policy_in_force, self._policy_fails = self._tls(), False
             except Exception:
                 if not self._policy_fails:  # it is asked for at each connection
-                    _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+                    _LOG.exception("The renewed certificate cannot be used; the old one stays in force.")
                 self._policy_fails = True
         assert self._policy_in_force is not None
         return self._policy_in_force

@@ -143,7 +143,7 @@ class Leadership:
         if self._before not in ("", __version__):
             where = self.prefix.decode()
             LOG.info(
-                "Muster %s led before under %s in etcd; it goes on with %s", self._before, where, __version__
+                "Muster %s led under %s in etcd before; Muster %s continues", self._before, where, __version__
             )
 
     @property

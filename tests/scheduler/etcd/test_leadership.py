@@ -296,8 +296,8 @@ def test_what_an_earlier_version_led_is_taken_over_with_a_line(caplog: pytest.Lo
 
     with caplog.at_level("INFO", "scheduler"):
         go(test())
-    assert [line for line in caplog.messages if "led before" in line] == [
-        f"Muster 0.1.5 led before under /muster/job in etcd; it goes on with {__version__}"
+    assert [line for line in caplog.messages if "in etcd before" in line] == [
+        f"Muster 0.1.5 led under /muster/job in etcd before; Muster {__version__} continues"
     ]
 
 
