@@ -532,5 +532,5 @@ def test_modes_that_a_recorded_pass_would_not_follow_are_refused() -> None:
         model.norm.eval()
         return train(model, x, y)
 
-    refused(SettingsError, "norm is in another mode than the whole module", Normed, (X, Y), later)
-    refused(SettingsError, r"call net.train\(\) before", lambda: Normed().eval(), (X, Y))
+    refused(SettingsError, "norm is not in the mode of the whole module", Normed, (X, Y), later)
+    refused(SettingsError, r"call net.train\(\) first", lambda: Normed().eval(), (X, Y))

@@ -206,7 +206,7 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["models:make", "--survive", "1", "--hosts", "1"], "which share 8 GPUs evenly"),
+        (["models:make", "--survive", "1", "--hosts", "1"], "--survive 1 needs 2 hosts or more"),
         (["models:none"], "models:none cannot be found"),
         (["models"], "a model is named MODULE:FUNCTION, not 'models'"),
         (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),

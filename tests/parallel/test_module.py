@@ -424,7 +424,7 @@ def test_layerwise_parameters_are_refused_where_they_would_be_shared(mode: str) 
         batch = torch.rand(4, 16), torch.rand(4, 8)
         return muster.parallelize(own, batch, communicator=communicator, mode=mode, loss=F.mse_loss)
 
-    with pytest.raises(SettingsError, match=f'down.bias is layerwise, and mode "{mode}".*mode="hybrid"'):
+    with pytest.raises(SettingsError, match=f'down.bias is layerwise, which mode "{mode}".*mode="hybrid"'):
         run_ranks(2, train)
 
 
@@ -600,7 +600,7 @@ def test_whole_weights_are_loaded_in_parts() -> None:
             SettingsError, match=r"temperature has the shape \[1\]; what is loaded is missing"
         ):
             model.load_full_state_dict({})
-        with pytest.raises(SettingsError, match="convert it before parallelize"):
+        with pytest.raises(SettingsError, match="do so before parallelize"):
             model.half()
         return model(*parts(communicator, batch)).item(), model.full_state_dict()
 

@@ -139,7 +139,7 @@ def scattered(h: Any) -> Any:
         ),
         (
             lambda h: h[4:].as_strided((8, 4), (8, 1), 0).sum(),
-            "beside its tensor's own elements by as_strided",
+            "outside its tensor's own elements by as_strided",
         ),
         (lambda h: h.sum(0, True).expand(8, 8).as_strided((8,), (1,)).sum(), r"Call \.contiguous\(\) before"),
         (scattered, "calls as_strided_scatter, for which there is no rule"),

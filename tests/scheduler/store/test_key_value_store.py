@@ -451,7 +451,7 @@ def test_a_change_whose_answer_never_came_but_that_others_saw_ends_the_generatio
     rig.ask(A, OperationKind.ADD, [b"n"], amount=1)
     rig.histories[A] = ChangeHistory()  # the answer was on its way when the scheduler went
     rig.ask(B, OperationKind.ADD, [b"n"], amount=1)
-    with pytest.raises(EndedError, match="cannot be put together"):
+    with pytest.raises(EndedError, match="cannot be restored"):
         rig.after_restart()
 
 
