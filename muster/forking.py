@@ -41,10 +41,10 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Puts /dev/null in the sockets' places.
+    """Replaces the sockets by /dev/null.
 
-    So the child's objects may still be closed: their numbers go to no other file before. Nothing is shut
-    down, which would end the parent's connections.
+    So the child's socket objects may still be closed, as their descriptors are not reused before. Nothing is
+    shut down, which would end the parent's connections.
     """
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

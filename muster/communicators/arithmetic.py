@@ -97,7 +97,7 @@ class Arithmetic:
         The mean of integers is refused (it would have to be rounded), and so are sum and mean of booleans.
 
         Raises:
-            ArrayError: it is a mean of whole numbers or booleans, or a sum of booleans.
+            ArrayError: the operation is a mean of integers or booleans, or a sum of booleans.
         """
         if op is ReduceOp.MEAN and self.wide.kind != "f":
             raise undefined_mean(dtype)

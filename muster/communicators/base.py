@@ -150,7 +150,7 @@ class Communicator(abc.ABC):
         """Context in which issued collectives start together, in one launch, when the block ends.
 
         Raises:
-            CommunicatorError: this backend starts each collective by itself.
+            CommunicatorError: this backend can only start collectives one by one.
         """
         raise CommunicatorError(
             f'The backend "{self.name}" starts each collective by itself.',
@@ -256,7 +256,7 @@ class Backend(abc.ABC):
             cancelled: polled while waiting; an exception it returns is raised (the generation is over).
 
         Raises:
-            FormationTimeoutError: not all ranks came; names those that did not.
+            FormationTimeoutError: not all ranks connected in time; the message names the missing ones.
         """
 
     @abc.abstractmethod
@@ -268,7 +268,7 @@ def check_place(given: Description, communicator: Communicator, name: str = "x")
     """Checks that an array is in the memory that a communicator works on; returns it.
 
     Raises:
-        ArrayError: it is on a GPU and the communicator works on the host, or the other way round.
+        ArrayError: the array is on a GPU and the communicator works on the host, or vice versa.
     """
     if (given.device != HOST) is communicator.on_device or communicator.takes_host:
         return given

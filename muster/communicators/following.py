@@ -203,8 +203,8 @@ class FollowingBackend(Backend):
     """Makes :class:`FollowingCommunicator`; without an endpoint for tcp, plain communicators of the GPUs.
 
     Args:
-        device: of NCCL.
-        host: of tcp.
+        device: the communicator of NCCL.
+        host: the communicator of tcp.
     """
 
     on_device = answers_probes = may_run_nccl = True

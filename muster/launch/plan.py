@@ -126,7 +126,7 @@ def plan_workers(
 
 
 def _number_of_spare(spare: int, counts: WorkerCounts) -> int | None:
-    """A node id behind those of the ranks, so that the rule of integer node ids holds; None: not known."""
+    """Returns a node id after those of the ranks, as integer node ids require; None: it is not known."""
     known = counts.first_rank is not None and counts.first_spare is not None
     return counts.world_size + (counts.first_spare or 0) + spare if known else None
 
@@ -143,7 +143,7 @@ def sharing_environment(name: str) -> dict[str, str]:
     Data then goes through sockets, and ranks take turns on the GPU: results are right, speeds mean nothing.
 
     Args:
-        name: of the rank; no other rank of the job has it.
+        name: the name of the rank; no other rank of the job has it.
     """
     return {"NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
 
@@ -213,7 +213,7 @@ class Recipe:
     last: bool = False
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The process's whole environment."""
+        """The complete environment of the process."""
         kept = {name: value for name, value in base.items() if name not in self.removed}
         return {**kept, **self.env}
 
@@ -254,7 +254,7 @@ class Surroundings:
         bus_ids: of each of ``devices`` its PCI bus id, or its name where that is not known.
         hardware: what lies where, for ``--bind numa``.
         free_port: one that is kept free on 127.0.0.1; empty: none is needed.
-        password: of the certificates, where it had to be asked for.
+        password: the password of the certificates, if the user was asked for it.
         no_fork: why the command cannot be started as a fork; empty: it can.
         by_table: gives workers the ranks of a rank table.
     """
@@ -292,7 +292,7 @@ class LaunchPlan:
         policy: what to do when a process ends.
         job_id: the job.
         config_path: the job's config.json; empty: none.
-        password_file: of the certificates; empty: the password is not in a file.
+        password_file: the file with the certificates' password; empty: it is not in a file.
         log_dir: where the logs go; None: a new directory of this launch.
         notes: what the user should know before anything starts.
         start: how the workers are to be started, as the options say.

@@ -103,7 +103,7 @@ class Guardian:
     that end closes, it kills every session that was announced and not withdrawn.
 
     Args:
-        pid: of that process.
+        pid: its process id.
         write_end: the pipe.
     """
 
@@ -349,7 +349,7 @@ def spawn(
 
     Args:
         recipe: what to start.
-        directory: of its log.
+        directory: the directory of its log.
         guardian: kills it should the launcher be killed.
         say: shows a sentence to the user.
         log_needed: nothing is started if its log cannot be written; else it only loses that.

@@ -82,7 +82,7 @@ class Ending:
 
     Attributes:
         code: its exit code, negative for a signal; None: it lives.
-        order: in which it was seen to end, among the others.
+        order: its number in the order in which workers were seen to end.
         stopped: the launcher had asked it to end before it did.
     """
 
@@ -102,7 +102,7 @@ class Verdict:
     """The process that failed first, and how.
 
     Attributes:
-        index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
+        index: the index of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
         elsewhere: who another launcher, or host, has started.
         sure: whether nothing can still change it.
     """
@@ -120,7 +120,7 @@ def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int
     they were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
 
     Args:
-        endings: of the launcher's workers.
+        endings: the endings of the launcher's workers.
         replaced: places of workers that it has started again: the launch has outlived their failure.
     """
     named = Counter(ending.words.first for ending in endings if ending.words.first is not None)
@@ -235,7 +235,7 @@ def advice_on_wait(
     Args:
         phase: the state of the membership.
         min_workers: as the options say; 0: all workers are needed.
-        max_restarts: likewise.
+        max_restarts: as the options say.
         workers: how many the job has.
         spares: how many wait for a place in it, as the options say.
         replacement: the command line that starts a worker in the place of one that has ended.
@@ -307,7 +307,12 @@ def _count(number: int, what: str) -> str:
 
 
 def describe_progress(text: bytes) -> tuple[int, int, str] | None:
-    """(steps done, steps in all or 0, speed and loss as text) of a worker's note; None: there is none."""
+    """Reads a worker's progress from its note.
+
+    Returns:
+        The steps done, the total number of steps (0: unknown), and speed and loss as text. None: the note has
+        no progress.
+    """
     try:
         facts = json.loads(text)
         step, total = int(facts["step"]), int(facts.get("steps") or 0)

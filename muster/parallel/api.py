@@ -488,7 +488,7 @@ def _check_same(group: Communicator, found: Plan, *others_too: Any) -> None:
     """Checks that all ranks have the same plan and the same further values.
 
     Raises:
-        CollectiveMismatchError: they have not.
+        CollectiveMismatchError: a plan or a value differs.
     """
     keys = "\n".join(state.key for state in found.states)
     text = f"{found.graph.fingerprint()} {found.mesh} {keys} {found.options} {others_too}"

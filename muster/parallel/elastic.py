@@ -424,7 +424,7 @@ class ParallelTrainingState(TrainingState):
         """Restores the state from the ranks' copies of a snapshot, or from the checkpoint if one is missing.
 
         Raises:
-            StateLostError: there is neither.
+            StateLostError: some part is in no copy, and there is no checkpoint.
         """
         what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else "".join(lost) or "the state"
         if self._snapshots is not None and self._snapshots.is_whole(communicator):

@@ -403,7 +403,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         """Checks that a parameter's tensor is still the one that the plan shards, without hooks.
 
         Raises:
-            SettingsError: it is not.
+            SettingsError: the tensor was replaced or unfrozen, or has a hook.
         """
         name = self._traced.parameters[node.name]
         if held is not None and registered is not held.parameter:

@@ -479,7 +479,7 @@ class _ProgramReader:
         """Checks that a tensor that is changed in place is not read through another tensor afterwards.
 
         Raises:
-            TraceError: it is.
+            TraceError: a view of the tensor is read later.
         """
         own = self._values[self._current(target), 0]
         for other in self._memory.get(self._storages.get(target.name, 0), ()):
@@ -540,7 +540,7 @@ def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:
     """Refuses operators that write to an argument and are not in-place operators.
 
     Raises:
-        TraceError: this one does.
+        TraceError: this operator writes to an argument.
     """
     arguments: list[Any] = list(getattr(getattr(function, "_schema", None), "arguments", ()))
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]

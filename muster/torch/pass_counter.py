@@ -1,10 +1,10 @@
 """Counts training passes that a rank began and never finished, and compares them among ranks.
 
-A rank that catches the error of a step, or skips one, and goes on with the next batch sends the same
-all_reduces as ever: they would be combined with those of the other ranks' earlier step, and average gradients
-of different steps. So each rank counts such passes, and the count is reduced with the last bucket of
-gradients, in a place of its own. On a GPU nobody waits for the result: it is copied to the host beside the
-step, captured or not, and read before a later step.
+A rank that catches the error of a step, or skips a step, and continues with the next batch starts the same
+all_reduces as usual. They would be combined with those of the other ranks' earlier step, and would average
+gradients of different steps. So each rank counts such passes, and the count is reduced with the last bucket
+of gradients, in a separate element. On a GPU nothing waits for the result: it is copied to the host during
+the step, captured or not, and read before a later step.
 """
 
 from __future__ import annotations

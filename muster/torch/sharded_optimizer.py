@@ -144,7 +144,7 @@ class _Group:
         """This rank's part of the parameters' states; a parameter without one counts as zeros.
 
         Args:
-            states: by parameter.
+            states: the states, by parameter.
             first: number of the first parameter, for error messages.
         """
         part: dict[str, Any] = {}
@@ -390,7 +390,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 the same parameters in the same groups.
 
         Raises:
-            ArrayError: it is the state of other parameters, or of other groups; nothing was changed.
+            ArrayError: the state is of other parameters or groups; nothing was changed.
         """
         theirs = [list(group["params"]) for group in state_dict["param_groups"]]
         counts, own = [len(group) for group in theirs], [len(group.parameters) for group in self._groups]
@@ -417,7 +417,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         or load a state.
 
         Args:
-            communicator: of that generation.
+            communicator: the communicator of that generation.
 
         Raises:
             ArrayError: the parameters differ from another rank's.

@@ -296,7 +296,7 @@ def load(path: str | Path, state: TrainingState) -> None:
     Raises:
         DamagedCheckpointError: the file is damaged; names the last sound one beside it, if any.
         StateMismatchError: the file is of another model or optimizer.
-        CheckpointError: there is no such file.
+        CheckpointError: the file does not exist.
     """
     path = mounted_path(path)
     try:
@@ -319,7 +319,7 @@ def load_latest(
         The file that was read; None when the directory holds no checkpoint at all.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, but none is sound.
+        DamagedCheckpointError: there are checkpoints, but all are damaged.
         StateMismatchError: all sound ones are of another model or optimizer.
     """
     folder = mounted_path(directory)

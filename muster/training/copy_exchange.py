@@ -76,7 +76,7 @@ class CopyExchange:
     """Sends and receives copies within one generation.
 
     Args:
-        membership: of the generation.
+        membership: the membership of the generation.
         endpoint: opens and accepts connections.
         partners: the ranks that get this one's copies.
         wards: the ranks whose copies are kept here, each with the size of its copies' data, in bytes.

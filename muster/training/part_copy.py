@@ -67,7 +67,7 @@ class PartCopy:
             found: already known checksums of its current contents, by chunk.
 
         Raises:
-            DamagedCopyError: they differ.
+            DamagedCopyError: a checksum differs.
         """
         sums = tuple(self._sums(found))
         if len(sums) != len(self.checksums):

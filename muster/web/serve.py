@@ -57,7 +57,7 @@ class Listener(socket.socket):
     If no file descriptor is left, connections are accepted with a spare one and closed.
 
     Attributes:
-        not_accepted: the number of connections that were closed for want of descriptors.
+        not_accepted: the number of connections that were closed for lack of descriptors.
     """
 
     def __init__(self, family: int, kind: int) -> None:

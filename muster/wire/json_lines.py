@@ -142,7 +142,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object.
 
     Args:
-        context: of the process.
+        context: the context of the process.
     """
 
     def __init__(self, context: LineContext) -> None:

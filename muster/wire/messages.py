@@ -210,14 +210,14 @@ class SnapshotReport(Value):
     """The snapshots that a worker keeps in its own and its partners' memory, in one generation.
 
     Attributes:
-        generation: in which they were taken.
+        generation: the generation in which they were taken.
         agreed: step of the newest one that the scheduler has called complete everywhere; -1: none.
         taken: step of the one taken after that; -1: none.
         complete: whether this worker's part of ``taken`` is whole here and at its partners.
         passed: the newest step at which a snapshot was due and none was taken; -1: none.
         age_s: seconds since the newest snapshot was taken whose part is whole here and at the partners. This
             and what follows is for status only.
-        size_bytes: of this worker's part of that snapshot.
+        size_bytes: the size in bytes of this worker's part of that snapshot.
         seconds: that copying and sending it took.
         partners: the ranks that keep a copy of it.
     """
@@ -363,7 +363,7 @@ class PlannedDrain(Value):
     """A drain that is to happen.
 
     Attributes:
-        number: by which it is known.
+        number: the number by which it is known.
         at_s: when, in seconds since 1970.
         node_ids, hosts: whose workers leave.
         reason: why.
@@ -382,7 +382,7 @@ class RefusedGpu(Value):
     Attributes:
         gpu: its uuid; else its host's name and its index.
         host_name, host_id, address: where it is.
-        node_id: of the worker that had it.
+        node_id: the node id of the worker that had it.
         device_index: among the host's; -1: not known.
         reason: how it failed.
     """
@@ -404,9 +404,9 @@ class JobCopies(Value):
     """The copies from which a job's state could be recovered: in its members' memory, and on disk.
 
     Attributes:
-        snapshot_step: of the snapshot that all members keep; None: there is none yet.
+        snapshot_step: the step of the snapshot that all members keep; None: there is none yet.
         snapshot_age_s: since it was taken.
-        snapshot_bytes: of all its parts.
+        snapshot_bytes: the size of all its parts, in bytes.
         snapshot_seconds: that copying and sending took the slowest rank.
         checkpoint: the newest that a worker says it has written; None: there is none.
         checkpoint_rank: who wrote it.
@@ -421,11 +421,11 @@ class JobCopies(Value):
 
 
 class Heartbeat(Value):
-    """Says that this worker is alive, and its progress; ``generation`` is the newest that it knows of.
+    """Says that this worker is alive, and reports its progress.
 
-    ``checkpoints_s``: seconds in all for which its training has waited for checkpoints; ``numbers``: the
-    script's own, by name; ``steps``: how many the training is to have, 0: not known; ``epoch``, from 1, and
-    ``epochs`` likewise.
+    ``generation`` is the newest one that it knows. ``checkpoints_s`` is the total time in seconds for which
+    its training has waited for checkpoints. ``numbers`` are the script's own numbers, by name. ``steps`` and
+    ``epochs`` are the totals of the training (0: unknown); ``epoch`` counts from 1.
     """
 
     generation: int
@@ -663,7 +663,7 @@ class SnapshotWord(Value):
     """The scheduler's word on which snapshot is complete, and from which step on the next is taken.
 
     Attributes:
-        generation: in which.
+        generation: the generation.
         complete: step of the newest snapshot of which every member's part is kept, here and at its partners;
             -1: none.
         next: the next is taken at the first step from here on at which one is due. Older incomplete ones

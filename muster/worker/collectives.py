@@ -251,8 +251,8 @@ def neighbor_exchange(
     with the same dtype and size. Arrays on GPUs are exchanged in one launch, arrays on the CPU separately.
 
     Args:
-        send: by rank of the group, the array to send to it.
-        recv: by rank of the group, the array to fill with what it sends.
+        send: the array to send to each rank of the group, by its rank there.
+        recv: the array to fill from each rank of the group, by its rank there.
         group: name of a group; None: all ranks.
 
     Returns:

@@ -227,11 +227,11 @@ def compare(
     """A row, as this rank sees it.
 
     Args:
-        communicator: of two ranks.
-        name: of the model.
-        turns: how often each way trains.
-        seconds: how long, about, each time.
-        costs: of this machine.
+        communicator: a communicator of two ranks.
+        name: the name of the model.
+        turns: the number of turns of each variant.
+        seconds: the approximate length of a turn.
+        costs: the costs of this machine.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -198,7 +198,7 @@ class _Host:
         """Waits until all workers have been connected and making steps for ``SETTLED_S``.
 
         Raises:
-            RuntimeError: they were not within ``limit_s``.
+            RuntimeError: they were not connected within ``limit_s``.
         """
         until = time.monotonic() + limit_s
         self._quiet_since = time.monotonic()

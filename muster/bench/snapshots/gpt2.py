@@ -72,7 +72,7 @@ class ExampleRunner:
 
     Args:
         arguments: the example's command line.
-        session: of the training.
+        session: the session of the training.
         snapshots: the snapshots of the example's state.
     """
 

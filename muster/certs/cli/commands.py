@@ -166,7 +166,7 @@ def _from_workload_api(config: SecurityConfig | None, now: datetime.datetime) ->
 
     Raises:
         ConfigError: config.json names no such API.
-        WorkloadIdentityError: it gave none.
+        WorkloadIdentityError: the API gave no identity.
     """
     if config is None or not config.spiffe_endpoint_socket:
         raise ConfigError(
@@ -228,7 +228,7 @@ def _directory_of_authority(options: argparse.Namespace) -> Path:
     """Returns the authority's directory: --dir, else that of the named files, else the default.
 
     Raises:
-        FileError: none of these holds ``ca.key``. No new authority is made: no peer would trust it.
+        FileError: no such directory has a ``ca.key``. No new authority is made, as no peer would trust it.
     """
     beside = dict.fromkeys(path.parent for path in options.files)
     looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]

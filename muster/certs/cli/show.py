@@ -110,7 +110,7 @@ def describe_list(crl: x509.CertificateRevocationList, now: datetime.datetime) -
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Facts as aligned lines below the file's name."""
+    """Returns the facts as aligned lines below the file's name."""
     lines = [str(facts["file"])]
     for key, value in facts.items():
         if key == "file" or value == []:

@@ -219,7 +219,7 @@ def create_authority(
         now: the first moment.
 
     Raises:
-        FileError: there is one already, or the directory cannot be written.
+        FileError: the directory has an authority already, or cannot be written.
     """
     now = now or utc_now()
     subject = authority_name(name)
@@ -262,7 +262,7 @@ def renew_authority(
     """Gives a root a new certificate for the same name and key; what it has issued stays good.
 
     Raises:
-        ConfigError: it is not a root: the authority above must issue it again.
+        ConfigError: the authority is not a root; the authority above must issue it again.
     """
     if authority.chain:
         raise ConfigError(
@@ -282,7 +282,7 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     """Opens an authority for issuing and revoking.
 
     Raises:
-        FileError: there is none, or its files are damaged.
+        FileError: there is no authority, or its files are damaged.
         PasswordError: the password does not open its key.
         KeyMismatchError: key and certificate do not belong together.
     """
@@ -311,7 +311,7 @@ def make_directory(directory: Path) -> None:
     """Makes a directory for its owner alone, and those above it.
 
     Raises:
-        FileError: it cannot be made.
+        FileError: the directory cannot be made.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ def check_readable(certificate: x509.Certificate) -> None:
     """Reads the fields that the library reads late, so that a malformed one shows here.
 
     Raises:
-        Exception: one of :data:`UNREADABLE`: a field is malformed.
+        Exception: a field is malformed; the class is one of :data:`UNREADABLE`.
     """
     for name in (certificate.subject, certificate.issuer):
         name.rfc4514_string()
@@ -188,10 +188,10 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
 def extension(
     of: x509.Certificate | x509.CertificateRevocationList, kind: type[ExtensionT]
 ) -> ExtensionT | None:
-    """The extension of this kind; None if there is none.
+    """Returns the extension of this kind; None if there is none.
 
     Raises:
-        Exception: one of :data:`UNREADABLE`: it is malformed.
+        Exception: the extension is malformed; the class is one of :data:`UNREADABLE`.
     """
     try:
         return of.extensions.get_extension_for_class(kind).value
@@ -220,7 +220,7 @@ def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> Non
         what: how to call it in the message.
 
     Raises:
-        UsageError: it is an authority's, or its extended key usage leaves the purpose out.
+        UsageError: the certificate is an authority's, or its extended key usage lacks the purpose.
     """
     oids = ExtendedKeyUsageOID
     needed = oids.SERVER_AUTH if purpose == "server" else oids.CLIENT_AUTH
@@ -249,7 +249,7 @@ def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 def build_chain(
     leaf: x509.Certificate, extra: Sequence[x509.Certificate], roots: Sequence[x509.Certificate], what: str
 ) -> list[x509.Certificate]:
-    """Finds the way from a leaf to a trusted authority.
+    """Finds the chain of certificates from a leaf to a trusted authority.
 
     Args:
         leaf: the certificate to trust.
@@ -261,7 +261,7 @@ def build_chain(
         leaf, intermediates..., trusted authority.
 
     Raises:
-        UntrustedError: there is no such way.
+        UntrustedError: no chain leads to a trusted authority.
         WeakCertificateError: a key or signature on it is too weak.
     """
     chain = [leaf]
@@ -292,7 +292,7 @@ def check_chain(chain: Sequence[x509.Certificate], now: datetime.datetime, what:
 
     Raises:
         ExpiredError, NotYetValidError: one is not valid now.
-        WeakCertificateError: one has a small key or a broken hash.
+        WeakCertificateError: a certificate has a small key or a broken hash.
     """
     for depth, certificate in enumerate(chain):
         name = what if depth == 0 else f"The authority {name_of(certificate)}"
@@ -304,8 +304,8 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
     """Reads the trusted authorities.
 
     Raises:
-        FileError: not readable.
-        UsageError: one of them is not an authority's certificate.
+        FileError: the file cannot be read.
+        UsageError: a certificate is not an authority's.
     """
     roots = parse_certificates(pem, source)
     for root in roots:

@@ -96,9 +96,9 @@ def peer_of_pem(
         identity_map: which identities SPIFFE IDs stand for; None: a SPIFFE ID stands for none.
 
     Raises:
-        IdentityError: none, several or malformed identities.
+        IdentityError: the certificate has no identity, several, or a malformed one.
         WeakCertificateError: a key that is too small or a broken hash.
-        FileError: not a certificate.
+        FileError: the bytes are not a certificate.
     """
     chain = parse_certificates(pem, "The peer's certificate")
     leaf = chain[0]

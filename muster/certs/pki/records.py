@@ -33,7 +33,7 @@ def find_issued(directory: Path, nodes: Iterable[str], fingerprints: Iterable[st
     """An authority's certificates that are bound to a node, or whose fingerprint begins as given.
 
     Raises:
-        ConfigError: there is none for one of them.
+        ConfigError: a node or fingerprint matches no certificate.
     """
     kept = [
         parse_certificates(read_file(file, "The certificate"), str(file))[0]

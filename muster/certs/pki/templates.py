@@ -26,7 +26,7 @@ def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
     """Converts host names and addresses to the form that certificates contain, each once.
 
     Raises:
-        ConfigError: one is neither a host name nor an address.
+        ConfigError: a name is neither a host name nor an address.
     """
     names: dict[x509.GeneralName, None] = {}
     for host in hosts:

@@ -162,7 +162,7 @@ class Follower:
         return self.config.require_identity
 
     def identity_map(self) -> IdentityMap | None:
-        """Which identities SPIFFE IDs stand for now."""
+        """The current map of SPIFFE IDs to identities."""
         return self.config.identity_map
 
     def poll(self) -> Change | None:
@@ -226,9 +226,9 @@ def follow_files(
         config_path: config.json.
         role: ``scheduler`` or ``worker``.
         env: where the password is looked for.
-        log: of the process.
+        log: the log of the process.
         job: the job that renewed certificates must be for; None for any.
-        password: of the PKCS#12 file, if it is not in the environment.
+        password: the password of the PKCS#12 file, if it is not in the environment.
 
     Raises:
         CertificateError: the configuration, the password or a certificate is unusable.

@@ -36,7 +36,7 @@ def prompt_on_terminal(question: str) -> str | None:
 def password_for(
     role: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None = prompt_on_terminal
 ) -> bytes:
-    """The password of a role's PKCS#12 file.
+    """Returns the password of a role's PKCS#12 file.
 
     Looked for in this order: ``MS_SERVER_PASSWORD`` (``MS_CLIENT_PASSWORD`` for workers and operators), the
     file named by the same variable with ``_FILE``, a systemd credential of that name, a prompt.
@@ -47,7 +47,7 @@ def password_for(
         prompt: asks on a terminal and returns None if it cannot; None never asks.
 
     Raises:
-        ConfigError: it is nowhere to be found, given twice, or its file cannot be read.
+        ConfigError: there is no password, it is given twice, or its file cannot be read.
     """
     return password_from(_VARIABLES[role], env, prompt, f"Password of the {role}'s PKCS#12 file: ")
 

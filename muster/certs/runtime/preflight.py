@@ -164,7 +164,7 @@ def _name_override(peer: PeerCertificate, host: str, where: str) -> str | None:
     """Returns None if the certificate fits the host name; of a legacy one without host names its common name.
 
     Raises:
-        NameMismatchError: it names other hosts, or none.
+        NameMismatchError: the certificate names other hosts, or none.
     """
     known = [*peer.hosts, *peer.addresses]
     if known:

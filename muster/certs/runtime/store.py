@@ -102,7 +102,7 @@ class Credentials:
         The handshake must have verified it against ``ca_pem`` already.
 
         Raises:
-            CertificateError: it is refused; the kind and the words say why.
+            CertificateError: the certificate is refused; class and message say why.
         """
         peer = peer_of_pem(pem, require_identity=self.require_identity, identity_map=self.identity_map)
         peer.check(self.revocations, now)
@@ -279,7 +279,7 @@ def with_lists(
     """Adds the revocation lists, and checks the certificate against them.
 
     Raises:
-        RevocationListError: they cannot be relied on.
+        RevocationListError: a revocation list is missing, invalid or out of date.
         RevokedError: the certificate itself is on one.
     """
     if crl_path is not None:
@@ -292,7 +292,7 @@ def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) 
     """Reads the revocation lists of the authorities that the credentials trust or come from.
 
     Raises:
-        RevocationListError: they cannot be relied on.
+        RevocationListError: a revocation list is missing, invalid or out of date.
     """
     try:
         pem = read_file(crl_path, "The revocation list")
@@ -322,9 +322,9 @@ def read_p12(
 
     Raises:
         FileError: the file is unreadable, damaged, or of another kind.
-        TruncatedError: it ends before its content does.
+        TruncatedError: the file is truncated.
         PasswordError: the password does not open it.
-        MissingKeyError: it holds no private key, or no certificate for it.
+        MissingKeyError: the file has no private key, or no certificate for it.
         KeyMismatchError: its key belongs to none of its certificates.
     """
     data = read_secret(path, "The PKCS#12 file", limit=MAX_P12_BYTES)

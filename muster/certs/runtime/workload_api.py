@@ -82,7 +82,7 @@ class WorkloadApi:
         Authorities are those of the certificate's own trust domain: federated ones are not trusted.
 
         Raises:
-            WorkloadIdentityError: none came in time, or what came cannot be used.
+            WorkloadIdentityError: no identity came in time, or it cannot be used.
         """
         deadline = time.monotonic() + FIRST_S
         while True:

@@ -697,7 +697,7 @@ class NcclBackend(Backend):
 
     Args:
         device_index: the GPU of this worker; -1: the one in the membership, else the current one.
-        warm_up: of this worker's GPU, if it has begun.
+        warm_up: the warm-up of this worker's GPU, if it has begun.
 
     Attributes:
         absent: names the ranks that have not come; asked when a communicator does not form in time, as NCCL

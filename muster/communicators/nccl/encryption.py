@@ -185,7 +185,7 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
 
     Args:
         mode: what MS_NCCL_ENCRYPTION says.
-        facts: of this process.
+        facts: the facts of this process.
         plugin: what this host has; not looked at where something else is in the way.
     """
     if mode == OFF:

@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> bytes:
-    """The secret of a generation's NCCL connections.
+    """Derives the secret of a generation's NCCL connections from its unique ids.
 
     Args:
         secrets: the random bytes that its rank 0 has minted, in their order; not NCCL's ids.
@@ -47,7 +47,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
         generation: its number.
 
     Raises:
-        CommunicatorError: there are none, or too few to be a secret.
+        CommunicatorError: the unique ids are missing, or too short for a secret.
     """
     minted = b"".join(secrets)
     if len(minted) < _FEWEST_BYTES:
@@ -95,10 +95,10 @@ def _memory_file() -> int:
 
 
 def read_secret_file(descriptor: int) -> tuple[int, bytes]:
-    """Generation and secret that the file behind ``descriptor`` holds.
+    """Reads generation and secret from the file behind ``descriptor``.
 
     Raises:
-        CommunicatorError: it holds something else.
+        CommunicatorError: the file holds something else.
     """
     try:
         magic, generation, secret = RECORD.unpack(os.pread(descriptor, RECORD.size, 0))

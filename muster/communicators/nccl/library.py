@@ -47,14 +47,14 @@ _MOST_SHOWN = 300
 
 
 class PluginLibrary:
-    """The plug-in, loaded into this process: the library that NCCL, which is loaded beside it, calls.
+    """The plug-in as a library that is loaded into this process; NCCL calls it.
 
     Args:
         path: the file.
 
     Raises:
-        OSError: it cannot be loaded.
-        AttributeError: it is something else.
+        OSError: the library cannot be loaded.
+        AttributeError: the file is another library.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -156,10 +156,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def compiler(env: Mapping[str, str]) -> list[str]:
-    """The C compiler's command, of CC or the first that is there.
+    """Returns the command of the C compiler: CC, or the first one that exists.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is no C compiler.
     """
     chosen = shlex.split(env.get("CC", ""))
     search = env.get("PATH")
@@ -182,14 +182,14 @@ def compiler(env: Mapping[str, str]) -> list[str]:
 
 
 def build(env: Mapping[str, str], *, force: bool = False) -> Path:
-    """Builds the library unless it is there; processes that come at once wait for the one that builds.
+    """Builds the library unless it exists; other processes wait for the one that builds.
 
     Args:
         env: CC, PATH, HOME, XDG_CACHE_HOME.
-        force: also where it is there.
+        force: whether to build it even if it exists.
 
     Raises:
-        SettingsError: it cannot be built; the sentence says why and what to do.
+        SettingsError: the library cannot be built; the message says why and what to do.
     """
     if not force and (found := find(env)) is not None:
         return found
@@ -269,7 +269,7 @@ def load(path: Path | str) -> PluginLibrary:
     """Loads the library.
 
     Raises:
-        SettingsError: it cannot be loaded.
+        SettingsError: the library cannot be loaded.
     """
     try:
         return PluginLibrary(path)

@@ -286,7 +286,7 @@ class TcpCommunicator(HostCommunicator):
         Args:
             send: flat arrays, one for each rank.
             recv: flat arrays, one for each rank; share no memory with ``send``.
-            dtype: of all of them, by its name.
+            dtype: the name of the dtype of all of them.
 
         Raises:
             CollectiveMismatchError: raised on all ranks, where two disagree on a piece's size or dtype.

@@ -106,7 +106,7 @@ class Call:
         """Reads what :meth:`encode` wrote.
 
         Raises:
-            CommunicatorError: not a call.
+            CommunicatorError: the bytes are not a call.
         """
         kind, dtype, op, root, count, sequence = CALL.unpack(data)
         if kind >= len(KINDS) or dtype >= len(DTYPES) or op >= len(OPS):
@@ -134,7 +134,7 @@ def read_frame(data: bytes | bytearray | memoryview) -> tuple[FrameKind, int, in
     """Reads a frame's first 16 bytes: kind, number of blocks, length of the rest.
 
     Raises:
-        CommunicatorError: this is no frame.
+        CommunicatorError: the bytes are not a frame.
     """
     magic, kind, blocks, length = FRAME.unpack(data)
     if magic != MAGIC or kind not in FrameKind._value2member_map_ or length > MAX_FRAME:

@@ -115,7 +115,7 @@ class Hello:
         """Reads what :meth:`encode` wrote.
 
         Raises:
-            CommunicatorError: not a hello.
+            CommunicatorError: the bytes are not a hello.
         """
         magic, generation, from_rank, to_rank, label, nonce = HELLO.unpack(data)
         if magic != HELLO_MAGIC:
@@ -152,7 +152,7 @@ def proof(membership: Membership, side: str, context: bytes) -> bytes:
     """Proves knowledge of the generation's unique ids in one handshake, without showing them.
 
     Args:
-        membership: of the side that computes the proof; its ids are the key.
+        membership: the membership of the side that computes the proof; its ids are the key.
         side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
         context: :func:`handshake_context`.
     """
@@ -363,7 +363,7 @@ def _bare(
     Args:
         sock: the connection after its handshake.
         tls: how it was authenticated.
-        membership: of a generation, whose unique ids are the pre-shared key.
+        membership: the membership of a generation, whose unique ids are the pre-shared key.
         shared_secret: what the dialer and then the acceptor have drawn and sent inside TLS.
         context: :func:`handshake_context`, which takes the place of TLS's transcript.
     """

@@ -31,7 +31,7 @@ TLS_RECORD_SIZE_LIMIT = (1 << 14) + 1
 """The same without the draft (RFC 8446, section 5.4); records then have RFC 8446's header."""
 
 RECORDS_PER_KEY = 1 << 17
-"""Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, hence 2^19.5 of ours."""
+"""Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, which is 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
 """Most records without data in a row: empty ones, and KeyUpdates."""
@@ -135,7 +135,7 @@ def application_traffic_secrets(
     Args:
         psk: the pre-shared key.
         shared_secret: takes the place of (EC)DHE's result.
-        transcript_hash: of the handshake, up to the point to which the secrets belong.
+        transcript_hash: the transcript hash of the handshake, up to the point to which the secrets belong.
 
     Returns:
         client_application_traffic_secret_0 and server_application_traffic_secret_0, 32 bytes each.
@@ -156,7 +156,7 @@ class TrafficKey:
 
     Attributes:
         cipher: AES under [sender]_write_key, used with GCM.
-        sequence_number: of the next record under this key.
+        sequence_number: the sequence number of the next record under this key.
     """
 
     def __init__(self, traffic_secret: bytes) -> None:
@@ -195,7 +195,7 @@ def from_varuint(data: memoryview) -> int:
     """Reads a length from a varuint of 1, 2 or 4 bytes.
 
     Raises:
-        RecordLayerError: it is longer than its value needs.
+        RecordLayerError: the varuint is longer than its value needs.
     """
     size = len(data)
     length = int.from_bytes(data, "big") & ((1 << (8 * size - 2)) - 1)

@@ -127,7 +127,7 @@ class Beside(Plane):
     Args:
         session: the job.
         backend: not the session's own.
-        arrays: of the backend's kind.
+        arrays: the operations on the backend's arrays.
         prepare: called before each communicator is made.
     """
 

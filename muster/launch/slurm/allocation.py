@@ -48,7 +48,7 @@ class Allocation:
         """Reads it from the environment of a batch script.
 
         Raises:
-            SettingsError: this is no batch script of Slurm's, or its nodes have different numbers of tasks.
+            SettingsError: this is not a batch script of Slurm, or nodes have different numbers of tasks.
         """
         job_id, node = _number(env, "SLURM_JOB_ID"), env.get("SLURMD_NODENAME", "")
         nodes = _number(env, "SLURM_JOB_NUM_NODES") or _number(env, "SLURM_NNODES")
@@ -86,7 +86,7 @@ class Division:
         """Refuses spares that leave no node to train on.
 
         Raises:
-            SettingsError: there are as many spares as nodes, or more, or less than none.
+            SettingsError: the number of spares is negative, or not below the number of nodes.
         """
         if not 0 <= self.spares < self.allocation.nodes:
             raise SettingsError(

@@ -176,7 +176,7 @@ def build(
         mesh: sizes.
         machine: what things cost.
         options: see there.
-        pins: by node, which states may be chosen.
+        pins: the states that may be chosen, by node.
         limit: bytes of a rank: an operator whose results alone are more is left out, if it has other states.
 
     Raises:

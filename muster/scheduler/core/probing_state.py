@@ -119,10 +119,10 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class ProbeBackoff:
-    """How long no further round is needed, because all members were found to reach each other.
+    """The pause until a further round is needed, after all members were found to reach each other.
 
     Attributes:
-        rounds: how many consecutive rounds have found that. The next round probes other pairs of workers;
+        rounds: number of consecutive rounds with that result. The next round probes other pairs of workers;
             otherwise, a broken path between two single workers would never be found.
     """
 

@@ -9,7 +9,7 @@ class SnapshotId(NamedTuple):
     """Names one snapshot of all ranks; the later of two is the greater.
 
     Attributes:
-        generation: in which it was taken.
+        generation: the generation in which it was taken.
         step: number of steps finished then.
     """
 

@@ -66,7 +66,7 @@ class Restoration(NamedTuple):
 
     Attributes:
         snapshot: the snapshot.
-        world_size: of the generation in which it was taken.
+        world_size: the world size of the generation in which it was taken.
         needs: by new rank, the old ranks whose parts it loads.
         handings: the parts to send, in the same order on all ranks.
         keep: the snapshot to keep until one of the new generation counts (``Retention.enter``): that which
@@ -85,7 +85,7 @@ class PartsMissing(NamedTuple):
 
     Attributes:
         snapshot: the newest that counted, or else the newest that there was; None: nobody holds anything.
-        world_size: of the generation in which it was taken.
+        world_size: the world size of the generation in which it was taken.
         ranks: the old ranks of whose parts there is no copy, or none with its owner's checksum.
     """
 
@@ -113,7 +113,7 @@ def encode(told: Told) -> bytes:
     """Encodes what one rank tells, in at most :data:`MAX_BYTES`.
 
     Raises:
-        ValueError: there are more than :data:`MAX_HOLDINGS`.
+        ValueError: the rank holds more than :data:`MAX_HOLDINGS` parts.
     """
     count = len(told.holdings)
     if count > MAX_HOLDINGS:

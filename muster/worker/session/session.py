@@ -652,7 +652,7 @@ class Session:
 
         Raises:
             MembershipChanged: the generation ended before they were connected.
-            WorkerError: they cannot be connected.
+            WorkerError: the members cannot be connected.
         """
         generation, members = build.assignment.generation, build.assignment.members
         inner = self._connect_backend(build, ordinal)
