@@ -22,13 +22,13 @@ _schedulers: set[tuple[str, int]] = set()
 
 
 def not_for_children(sock: socket.socket) -> None:
-    """Has children that this process forks let go of a socket."""
+    """Makes forked children of this process close a socket."""
     _watch_forks()
     _sockets.add(sock)
 
 
 def not_for_children_to(host: str, port: int) -> None:
-    """Has children that this process forks let go of connections to a scheduler: gRPC's C code makes them."""
+    """Makes forked children of this process close connections to a scheduler, which gRPC's C code makes."""
     _watch_forks()
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

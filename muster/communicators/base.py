@@ -79,7 +79,7 @@ class Communicator(abc.ABC):
     def reduce(
         self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
     ) -> Work:
-        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
@@ -101,7 +101,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
@@ -194,7 +194,7 @@ class NetPlugin(Protocol):
         """Makes connections opened from now on prove knowledge of this generation's secret."""
 
     def reason(self) -> str:
-        """Why a connection ended that did not end well; empty: none did."""
+        """Returns why a connection failed; empty: none has failed."""
 
     def forget_reason(self) -> None:
         """Forgets why earlier connections ended."""

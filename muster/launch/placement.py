@@ -76,7 +76,7 @@ def spread_over_nodes(
     Workers without a GPU, and those whose GPU's node is not known, are spread over the nodes in blocks.
 
     Args:
-        hardware: what lies where.
+        hardware: the topology of the host.
         cores: those that the launch may use.
         gpus: the PCI bus id of each worker's GPU; empty where it has none.
 
@@ -146,7 +146,7 @@ def propose_cards(
     numbers. Interfaces of sockets are only named: which network reaches the other hosts only the user knows.
 
     Args:
-        hardware: what lies where.
+        hardware: the topology of the host.
         gpus: the PCI bus ids of the GPUs that the launch uses.
         env: the launcher's environment; what the user has set there stays.
 

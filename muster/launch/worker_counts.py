@@ -1,4 +1,4 @@
-"""Which workers of a launch start on this host, and their ranks. Pure."""
+"""Computes which workers of a launch start on this host, and their ranks. Pure."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime, what: str
 def check_period(
     not_before: datetime.datetime, not_after: datetime.datetime, now: datetime.datetime, what: str
 ) -> None:
-    """As :func:`check_dates`, for dates already read."""
+    """Does the same as :func:`check_dates`, for dates that were already read."""
     if now > not_after:
         raise ExpiredError(
             f"{what} expired at {not_after:%Y-%m-%d %H:%M} UTC; {clock_here(now)}.",

@@ -160,7 +160,7 @@ def _read_rule(value: object) -> IdentityRule:
 
 
 def why_not_mapped(identity: Identity, identity_map: IdentityMap | None) -> str | None:
-    """Why a SPIFFE ID that was accepted does not stand for the same identity any more; None if it does."""
+    """Returns why an accepted SPIFFE ID is not mapped to the same identity any more; None if it is."""
     if not identity.spiffe_id:
         return None
     try:

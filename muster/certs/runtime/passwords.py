@@ -72,7 +72,7 @@ def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
 def password_from(
     variable: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None, question: str
 ) -> bytes:
-    """As :func:`password_for`, for any variable."""
+    """Does the same as :func:`password_for`, for any variable."""
     from_file = f"{variable}_FILE"
     if env.get(variable) and env.get(from_file):
         raise ConfigError(f"{variable} and {from_file} are both set; legal is one of them.")

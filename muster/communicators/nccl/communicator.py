@@ -208,7 +208,7 @@ class NcclCommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Work:
-        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send)
         target = source
@@ -249,7 +249,7 @@ class NcclCommunicator(Communicator):
         return self._run(self._reduce_scatter, args, (source, target), async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send, moved=True)
         target, moves = source, [(self.nccl.send, source.address, root)]
@@ -669,7 +669,7 @@ class NcclCommunicator(Communicator):
         self._before_end.clear()
 
     def _destroy(self) -> None:
-        """Lets NCCL free what it holds; what an abort takes at the same time is freed there."""
+        """Lets NCCL free its resources, except those that an abort frees at the same time."""
         if self._alive:
             self._operations.destroy()
         while alive := self._alive:

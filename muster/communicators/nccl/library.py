@@ -89,7 +89,7 @@ class PluginLibrary:
         return _printable(self._version())
 
     def reason(self) -> str:
-        """Why the last connection ended that did not end well, as a sentence; empty: none did."""
+        """Returns a sentence on why the last failed connection ended; empty: none has failed."""
         buffer = ctypes.create_string_buffer(_REASON_BYTES)
         self._reason(buffer, _REASON_BYTES)
         return _printable(buffer.value)
@@ -140,7 +140,7 @@ def find(env: Mapping[str, str]) -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a file that only this user, root or who installed Muster can have written."""
+    """Whether only this user, root, or the user who installed Muster can have written the file."""
     try:
         found = path.lstat()
         folder = path.parent.lstat()

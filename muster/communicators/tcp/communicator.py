@@ -357,7 +357,7 @@ class TcpCommunicator(HostCommunicator):
         return part
 
     def part(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
-        """As :meth:`split`, but without communication: the new one connects at its first calls."""
+        """Like :meth:`split`, but without communication: the new communicator connects at its first calls."""
         membership = self.membership.part(group, ranks)
         number = self._splits
         self._splits += 1
