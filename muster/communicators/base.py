@@ -130,7 +130,7 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it. On CUDA it synchronises the host."""
 
     def synchronize(self) -> None:
-        """Blocks the host until what was issued on the caller's stream has completed; raises what failed.
+        """Blocks the host until all work on the caller's stream has completed; raises its error if it failed.
 
         Without a GPU there is nothing to wait for: a call returns when its result is there.
         """
@@ -139,10 +139,10 @@ class Communicator(abc.ABC):
             wait()
 
     def mark(self) -> Callable[[], None] | None:
-        """Marks the end of what has been issued; returns a function that waits for it.
+        """Marks the end of the issued work; returns a function that waits for it.
 
-        The wait is that of :meth:`synchronize`. So the host can issue more before it waits, and learns later
-        whether what it had issued failed. Returns None where all of it has completed.
+        It waits like :meth:`synchronize`. So the host can issue more before it waits, and learns later
+        whether the earlier work failed. Returns None if all of it has completed.
         """
         return None
 
@@ -205,7 +205,7 @@ class TellsOfLinks(Protocol):
     """A communicator that measures its connections."""
 
     def sending_s(self) -> Mapping[int, float]:
-        """Seconds in all for which data for each rank could not be sent."""
+        """Returns the total seconds for which data for each rank could not be sent."""
 
 
 class Backend(abc.ABC):
@@ -250,7 +250,7 @@ class Backend(abc.ABC):
         """Builds the communicator of a generation.
 
         Args:
-            membership: who takes part; carries the unique ids.
+            membership: the members of the group, and the unique ids.
             timeout_s: deadline for the connection; also that of each later collective
                 unless the communicator's ``timeout_s`` is set otherwise.
             cancelled: polled while waiting; an exception it returns is raised (the generation is over).

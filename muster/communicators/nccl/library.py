@@ -1,8 +1,8 @@
 """The plug-in that encrypts NCCL's traffic, as a library on this host: finds, builds, loads and asks it.
 
-It is C, and a wheel of Muster's is the same for all systems: so it is built on the host that needs it, once,
-by `muster nccl-plugin build` or when a job first asks for encryption. Its folder bears a digest of sources
-and compiler's options, so that another version never takes it for its own.
+It is C, and Muster's wheel is the same for all systems. So it is built on the host that needs it, once,
+by `muster nccl-plugin build` or when a job first asks for encryption. The name of its folder has a digest of
+sources and compiler options, so that another version never uses it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class PluginLibrary:
         self._forget_reason.restype, self._version.restype = None, ctypes.c_char_p
 
     def use_secret(self, generation: int, secret: bytes) -> None:
-        """Makes connections from now on prove this generation's secret; those before it are forgotten.
+        """Makes connections from now on prove this generation's secret; earlier secrets are forgotten.
 
         Raises:
-            CommunicatorError: the plug-in does not take it.
+            CommunicatorError: the plug-in does not accept the secret.
         """
         if self._use_secret(generation, secret) != 0:
             raise CommunicatorError(
@@ -110,13 +110,13 @@ def _printable(text: bytes) -> str:
 
 
 def sources() -> list[Path]:
-    """Its files, in a fixed order."""
+    """Returns the source files, in a fixed order."""
     return sorted(each for pattern in ("*.c", "*.h") for each in SOURCES.glob(pattern))
 
 
 @functools.cache
 def digest() -> str:
-    """Identifies the sources, compiler and options of a build."""
+    """Returns a digest of the sources, compiler and options of a build."""
     hashed = hashlib.sha256(" ".join((*COMPILE_FLAGS, *LIBRARIES, platform.machine())).encode())
     for path in sources():
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -135,7 +135,7 @@ def places(env: Mapping[str, str]) -> list[Path]:
 
 
 def find(env: Mapping[str, str]) -> Path | None:
-    """The library as it was built before; None: it was not, or others could have written it."""
+    """Returns the path of the built library; None: it is not built, or others could have written it."""
     return next((path for path in places(env) if _is_ours(path)), None)
 
 
@@ -185,7 +185,7 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
     """Builds the library unless it exists; other processes wait for the one that builds.
 
     Args:
-        env: CC, PATH, HOME, XDG_CACHE_HOME.
+        env: the environment, of which CC, PATH, HOME and XDG_CACHE_HOME are read.
         force: whether to build it even if it exists.
 
     Raises:
@@ -217,7 +217,7 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Makes the folder, and locks it against other processes that would build in it."""
+    """Context that makes the folder, and locks it against other processes that would build in it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -281,7 +281,7 @@ def load(path: Path | str) -> PluginLibrary:
 
 
 def plugin_of_this_host(env: Mapping[str, str]) -> SealingPlugin:
-    """Finds, or builds, the library and lets it test itself; what is wrong is said in the result."""
+    """Finds or builds the library, and runs its self test; the result says what is wrong."""
     try:
         path = build(env)
         wrong = load(path).self_test()
@@ -297,7 +297,7 @@ def plugin_of_this_host(env: Mapping[str, str]) -> SealingPlugin:
 
 
 def has_infiniband(root: Path = Path("/")) -> bool:
-    """Whether this host has network devices that NCCL reaches by verbs."""
+    """Whether this host has network devices that NCCL uses by verbs."""
     return any((root / "sys/class/infiniband").glob("*"))
 
 
