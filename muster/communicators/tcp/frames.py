@@ -1,8 +1,8 @@
 """The frames that two ranks exchange on a connection: calls, and goodbyes.
 
-Every frame starts with :data:`FRAME`. A frame of calls carries, for each of some ranks, what that rank
-has called and (for small arrays) its data. A goodbye is the last thing on a connection and has a fixed
-size, so that it is found at the end of a stream whatever precedes it.
+Every frame starts with :data:`FRAME`. A frame of calls contains, for each of some ranks, the rank's
+call and (for small arrays) its data. A goodbye is the last frame on a connection and has a fixed
+size, so that it is found at the end of a stream after any other bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Call:
     sequence: int = 0
 
     def encode(self) -> bytes:
-        """The call in its 24 bytes."""
+        """Returns the call as 24 bytes."""
         return CALL.pack(
             KINDS.index(self.kind),
             DTYPES.index(self.dtype),
@@ -114,7 +114,7 @@ class Call:
         return cls(KINDS[kind], DTYPES[dtype], OPS[op], root, count, sequence)
 
     def __str__(self) -> str:
-        """The call as messages show it."""
+        """Returns the call as messages show it."""
         parts = [self.op] if self.op else []
         if self.dtype:
             parts += [self.dtype, f"{self.count} elements"]
@@ -182,7 +182,7 @@ def goodbye(reason: Reason, message: str) -> bytes:
 
 
 def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
-    """Reads a goodbye; None if these bytes are none."""
+    """Reads a goodbye; returns None if these bytes are not one."""
     if len(data) != GOODBYE_BYTES:
         return None
     magic, kind, reason, length = FRAME.unpack(data[: FRAME.size])
