@@ -50,7 +50,7 @@ UNREADABLE = (
 
 
 def utc_now() -> datetime.datetime:
-    """Now, with time zone."""
+    """Returns the current time, with time zone."""
     return datetime.datetime.now(datetime.UTC)
 
 
@@ -59,7 +59,7 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
 
     Args:
         pem: the text.
-        source: what it is, for messages: a file name or "the peer's certificate".
+        source: a name of the text for messages: a file name, or "the peer's certificate".
 
     Raises:
         FileError: the text has no certificate, or a malformed one.
@@ -81,7 +81,7 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
 
 
 def check_readable(certificate: x509.Certificate) -> None:
-    """Reads the fields that the library reads late, so that a malformed one shows here.
+    """Reads the fields that the library decodes late, so that a malformed one is noticed here.
 
     Raises:
         Exception: a field is malformed; the class is one of :data:`UNREADABLE`.
@@ -94,22 +94,22 @@ def check_readable(certificate: x509.Certificate) -> None:
 
 
 def to_pem(certificates: Iterable[x509.Certificate]) -> bytes:
-    """The certificates as one PEM text."""
+    """Returns the certificates as one PEM text."""
     return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
 
 
 def fingerprint(certificate: x509.Certificate) -> str:
-    """SHA-256 fingerprint, written as openssl does."""
+    """Returns the SHA-256 fingerprint, in openssl's form."""
     return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
 
 
 def name_of(certificate: x509.Certificate) -> str:
-    """A name for messages: the subject, or the serial number where that is empty."""
+    """Returns a name for messages: the subject, or the serial number if that is empty."""
     return printable(certificate.subject.rfc4514_string()) or f"serial {certificate.serial_number:x}"
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """The subject's common name; empty where there is none."""
+    """Returns the subject's common name; empty if there is none."""
     found = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     return str(found[0].value) if found else ""
 
@@ -160,7 +160,7 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
     """Refuses small keys, unusual curves and, unless self-signed, SHA-1 and MD5 signatures.
 
     Raises:
-        WeakCertificateError: the message names the least that is accepted.
+        WeakCertificateError: the certificate is too weak; the message names the minimum.
     """
     least = f"Use EC P-256 or RSA of {MIN_RSA_BITS} bits or more, signed with SHA-256."
     try:
@@ -212,7 +212,7 @@ def is_authority(certificate: x509.Certificate) -> bool:
 
 
 def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> None:
-    """Refuses a certificate that may not be used as asked.
+    """Refuses a certificate that must not be used for this purpose.
 
     Args:
         certificate: the leaf.
@@ -329,7 +329,7 @@ class ChainLink:
 
 
 def link_of(certificate: x509.Certificate) -> ChainLink:
-    """Reads from a certificate what a revocation list needs."""
+    """Reads from a certificate the facts for a check against revocation lists."""
     try:
         key = extension(certificate, x509.AuthorityKeyIdentifier)
     except UNREADABLE:
@@ -344,6 +344,6 @@ def link_of(certificate: x509.Certificate) -> ChainLink:
 
 
 def list_number(crl: x509.CertificateRevocationList | None) -> int:
-    """The number of a revocation list; 0 if there is none."""
+    """Returns the number of a revocation list; 0 if there is none."""
     number = None if crl is None else extension(crl, x509.CRLNumber)
     return 0 if number is None else number.crl_number

@@ -1,4 +1,4 @@
-"""SPIFFE IDs, and which of Muster's identities each stands for by ``identity_map`` of config.json. Pure.
+"""SPIFFE IDs, and their mapping to Muster's identities by ``identity_map`` of config.json. Pure.
 
 Rules of SPIFFE IDs: https://github.com/spiffe/spiffe/blob/main/standards/SPIFFE-ID.md, section 2. Imports the
 standard library alone, as :mod:`muster.certs.config` must.
@@ -37,7 +37,7 @@ def split_spiffe_id(uri: str) -> tuple[str, tuple[str, ...]]:
         The trust domain, and the segments of the path.
 
     Raises:
-        IdentityError: the text is no SPIFFE ID in canonical spelling.
+        IdentityError: the text is not a SPIFFE ID in canonical spelling.
     """
     domain, *path = uri.removeprefix(SPIFFE_SCHEME).split("/")
     wrong = ""
@@ -62,8 +62,8 @@ class IdentityRule:
 
     Attributes:
         domain: the trust domain.
-        path: the path's segments; ``{job}``, ``{node}`` and ``{}`` stand for any one.
-        role: that its holders have.
+        path: the path's segments; ``{job}``, ``{node}`` and ``{}`` match any segment.
+        role: the role of the holders.
         job: the job that all of them have; empty: the segment in the place of ``{job}``.
         node: the node that all of them have; empty: the segment in the place of ``{node}``, or bound to none.
     """
