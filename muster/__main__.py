@@ -62,7 +62,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _runner(name: str) -> Callable[[Sequence[str]], int]:
-    """What runs a command; only its own modules are loaded."""
+    """Returns the function that runs a command; imports only its own modules."""
     if name == "run":
         from muster.launch.command import main as run
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
 
 
 def words_of(commands: Mapping[str, str]) -> dict[str, list[str]]:
-    """What may follow each command: its options, its own commands."""
+    """Returns the words that may follow each command: its options and subcommands."""
     asking = _subparsers(ask_parser())
     known = {
         "run": _options(run_parser()),

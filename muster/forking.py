@@ -1,4 +1,4 @@
-"""What a child that a worker forks lets go of: the sockets by which others see that the worker lives.
+"""Closes, in a forked child of a worker, the sockets by which others see that the worker is alive.
 
 A forked child holds copies of all descriptors. While it does, the kernel ends no connection of a worker that
 is killed: the scheduler and the peers would wait until they have not heard of it for long. A launcher kills
@@ -22,13 +22,13 @@ _schedulers: set[tuple[str, int]] = set()
 
 
 def not_for_children(sock: socket.socket) -> None:
-    """Has children that this process forks let go of a socket."""
+    """Makes forked children of this process close a socket."""
     _watch_forks()
     _sockets.add(sock)
 
 
 def not_for_children_to(host: str, port: int) -> None:
-    """Has children that this process forks let go of connections to a scheduler: gRPC's C code makes them."""
+    """Makes forked children of this process close connections to a scheduler, which gRPC's C code makes."""
     _watch_forks()
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -41,10 +41,10 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Puts /dev/null in the sockets' places.
+    """Replaces the sockets by /dev/null.
 
-    So the child's objects may still be closed: their numbers go to no other file before. Nothing is shut
-    down, which would end the parent's connections.
+    So the child's socket objects may still be closed, as their descriptors are not reused before. Nothing is
+    shut down, which would end the parent's connections.
     """
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -33,7 +33,7 @@ def init(backend: str | None = None) -> Session:
         SettingsError: a variable or argument is wrong; exit code 2.
         SecurityError: TLS, certificate or identity failed on either side.
         RefusedError: the scheduler has no place for this worker; says why.
-        SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
+        SchedulerUnreachableError: the scheduler did not answer within MS_TOPO_TIMEOUT.
         FormationTimeoutError: the group did not form within it; says who is missing.
         JobEndedError: the job failed before this worker was in.
         SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the

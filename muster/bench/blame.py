@@ -79,7 +79,9 @@ LIMIT_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--workers", type=int, default=3, help="workers of each job (3)")
-    parser.add_argument("--runs", type=int, default=20, help="launches of each way on each rank (20)")
+    parser.add_argument(
+        "--runs", type=int, default=20, help="launches for each way to fail and each rank (20)"
+    )
     parser.add_argument("--ways", default=",".join(WAYS), help=f"ways to fail ({','.join(WAYS)})")
 
 

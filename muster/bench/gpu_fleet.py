@@ -36,7 +36,7 @@ def require_gpus(needed: int) -> None:
     """Checks that this host has at least ``needed`` GPUs.
 
     Raises:
-        FleetError: it has fewer.
+        FleetError: the host has fewer GPUs.
     """
     here = count_gpus()
     if here < needed:

@@ -116,7 +116,7 @@ def run_to_end(command: Sequence[str], directory: Path, env: Mapping[str, str]) 
     """Runs a command in a folder; returns the seconds that it took.
 
     Raises:
-        RuntimeError: it failed; shows the end of its output.
+        RuntimeError: the command failed; the message has the end of its output.
     """
     begun = time.monotonic()
     done = subprocess.run(

@@ -1,8 +1,9 @@
-"""The store of torch programs at scale: meetings as NCCL and Gloo make them, over mutual TLS, on one machine.
+"""The store of torch programs at scale: rendezvous as NCCL and Gloo do it, over mutual TLS, on one machine.
 
-The scheduler is a process of its own; another plays all members, each with two connections as an agent has:
-one for its session, which beats all the while, and one for the store. Operations are those of torch: the get
-that follows a wait is answered in the member's process, as in agents, by what came with the wait.
+The scheduler is one process; another one simulates all members. Each member has two connections, as an agent
+has: one for its session, with heartbeats, and one for the store. Operations are those that torch performs. A
+get after a wait is answered in the member's process, as in agents, because the reply to the wait has the
+value.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ OPENING_PARALLELISM = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     add_job_arguments(parser)
-    parser.add_argument("--mesh", type=int, default=64, metavar="N", help="ranks that meet as Gloo's do (64)")
+    parser.add_argument(
+        "--mesh", type=int, default=64, metavar="N", help="ranks that connect as Gloo does (64)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""AllReduce of torch.distributed on CPUs: the encrypted backend "muster" beside Gloo in plain text, in turns.
+"""AllReduce of torch.distributed on CPUs: the encrypted backend "muster" and Gloo in plain text, in turns.
 
-Both groups are of the same processes, and each turn measures one after the other. Each round begins with a
-barrier; its time is that of its slowest rank, and the median counts. Sums are checked by value.
+The same processes have a group of each backend. Each turn measures one group after the other. A round begins
+with a barrier, and its time is that of the slowest rank; the result is the median. Sums are checked.
 
   muster bench torch-groups --json torch-groups.json --check 4K=2 1M=1.3 16M=1.3
 """
@@ -31,15 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument(
-        "--sizes", type=size_in_bytes, nargs="+", default=SIZES, metavar="BYTES", help="(4K 1M 16M)"
+        "--sizes",
+        type=size_in_bytes,
+        nargs="+",
+        default=SIZES,
+        metavar="BYTES",
+        help="buffer sizes (4K 1M 16M)",
     )
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="number of turns (3)")
     parser.add_argument(
         "--check",
         nargs="+",
         default=[],
         metavar="SIZE=RATIO",
-        help="exit with 1 if ours takes longer than that",
+        help='exit with 1 if "muster" takes more than RATIO times as long as Gloo',
     )
 
 

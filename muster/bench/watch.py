@@ -26,7 +26,7 @@ JOB = "default"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     add_job_arguments(parser)
-    parser.add_argument("--watchers", type=int, default=5, metavar="N", help="who watch (5)")
+    parser.add_argument("--watchers", type=int, default=5, metavar="N", help="number of watchers (5)")
     parser.add_argument("--turn-s", type=float, default=12.0, metavar="S", help="length of a turn (12)")
     parser.add_argument(
         "--turns", type=int, default=8, metavar="N", help="turns with watchers, and as many without (8)"

@@ -1,6 +1,6 @@
-"""config.json: which certificates, authorities, revocation lists and ciphers are in force.
+"""config.json: the configured certificates, authorities, revocation lists and ciphers.
 
-Imports the standard library alone, and no more with what it imports: ciphers must reach the environment
+It imports only the standard library, directly and indirectly, because ciphers must be set in the environment
 before ``grpc`` is imported.
 """
 
@@ -74,12 +74,12 @@ class SecurityConfig:
         crl_path: PEM file with revocation lists; None for none.
         cipher_list: the TLS 1.2 suites that take effect.
         ignored_ciphers: names from the file that have no effect, worth a warning.
-        cert_expire_warning_time_in_day: how many days before its end a certificate is warned about.
+        cert_expire_warning_time_in_day: the days before a certificate's end at which warnings begin.
         require_identity: whether certificates must name job and role.
         etcd_cert_path: PKCS#12 file that a scheduler shows to etcd; None: ``server_cert_path``.
         etcd_ca_cert_path: PEM file with the authorities of etcd's members; None: ``ca_cert_path``.
-        identity_map: which identities SPIFFE IDs stand for; None: they stand for none.
-        spiffe_endpoint_socket: address of the SPIFFE Workload API, which then takes the place of the three
+        identity_map: the map of SPIFFE IDs to identities; None: there is none.
+        spiffe_endpoint_socket: the address of the SPIFFE Workload API, which then replaces the three
             files; empty: none.
     """
 
@@ -106,7 +106,7 @@ def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
     """Reads and validates config.json.
 
     Raises:
-        ConfigError: unreadable, not JSON, unknown or missing keys, or values out of range.
+        ConfigError: the file cannot be read, is not JSON, or has unknown or missing keys or wrong values.
     """
     file = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links that rotation swaps
     values = _read_object(file)
@@ -154,7 +154,7 @@ def settings_changes(before: SecurityConfig, after: SecurityConfig) -> tuple[lis
     """Describes the differences between two readings of the file, for the log.
 
     Returns:
-        sentences about what is in force now, and sentences about what needs a restart.
+        Sentences about what is in force now, and sentences about what needs a restart.
     """
     notes = [
         f"{after.path}: {key} is now {_shown_setting(getattr(after, key))}"

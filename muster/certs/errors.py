@@ -12,19 +12,19 @@ class CertificateError(RemediedError):
     """Base of everything that this package raises.
 
     Args:
-        message: what is wrong, naming the file, peer or certificate.
+        message: a sentence on what is wrong, with the file, peer or certificate.
         remedy: what the user can do about it; appended to the message.
     """
 
 
 class ConfigError(CertificateError):
-    """A key of config.json, a variable or an argument is wrong; names it, the value and the legal range."""
+    """A key of config.json, a variable or an argument is wrong; the message has the legal range."""
 
     exit_code = 2
 
 
 class FileError(CertificateError):
-    """A file cannot be read or written, or is not of the kind that is needed here."""
+    """A file cannot be read or written, or is of the wrong kind."""
 
 
 class TruncatedError(FileError):
@@ -52,11 +52,11 @@ class UsageError(CertificateError):
 
 
 class ExpiredError(CertificateError):
-    """A certificate is past its last day."""
+    """A certificate has expired."""
 
 
 class NotYetValidError(CertificateError):
-    """A certificate is before its first day: it is new, or a clock is wrong."""
+    """A certificate is not valid yet: it is new, or a clock is wrong."""
 
 
 class UntrustedError(CertificateError):
@@ -68,11 +68,11 @@ class RevokedError(CertificateError):
 
 
 class RevocationListError(CertificateError):
-    """A revocation list cannot be relied on (expired, unreadable, foreign): nobody is let in."""
+    """A revocation list is expired, unreadable or of an unknown authority, so nobody is accepted."""
 
 
 class IdentityError(CertificateError):
-    """A certificate names no job and role, an ambiguous one, or one that may not do this."""
+    """A certificate has no identity, an ambiguous one, or one that must not do this."""
 
 
 class WorkloadIdentityError(CertificateError):
@@ -84,7 +84,7 @@ class NameMismatchError(CertificateError):
 
 
 class HandshakeError(CertificateError):
-    """The TLS handshake failed for a reason that lies in neither certificate."""
+    """The TLS handshake failed for another reason than the certificates."""
 
 
 class PlaintextError(HandshakeError):

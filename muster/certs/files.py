@@ -23,11 +23,11 @@ def read_file(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_
 
     Args:
         path: the file.
-        what: what it should be, for messages ("the PKCS#12 file").
-        limit: the most bytes it may have.
+        what: a name for the file in errors, such as "the PKCS#12 file".
+        limit: the largest allowed size in bytes.
 
     Raises:
-        FileError: missing, unreadable, no regular file, or too large.
+        FileError: the file is missing, unreadable, not a regular file, or too large.
     """
     try:
         return read_regular(path, limit)
@@ -37,7 +37,7 @@ def read_file(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_
 
 
 def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
-    """As :func:`read_file`, for a key or a password; warns once for each file that other users may read.
+    """Reads a file with a key or a password; warns once per file if other users may read it.
 
     Raises:
         FileError: as :func:`read_file`.
@@ -51,7 +51,7 @@ def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FIL
 
 @contextlib.contextmanager
 def unheard_warnings() -> Iterator[None]:
-    """Suppresses this module's warnings within the block; processes forked later log them again."""
+    """Context that suppresses this module's warnings; processes forked later log them again."""
     LOG.disabled = True
     try:
         yield
@@ -103,10 +103,10 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Locks a directory against other processes for the block, once no other holds it. Not reentrant.
+    """Context that holds a lock of a directory; waits for other processes that hold it. Not reentrant.
 
-    Used by changes that read a file before they replace it. The kernel releases the lock when a process dies.
-    The empty file ``.lock`` stays: removing it would take the lock away from those that wait for it.
+    Changes that read a file before they replace it need it. The kernel releases the lock when a process dies.
+    The empty file ``.lock`` is kept: if it were removed, a waiting process would lock a file that is gone.
 
     Raises:
         FileError: the directory cannot be written.

@@ -58,7 +58,7 @@ class _BackendKind(NamedTuple):
 
     Attributes:
         make: makes it; what it needs is imported then, and nothing else.
-        extra: of the package, which brings what it needs.
+        extra: the extra of Muster's package that installs what it needs.
         warm_up: begins what takes long with a GPU.
     """
 
@@ -78,7 +78,7 @@ def warm_up(name: str, ordinal: int) -> WarmUp | None:
     """Begins the GPU's warm-up before anything else is loaded; None: this backend needs none.
 
     Args:
-        name: of the backend.
+        name: the name of the backend.
         ordinal: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's, which may
             wait for long and holds no memory of a GPU until then.
     """

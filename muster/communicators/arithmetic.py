@@ -1,8 +1,8 @@
-"""How values are combined on the host, for each dtype.
+"""Reduces values of different ranks on the host, for each dtype.
 
-NumPy knows no bfloat16. On the host such an array is one of uint16 over the same memory, and float16 and
-bfloat16 are computed with in float32: all ranks' values are combined there, and rounded once, at the end, to
-the nearest value (of two equally near the even one), as torch rounds.
+NumPy has no bfloat16. On the host such an array is a uint16 array over the same memory. Float16 and bfloat16
+are reduced in float32: the values of all ranks are combined there, and rounded once at the end, to the
+nearest value (ties to even), as torch rounds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _COMBINE: dict[ReduceOp, Callable[..., NumpyArray]] = {
 
 
 class Arithmetic:
-    """How one dtype is combined on the host.
+    """The reductions of one dtype on the host.
 
     Args:
-        storage: how NumPy sees its elements.
-        wide: in which dtype they are combined.
+        storage: NumPy's dtype for its elements.
+        wide: the dtype in which they are combined.
     """
 
     def __init__(self, storage: str, wide: str) -> None:
@@ -97,7 +97,7 @@ class Arithmetic:
         The mean of integers is refused (it would have to be rounded), and so are sum and mean of booleans.
 
         Raises:
-            ArrayError: it is a mean of whole numbers or booleans, or a sum of booleans.
+            ArrayError: the operation is a mean of integers or booleans, or a sum of booleans.
         """
         if op is ReduceOp.MEAN and self.wide.kind != "f":
             raise undefined_mean(dtype)

@@ -1,4 +1,4 @@
-"""What a communicator must know of an array: where its memory is, how large, and of which dtype.
+"""Reads from arrays of several libraries what a communicator needs: address, size and dtype.
 
 Arrays are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
 host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
@@ -62,7 +62,7 @@ class Description:
         dtype: by NumPy's name, "float32" or "bfloat16", say.
         itemsize: bytes per element.
         device: the index of its GPU, or ``HOST`` or ``SOME_GPU``.
-        address: of its first element; on the host 0, which is no address.
+        address: the address of its first element on a GPU; 0 for arrays on the host.
         flat: on the host a NumPy array of one dimension over the same memory; else None.
         is_made: whether it was made of numbers, so that no result can land with the caller.
         stream: address of the stream on which what fills it is queued, where its interface says so.
@@ -152,7 +152,7 @@ def check_apart(whole: Description, part: Description, offset: int | None = 0) -
         offset: where in ``whole``, in elements, ``part`` may begin; None: they must not overlap at all.
 
     Raises:
-        ArrayError: they overlap in any other way.
+        ArrayError: the arrays overlap in another way.
     """
     if whole is part and offset == 0:
         return

@@ -79,7 +79,7 @@ class Communicator(abc.ABC):
     def reduce(
         self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
     ) -> Work:
-        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
@@ -101,7 +101,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
 
     @abc.abstractmethod
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
@@ -130,7 +130,7 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it. On CUDA it synchronises the host."""
 
     def synchronize(self) -> None:
-        """Blocks the host until what was issued on the caller's stream has completed; raises what failed.
+        """Blocks the host until all work on the caller's stream has completed; raises its error if it failed.
 
         Without a GPU there is nothing to wait for: a call returns when its result is there.
         """
@@ -139,10 +139,10 @@ class Communicator(abc.ABC):
             wait()
 
     def mark(self) -> Callable[[], None] | None:
-        """Marks the end of what has been issued; returns a function that waits for it.
+        """Marks the end of the issued work; returns a function that waits for it.
 
-        The wait is that of :meth:`synchronize`. So the host can issue more before it waits, and learns later
-        whether what it had issued failed. Returns None where all of it has completed.
+        It waits like :meth:`synchronize`. So the host can issue more before it waits, and learns later
+        whether the earlier work failed. Returns None if all of it has completed.
         """
         return None
 
@@ -150,7 +150,7 @@ class Communicator(abc.ABC):
         """Context in which issued collectives start together, in one launch, when the block ends.
 
         Raises:
-            CommunicatorError: this backend starts each collective by itself.
+            CommunicatorError: this backend can only start collectives one by one.
         """
         raise CommunicatorError(
             f'The backend "{self.name}" starts each collective by itself.',
@@ -194,7 +194,7 @@ class NetPlugin(Protocol):
         """Makes connections opened from now on prove knowledge of this generation's secret."""
 
     def reason(self) -> str:
-        """Why a connection ended that did not end well; empty: none did."""
+        """Returns why a connection failed; empty: none has failed."""
 
     def forget_reason(self) -> None:
         """Forgets why earlier connections ended."""
@@ -205,7 +205,7 @@ class TellsOfLinks(Protocol):
     """A communicator that measures its connections."""
 
     def sending_s(self) -> Mapping[int, float]:
-        """Seconds in all for which data for each rank could not be sent."""
+        """Returns the total seconds for which data for each rank could not be sent."""
 
 
 class Backend(abc.ABC):
@@ -250,13 +250,13 @@ class Backend(abc.ABC):
         """Builds the communicator of a generation.
 
         Args:
-            membership: who takes part; carries the unique ids.
+            membership: the members of the group, and the unique ids.
             timeout_s: deadline for the connection; also that of each later collective
                 unless the communicator's ``timeout_s`` is set otherwise.
             cancelled: polled while waiting; an exception it returns is raised (the generation is over).
 
         Raises:
-            FormationTimeoutError: not all ranks came; names those that did not.
+            FormationTimeoutError: not all ranks connected in time; the message names the missing ones.
         """
 
     @abc.abstractmethod
@@ -268,7 +268,7 @@ def check_place(given: Description, communicator: Communicator, name: str = "x")
     """Checks that an array is in the memory that a communicator works on; returns it.
 
     Raises:
-        ArrayError: it is on a GPU and the communicator works on the host, or the other way round.
+        ArrayError: the array is on a GPU and the communicator works on the host, or vice versa.
     """
     if (given.device != HOST) is communicator.on_device or communicator.takes_host:
         return given

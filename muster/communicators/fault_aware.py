@@ -1,11 +1,11 @@
 """Wraps a backend's communicator: records collectives, and turns failures into changes of members.
 
-It turns "a connection broke" into "the membership changed" where that is what happened, and remembers the
-last collectives for hang reports: what was issued, and what is over. On success it costs about a microsecond
-a call.
+It turns "a connection broke" into "the membership changed" if that is the cause, and remembers the
+last collectives for hang reports: which were issued, and which are over. On success it costs about a
+microsecond per call.
 
 The recorder's entries are numbered within their group and generation, as all its ranks count them, so that
-the scheduler can lay those of two ranks side by side. Heartbeats read them from another thread, which must
+the scheduler can compare those of two ranks. Heartbeats read them from another thread, which must
 never call into CUDA: it would hang with a hanging GPU.
 """
 
@@ -44,7 +44,7 @@ Verdict = Callable[[int, Exception], Exception]
 
 
 class Entry:
-    """One collective of the log; derives its costly facts only when they are read."""
+    """One collective of the log; computes expensive facts only when they are read."""
 
     __slots__ = (
         "_buffer_bytes",
@@ -79,11 +79,11 @@ class Entry:
 
     @property
     def done(self) -> bool:
-        """Whether it is known to be over."""
+        """Whether the collective is known to be over."""
         return self.over or (not self.on_device and self.work is not None and self.work.done())
 
     def value(self) -> Collective:
-        """The entry as a message to the scheduler has it."""
+        """The entry in the form of messages to the scheduler."""
         group, dtype = _printable(self.group)[:128], _printable(self._dtype + self.place)[:32]
         return Collective(self.sequence, self.name, group, dtype, self._buffer_bytes, self.done)
 
@@ -204,7 +204,7 @@ class Explained:
         self._world_ranks = world_ranks
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

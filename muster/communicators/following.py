@@ -203,8 +203,8 @@ class FollowingBackend(Backend):
     """Makes :class:`FollowingCommunicator`; without an endpoint for tcp, plain communicators of the GPUs.
 
     Args:
-        device: of NCCL.
-        host: of tcp.
+        device: the communicator of NCCL.
+        host: the communicator of tcp.
     """
 
     on_device = answers_probes = may_run_nccl = True
@@ -277,7 +277,7 @@ class FollowingBackend(Backend):
         if not self._said:
             self._said = True
             size = describe(array).nbytes
-            _log.info("%s of %d bytes on the CPU: over tcp, not NCCL, as all arrays on the CPU", name, size)
+            _log.info("%s of %d bytes on the CPU uses tcp, not NCCL, as all arrays on the CPU do", name, size)
 
     def close(self) -> None:
         """See :meth:`Backend.close`."""

@@ -1,4 +1,4 @@
-"""What communicators on arrays in host memory share: checks before anything is sent, and the queue."""
+"""The common part of communicators for arrays in host memory: checks before sending, and the queue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HostCommunicator(Communicator):
             scatters: ``send`` has one part of ``recv``'s size for each rank.
 
         Raises:
-            ArrayError: one cannot be communicated, or they do not fit together.
+            ArrayError: an array cannot be communicated, or the two do not match.
         """
         source = self._take(send, "send")
         target = self._take(source if recv is send else recv, "recv", writable=True)
@@ -90,7 +90,7 @@ class HostCommunicator(Communicator):
     def _take_scattered(
         self, send: Array | None, recv: Array, root: int
     ) -> tuple[Description | None, Description]:
-        """As :meth:`_take_pair` with ``scatters``, but only the root has a ``send``."""
+        """Does the same as :meth:`_take_pair` with ``scatters``, but only the root has a ``send``."""
         if self._has(send, "send", root):
             return self._take_pair(send, recv, scatters=True)
         return None, self._take(recv, "recv", writable=True)
@@ -113,7 +113,7 @@ class HostCommunicator(Communicator):
         """Returns the operation of this name, checked for the array's dtype.
 
         Raises:
-            ArrayError: there is no such operation, or not for this dtype.
+            ArrayError: the operation does not exist, or not for this dtype.
         """
         found = ReduceOp.of(op)
         ARITHMETIC[array.dtype].check(array.dtype, found)

@@ -1,4 +1,4 @@
-"""Who is in the group of a communicator, and as which rank."""
+"""The members of a communicator's group, with their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How values of different ranks are combined: the operations of the reducing collectives."""
+"""The operations of reducing collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.errors import ArrayError
 
 
 class ReduceOp(str, enum.Enum):
-    """How values of different ranks are combined. ``MEAN`` divides by the size of the group."""
+    """The operation of a reducing collective. ``MEAN`` divides the sum by the size of the group."""
 
     SUM = "sum"
     MEAN = "mean"

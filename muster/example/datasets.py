@@ -141,7 +141,7 @@ def load(name: str) -> Dataset:
     """Loads a data set by its name on the command line: "digits", "quickstart" or "cifar10".
 
     Raises:
-        DatasetError: it is not there, or damaged.
+        DatasetError: the data set is missing or damaged.
     """
     show_errors_in_words()  # scripts read their data before they join
     if name == "cifar10":

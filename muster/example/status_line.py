@@ -41,7 +41,7 @@ class StatusLine:
         self._write(clearing)
 
     def __enter__(self) -> StatusLine:
-        """Nothing more to do."""
+        """Returns the status line."""
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -271,7 +271,7 @@ def _check_neighbours(command: Sequence[str]) -> None:
     """Refuses a script beside which a file hides a module that Muster imports in the script's process.
 
     Raises:
-        SettingsError: there is such a file.
+        SettingsError: a file next to the script hides such a module.
     """
     script = script_of(command)
     if script is None or "-m" in command or "-P" in command:

@@ -21,7 +21,7 @@ def read_hardware(bus_ids: Sequence[str], root: Path = Path("/")) -> HostHardwar
     """Reads where the host's cores, memory, GPUs and network cards are; leaves out what cannot be read.
 
     Args:
-        bus_ids: of the GPUs that are asked for, as the driver writes them.
+        bus_ids: the PCI bus ids of the requested GPUs, as the driver writes them.
         root: where ``sys`` and ``proc`` lie.
     """
     nodes = {}

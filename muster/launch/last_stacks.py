@@ -69,7 +69,7 @@ class LastStacks:
         process.
 
         Args:
-            workers: of this launch.
+            workers: the workers of this launch.
             directory: where the files go.
             say: shows a sentence to the user.
         """

@@ -57,7 +57,7 @@ def _taken(dial: Dial, word: pb.ProcessEndedRequest) -> bool:
         finally:
             close()
     except OSError as error:
-        log.debug("nobody has taken the word: %s", error)
+        log.debug("no scheduler took the report of ended processes: %s", error)
         return False
 
 

@@ -1,7 +1,7 @@
 """The launcher's loop: starts the scheduler and this host's workers, and waits for their end.
 
 One thread, one loop over the processes' pipes and the signals. What to start is decided before
-(:mod:`muster.launch.plan`); here it is only carried out.
+(:mod:`muster.launch.plan`), and only carried out here.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Launcher:
     """Runs one launch from start to end. Nothing is started before :meth:`run`.
 
     Args:
-        plan: what to start.
-        screen: where it shows what happens.
+        plan: the plan of the launch.
+        screen: shows to the user what happens.
     """
 
     def __init__(self, plan: LaunchPlan, screen: Screen) -> None:

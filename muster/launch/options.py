@@ -272,7 +272,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the options and checks them as far as that is possible without looking at the machine.
 
     Raises:
-        SettingsError: there is no command, or an option has a value that is not allowed.
+        SettingsError: the command is missing, or an option has a value that is not allowed.
     """
     options = parser().parse_args(argv)
     if options.command[:1] == ["--"]:

@@ -90,7 +90,7 @@ def parse_addresses(text: str) -> tuple[str, str]:
     """Reads one ``HOST:PORT``, or those of several schedulers with commas between: their hosts, and the port.
 
     Raises:
-        SettingsError: one is no address, or their ports differ.
+        SettingsError: an entry is not an address, or the ports differ.
     """
     each = [parse_address(part.strip()) for part in text.split(",")]
     if len({port for _, port in each}) > 1:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PciPlace:
-    """Where a card is plugged in.
+    """The place of a card on the PCI bus.
 
     Attributes:
-        numa_node: the NUMA node whose memory is near; -1 where the firmware does not say.
+        numa_node: the nearest NUMA node; -1 if the firmware does not say.
         path: the root complex, bridges and switches on the way to it, and the card itself.
     """
 
@@ -22,11 +22,11 @@ class PciPlace:
 
 @dataclass(frozen=True, slots=True)
 class HostHardware:
-    """Where this host's cores, memory, GPUs and network cards are.
+    """The topology of this host: its cores, memory, GPUs and network cards.
 
     Attributes:
         nodes: the cores of each NUMA node that has some.
-        memory: the NUMA nodes from which this process may take memory; empty: it may not choose.
+        memory: the NUMA nodes on which this process may allocate memory; empty: it may not choose.
         gpus: the place of each GPU, by its PCI bus id.
         adapters: the place of each InfiniBand or RoCE adapter with an active port.
         interfaces: the place of each Ethernet card that is up, by the interface's name.
@@ -41,11 +41,11 @@ class HostHardware:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one worker runs.
+    """The cores and memory of one worker.
 
     Attributes:
-        cores: those it is bound to; empty: all that the launch may use.
-        memory_node: the NUMA node whose memory it prefers; -1: none.
+        cores: the cores to which it is bound; empty: all that the launch may use.
+        memory_node: the NUMA node on which it prefers to allocate memory; -1: none.
     """
 
     cores: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ def spread_over_nodes(
     Workers without a GPU, and those whose GPU's node is not known, are spread over the nodes in blocks.
 
     Args:
-        hardware: what lies where.
+        hardware: the topology of the host.
         cores: those that the launch may use.
         gpus: the PCI bus id of each worker's GPU; empty where it has none.
 
@@ -146,7 +146,7 @@ def propose_cards(
     numbers. Interfaces of sockets are only named: which network reaches the other hosts only the user knows.
 
     Args:
-        hardware: what lies where.
+        hardware: the topology of the host.
         gpus: the PCI bus ids of the GPUs that the launch uses.
         env: the launcher's environment; what the user has set there stays.
 

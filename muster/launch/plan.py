@@ -1,4 +1,4 @@
-"""Works out what a launch starts, from its options and this machine. Pure.
+"""Decides what a launch starts, from its options and this machine. Pure.
 
 :mod:`muster.launch.command` reads the options and looks at the machine, :func:`plan_launch` says what
 follows from that, and the :class:`~muster.launch.launcher.Launcher` carries it out.
@@ -48,7 +48,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker of this host. ``rank`` is None where only the scheduler decides it."""
+    """One worker of this host. ``rank`` is None if the scheduler decides it."""
 
     index: int
     rank: int | None
@@ -59,14 +59,14 @@ class WorkerPlan:
 
     @property
     def label(self) -> str:
-        """Names its log file and its lines on the terminal; hosts that share a directory differ in it."""
+        """The name of its log file and of its terminal lines; different on hosts that share a directory."""
         if self.spare:
             return self.spare
         return f"{self.host}_{self.index}" if self.rank is None else str(self.rank)
 
     @property
     def number(self) -> str:
-        """What ``--tail`` calls it: its rank, or its index on this host where the rank is not known."""
+        """Its name for ``--tail``: its rank, or its index on this host if the rank is not known."""
         if self.spare:
             return self.spare
         return str(self.index if self.rank is None else self.rank)
@@ -91,9 +91,9 @@ def plan_workers(
         env: the launcher's own environment; what the user set there is kept where it makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
         host: this host's name, for the labels of workers whose rank is not known.
-        devices: how many GPUs the host offers; each worker takes the one of its local index, or shares one
-            where there are more workers.
-        device_ids: of workers without GPUs, the devices that a rank table calls theirs.
+        devices: number of GPUs that the host offers; each worker takes that of its local index, or shares one
+            if there are more workers.
+        device_ids: the devices that a rank table gives to workers without GPUs.
 
     Returns:
         The workers; ``env`` of each holds only what differs from the launcher's.
@@ -126,7 +126,7 @@ def plan_workers(
 
 
 def _number_of_spare(spare: int, counts: WorkerCounts) -> int | None:
-    """A node id behind those of the ranks, so that the rule of integer node ids holds; None: not known."""
+    """Returns a node id after those of the ranks, as integer node ids require; None: it is not known."""
     known = counts.first_rank is not None and counts.first_spare is not None
     return counts.world_size + (counts.first_spare or 0) + spare if known else None
 
@@ -138,18 +138,18 @@ def _name_of_spare(spare: int, counts: WorkerCounts, host: str) -> str:
 
 
 def sharing_environment(name: str) -> dict[str, str]:
-    """Lets ranks share a GPU, which NCCL refuses on one host, by giving each rank a host id of its own.
+    """Returns variables that let ranks share a GPU: a host id for each, as NCCL refuses it on one host.
 
-    Data then goes through sockets, and ranks take turns on the GPU: results are right, speeds mean nothing.
+    Data then goes through sockets, and ranks take turns on the GPU. Results are right, but not speeds.
 
     Args:
-        name: of the rank; no other rank of the job has it.
+        name: the name of the rank; no other rank of the job has it.
     """
     return {"NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
 
 
 def _own_rank(index: int, counts: WorkerCounts, env: Mapping[str, str]) -> int | None:
-    """The rank of a worker whose node id is an integer; None where the scheduler decides."""
+    """Returns the rank of a worker whose node id is an integer; None if the scheduler decides."""
     if counts.world_size == 1:
         return 0
     if counts.first_rank is None or env.get("MS_NODE_ID") or _has_table(env):
@@ -186,19 +186,19 @@ def _node_id(index: int, number: int | None, local_size: int, env: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to start a process: what to run, with which changes to the environment, where it logs.
+    """The instructions to start a process: command, changes of the environment, and log file.
 
     Attributes:
         label: its rank, or host and index on it, or ``scheduler``.
-        argv: what to run.
-        env: what it gets besides the launcher's environment.
-        log: name of its log in the launch's directory.
-        removed: variables of the launcher that it must not see.
-        placement: the cores that it is bound to, and the memory that it prefers.
-        forked: it goes on as a copy of the launcher instead of executing ``argv``.
-        quiet: its output goes to its log only.
-        inherits: a descriptor of the launcher's that it keeps; -1: none.
-        last: should the launcher be killed, it is killed after the others, whose end it still has to report.
+        argv: the command.
+        env: variables in addition to the launcher's environment.
+        log: the name of its log in the launch's directory.
+        removed: variables of the launcher that it must not get.
+        placement: the cores to which it is bound, and the memory that it prefers.
+        forked: whether it continues as a copy of the launcher instead of executing ``argv``.
+        quiet: whether its output goes only to its log.
+        inherits: a descriptor of the launcher that it inherits; -1: none.
+        last: whether it is killed after the others if the launcher is killed, as it must report their end.
     """
 
     label: str
@@ -213,14 +213,14 @@ class Recipe:
     last: bool = False
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The process's whole environment."""
+        """The complete environment of the process."""
         kept = {name: value for name, value in base.items() if name not in self.removed}
         return {**kept, **self.env}
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the launcher does when a process ends, and how it shows output."""
+    """The launcher's rules: what it does when a process ends, and how it shows output."""
 
     grace_s: float = 10.0
     max_restarts: int = 0
@@ -237,26 +237,26 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a launch finds on its machine, read before anything is planned.
+    """The facts about the machine that a launch reads before it plans anything.
 
     Attributes:
         env: the launcher's environment.
-        request: who starts where, as far as options and host list say.
-        command: what each worker runs, as it can be run here.
+        request: which workers start where, as far as options and host list say.
+        command: the command of each worker, as it can be run here.
         host: this host's name.
-        names: what a host list may call this host.
+        names: the names that a host list may use for this host.
         directory: the working directory.
         python: the interpreter that runs the launcher.
         python_flags: its options for Muster's own programs.
-        devices: what workers may have, as CUDA_VISIBLE_DEVICES takes it; empty: CPU workers.
-        table_devices: what a rank table calls this host's devices.
-        cores: those that the launcher may use.
-        bus_ids: of each of ``devices`` its PCI bus id, or its name where that is not known.
-        hardware: what lies where, for ``--bind numa``.
-        free_port: one that is kept free on 127.0.0.1; empty: none is needed.
-        password: of the certificates, where it had to be asked for.
-        no_fork: why the command cannot be started as a fork; empty: it can.
-        by_table: gives workers the ranks of a rank table.
+        devices: the devices for workers, in the form of CUDA_VISIBLE_DEVICES; empty: CPU workers.
+        table_devices: the names of this host's devices in a rank table.
+        cores: the cores that the launcher may use.
+        bus_ids: the PCI bus id of each of ``devices``, or its name if the id is not known.
+        hardware: the topology of the host, for ``--bind numa``.
+        free_port: a port that is kept free on 127.0.0.1; empty: none is needed.
+        password: the password of the certificates, if the user was asked for it.
+        no_fork: the reason why the command cannot be started as a fork; empty: it can.
+        by_table: a function that gives workers the ranks of a rank table.
     """
 
     env: Mapping[str, str]
@@ -283,20 +283,20 @@ class LaunchPlan:
     """Everything that a launch starts, and its policy.
 
     Attributes:
-        counts: how many workers, and which of them are this host's.
-        workers: this host's, with the environment of each.
-        recipes: how to start them, in the same order.
-        scheduler: how to start it; None: it runs elsewhere.
-        uplink: how to start the process that carries the workers' streams; None: each has one of its own.
+        counts: the number of workers, and which of them are this host's.
+        workers: this host's workers, with the environment of each.
+        recipes: the recipes to start them, in the same order.
+        scheduler: the recipe of the scheduler; None: it runs elsewhere.
+        uplink: the recipe of the process that carries the workers' streams; None: each worker has its own.
         address: the scheduler's host and port.
-        policy: what to do when a process ends.
+        policy: the rules for the end of a process.
         job_id: the job.
         config_path: the job's config.json; empty: none.
-        password_file: of the certificates; empty: the password is not in a file.
-        log_dir: where the logs go; None: a new directory of this launch.
-        notes: what the user should know before anything starts.
-        start: how the workers are to be started, as the options say.
-        last_word: how to start the process that tells several schedulers which workers have ended; None:
+        password_file: the file with the certificates' password; empty: it is not in a file.
+        log_dir: the directory of the logs; None: a new directory of this launch.
+        notes: sentences for the user before anything starts.
+        start: the way to start workers, as the options say.
+        last_word: the recipe of the process that tells several schedulers which workers have ended; None:
             there is one scheduler, which sees that by itself.
     """
 
@@ -317,7 +317,7 @@ class LaunchPlan:
 
     @property
     def forks(self) -> bool:
-        """Whether the workers are to be forked from a process that has imported what they need."""
+        """Whether the workers are forked from a process that has imported what they need."""
         return bool(self.recipes) and self.recipes[0].forked
 
     @property
@@ -328,11 +328,11 @@ class LaunchPlan:
 
 
 def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
-    """Works out what a launch starts, and with what environment.
+    """Decides what a launch starts, and with which environment.
 
     Args:
         options: from :func:`muster.launch.options.parse`.
-        here: what was found on the machine.
+        here: the facts about the machine.
 
     Raises:
         SettingsError: the options contradict each other, the environment, or the machine.
@@ -399,7 +399,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
 
 
 def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, starts: bool) -> tuple[str, ...]:
-    """What the user should know before anything starts; ``starts``: the scheduler starts here."""
+    """Returns notes for the user before anything starts; ``starts``: the scheduler starts here."""
     notes = list(options.notes)
     meeting = here.request.meeting
     if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
@@ -416,7 +416,7 @@ def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, sta
 def _place(
     workers: Sequence[WorkerPlan], options: argparse.Namespace, here: Surroundings
 ) -> tuple[tuple[Placement, ...], dict[str, str], tuple[str, ...]]:
-    """Where each worker runs, variables for all of them, and what the user should know of it (``--bind``)."""
+    """Applies ``--bind``: returns each worker's placement, variables for all of them, and notes."""
     if options.bind == "cores":
         return spread_over_cores(here.cores, len(workers)), {}, ()
     if options.bind != "numa":
@@ -484,7 +484,7 @@ def _scheduler_recipe(
 
 
 def _spare_places(counts: WorkerCounts, env: Mapping[str, str]) -> dict[str, str]:
-    """MS_SPARES for the scheduler: a place to wait for each spare, or as many more as the user has set."""
+    """Returns MS_SPARES for the scheduler: the number of spares, or the user's number if that is larger."""
     own = env.get("MS_SPARES", "").strip()
     enough = own.isascii() and own.isdigit() and len(own) <= 9 and int(own) >= counts.all_spares
     return {} if enough or not counts.all_spares else {"MS_SPARES": str(counts.all_spares)}
@@ -498,7 +498,7 @@ def _uplink_recipe(
     *,
     forked: bool,
 ) -> Recipe | None:
-    """The uplink's recipe, for jobs large enough; None otherwise."""
+    """Returns the uplink's recipe, for jobs that are large enough; otherwise None."""
     several = len(workers) > 1 and counts.world_size > counts.local_size
     wanted = several and counts.world_size >= UPLINK_FROM_WORKERS
     if options.uplink == "off" or (options.uplink == "auto" and not wanted):
@@ -523,7 +523,7 @@ def _own_recipe(
     options: argparse.Namespace,
     here: Surroundings,
 ) -> Recipe:
-    """The recipe of a process that speaks for the workers of this launch, with their certificate."""
+    """Returns the recipe of a process that acts for the workers of this launch, with their certificate."""
     return Recipe(
         label,
         (here.python, *here.python_flags, "-m", module),
@@ -580,7 +580,7 @@ def _job_variables(options: argparse.Namespace, counts: WorkerCounts, here: Surr
 
 
 def _device_variables(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for the workers where devices are limited; ``none`` hides them all."""
+    """Returns CUDA_VISIBLE_DEVICES for the workers, if devices are limited; ``none`` hides them all."""
     narrowed = here.table_devices and here.devices and "CUDA_VISIBLE_DEVICES" not in here.env
     if options.devices == "all" and not narrowed:
         return {}
@@ -588,25 +588,25 @@ def _device_variables(options: argparse.Namespace, here: Surroundings) -> dict[s
 
 
 def _leave_timeout(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
-    """MS_LEAVE_TIMEOUT for the workers: they save a checkpoint before the launcher kills them."""
+    """Returns MS_LEAVE_TIMEOUT, by which workers save a checkpoint before the launcher kills them."""
     if here.env.get("MS_LEAVE_TIMEOUT"):
         return {}
     return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * options.grace, 1.0):g}"}
 
 
 def _hidden(own: str, other: str, options: argparse.Namespace) -> frozenset[str]:
-    """Variables that a process must not inherit: the other role's password; its own where a file is named."""
+    """Returns variables that a process must not inherit, such as the other role's password."""
     doors = frozenset(DOOR_VARIABLES)  # of a launch around this one
     return with_file(other) | doors | (with_file(own) if options.password_file else frozenset())
 
 
 def with_file(variable: str) -> frozenset[str]:
-    """The variable of a password, and the one that names a file with it."""
+    """Returns the variable of a password, and the one that names a file with it."""
     return frozenset({variable, f"{variable}_FILE"})
 
 
 def _password(variable: str, options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
-    """The variable of the password, as the options give it or as it was asked for."""
+    """Returns the variable of the password, from the options or as the user has typed it."""
     if options.password_file is not None:
         return {f"{variable}_FILE": str(here.directory / options.password_file)}
     if here.password and not any(here.env.get(name) for name in with_file(variable)):
@@ -620,7 +620,7 @@ def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int)
     Ranks that run on another host are accepted.
 
     Raises:
-        SettingsError: a number is no rank of the job, or a word is no label.
+        SettingsError: a number is not a rank of the job, or a word is not a label.
     """
     labels = [*(worker.label for worker in workers), SCHEDULER]
     if text is None:

@@ -1,4 +1,4 @@
-"""A process that the launcher starts: session, output, end; and the guardian that outlives the launcher."""
+"""A process that the launcher starts: session, output and end; and the guardian of all processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN_NAMES = ("DEVICE_ID", "RANK_TABLE_FILE", "DATA_PATH", "PATH", "LANG", "LC
 
 
 def environment_dump(env: Mapping[str, str]) -> list[str]:
-    """The variables that matter for a run, sorted, one a line; secrets only as ``(set)``."""
+    """Returns the variables that matter for a run, sorted, one per line; secrets only as ``(set)``."""
     lines = []
     for name, value in sorted(env.items()):
         if name not in _SHOWN_NAMES and not name.startswith(_SHOWN_PREFIXES):
@@ -58,18 +58,18 @@ _LOOK_S = 0.002
 
 
 def kill_sessions(leaders: Collection[int]) -> list[int]:
-    """Kills every process of the sessions that these processes have made, until none is left.
+    """Kills every process of the sessions that these processes lead, until none is left.
 
-    A session has all that its leader has started, in whatever process group and by whatever parent: the
-    processes of a DataLoader, the server that forks them. Only a process that makes a session of its own is
-    out of it. The number of a session is not given away while a process is in it, nor before its leader is
-    collected.
+    A session contains all processes that its leader has started, in any process group and with any parent,
+    such as the processes of a DataLoader and the server that forks them. Only a process that makes its own
+    session is outside. The number of a session is not reused while a process is in it, or before its leader
+    is collected.
 
     Returns:
         The processes that have not ended within ``LEFTOVERS_S``, or may not be killed.
     """
     deadline = time.monotonic() + LEFTOVERS_S
-    # Until a look finds none: what one of them was about to start may have come after the look before.
+    # Until none is found: one of them may have started another process after the previous look.
     while (members := list(_living(leaders))) and time.monotonic() < deadline:
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -79,7 +79,7 @@ def kill_sessions(leaders: Collection[int]) -> list[int]:
 
 
 def _living(sessions: Collection[int]) -> Iterator[int]:
-    """The processes of these sessions that have not ended."""
+    """Yields the processes of these sessions that have not ended."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of paths would take longer than the look
         if not name.isdecimal():
             continue
@@ -90,20 +90,20 @@ def _living(sessions: Collection[int]) -> Iterator[int]:
 
 
 def _state(pid: int) -> str:
-    """The letter of a process's state, as in proc(5); Z: it has ended and is not collected yet."""
+    """Returns the letter of a process's state, as in proc(5); Z: it has ended and is not collected yet."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
 
 
 class Guardian:
-    """Ends what the launcher has started if the launcher itself is killed, so that there are no orphans.
+    """Ends all that the launcher has started if the launcher itself is killed, so that there are no orphans.
 
     ``SIGKILL`` leaves the launcher no chance to clean up, and Linux's parent-death signal reaches only direct
-    children (they have it too, should the guardian be killed as well). So a small process, forked before
-    anything else is started, holds the read end of a pipe whose write end the launcher alone keeps open: when
+    children (they use it too, in case the guardian is killed as well). So a small process, forked before
+    anything else is started, holds the read end of a pipe; only the launcher keeps the write end open. When
     that end closes, it kills every session that was announced and not withdrawn.
 
     Args:
-        pid: of that process.
+        pid: its process id.
         write_end: the pipe.
     """
 
@@ -122,7 +122,7 @@ class Guardian:
         return cls(pid, write_end)
 
     def announce(self, leader: int) -> None:
-        """Registers a session to be ended; called in the session's leader itself, so that there is no gap."""
+        """Registers a session to be ended; called by the session's leader itself, so that there is no gap."""
         self._write(b"+%d\n" % leader)
 
     def announce_last(self, leader: int) -> None:
@@ -130,7 +130,7 @@ class Guardian:
         self._write(b"~%d\n" % leader)
 
     def withdraw(self, leader: int) -> None:
-        """Removes an ended session: another process may get its number."""
+        """Removes an ended session, as another process may get its number."""
         self._write(b"-%d\n" % leader)
 
     def _write(self, line: bytes) -> None:
@@ -142,7 +142,7 @@ class Guardian:
         os.close(self._write_end)
 
     def close(self) -> None:
-        """Ends the guardian; by then the launcher has ended every session itself."""
+        """Ends the guardian, after the launcher has ended every session itself."""
         os.close(self._write_end)
         os.kill(self.pid, signal.SIGCONT)  # stopped it would be waited for without an end
         os.waitpid(self.pid, 0)
@@ -217,7 +217,7 @@ class Child:
         """Copies the process's output to its log and, unless it is quiet, to ``show``.
 
         Returns:
-            Whether more may be there already; False also at the end of the output, which it then closes.
+            Whether there may be more output now. At the end of the output it returns False, and closes it.
         """
         if not self.open:
             return False
@@ -273,13 +273,13 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def collect(self, guardian: Guardian) -> None:
-        """Takes the exit code of a process that has ended."""
+        """Collects a process that has ended, with its exit code."""
         _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
         guardian.withdraw(self.pid)
 
     def words(self) -> LastWords:
-        """The notes that it has made for the launcher so far."""
+        """The notes that the process has made for the launcher so far."""
         from muster.launch.report import read_words
 
         if self.words_file >= 0:
@@ -313,9 +313,9 @@ class Child:
 
 
 def reap(children: Sequence[Child], guardian: Guardian) -> Iterator[Child]:
-    """Collects the processes that have ended, one after the other; what is left of their sessions ends first.
+    """Collects the processes that have ended, one after the other; kills the rest of their sessions first.
 
-    What still held the sockets of a killed worker would hide its end from the others, and keep its place.
+    A process that still held a killed worker's sockets would hide its end from others, and keep its place.
     """
     ended = [child for child in children if child.has_ended()]
     # Not collected yet, so that their numbers cannot have gone to others; and all of them in one look, since
@@ -330,7 +330,7 @@ def reap(children: Sequence[Child], guardian: Guardian) -> Iterator[Child]:
 
 
 def timestamp() -> bytes:
-    """Local time to the millisecond."""
+    """Returns the local time, to the millisecond."""
     now = time.time()
     return (
         time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03}"
@@ -345,17 +345,17 @@ def spawn(
     *,
     log_needed: bool = True,
 ) -> Child | None:
-    """Starts a process in a session and process group of its own, reading nothing, writing to a pipe.
+    """Starts a process in a new session and process group, without input, and with a pipe for its output.
 
     Args:
-        recipe: what to start.
-        directory: of its log.
-        guardian: kills it should the launcher be killed.
+        recipe: the instructions to start it.
+        directory: the directory of its log.
+        guardian: kills it if the launcher is killed.
         say: shows a sentence to the user.
-        log_needed: nothing is started if its log cannot be written; else it only loses that.
+        log_needed: whether it must not start if its log cannot be written; otherwise only the log is lost.
 
     Returns:
-        The process; in the process itself None, if it is to go on as a copy of the launcher.
+        The process; None in the process itself, if it continues as a copy of the launcher.
 
     Raises:
         SettingsError: its log cannot be written.
@@ -421,7 +421,7 @@ def _open_log(recipe: Recipe, path: Path, lines_of: LineContext | None) -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """Has the kernel kill this process when the launcher dies, should the guardian be killed as well."""
+    """Makes the kernel kill this process when the launcher dies, in case the guardian is killed, too."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -129,7 +129,7 @@ def _script_in(command: Sequence[str]) -> tuple[Path, int] | None:
 
 
 def _first_argument(command: Sequence[str]) -> int:
-    """Where the words of a Python command begin that are no flags of Python's."""
+    """Returns the index of the first word of a Python command that is not one of Python's flags."""
     at = 1
     while at < len(command) and command[at] in PYTHON_FLAGS:
         at += 1
@@ -186,7 +186,7 @@ def _kind(names: set[str]) -> str:
 
 
 def _kind_of_arguments(words: Sequence[str], beside: Path | None = None) -> str:
-    """What the first script among arguments is that imports anything known; empty: there is none."""
+    """Returns the kind of the first script among arguments that imports a known library; "": none does."""
     for word in words:
         if not word.endswith(".py"):
             continue
@@ -219,7 +219,7 @@ def _python_command(word: str, path: str | None) -> Path | None:
 
 
 def _imported_by_command(script: Path) -> set[str]:
-    """What an installed command imports, with the package that it runs: the only one that it names."""
+    """Returns the imports of an installed command; includes those of its package if it names only one."""
     names = _Imports(script.parent).names_in(script)
     others = names - MUSTER - TORCH - JAX - sys.stdlib_module_names
     place = _place_of_package(*others, script=script) if len(others) == 1 else None
@@ -271,7 +271,7 @@ class _Imports:
         return names
 
     def names_in(self, path: Path) -> set[str]:
-        """What one file imports from elsewhere; what lies beside is looked into later."""
+        """Returns the names that a file imports from elsewhere; queues the files next to it for later."""
         file = path.resolve()
         left = MOST_BYTES - self._bytes
         if file in self._seen or len(self._seen) >= MOST_FILES or left <= 0:

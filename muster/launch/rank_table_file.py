@@ -57,7 +57,7 @@ def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
         tables: (where it is from, the parsed JSON) of each.
 
     Raises:
-        SettingsError: there is none, one is no server_list table, or two have the same host.
+        SettingsError: no table is given, one is not a server_list table, or two have the same host.
     """
     if not tables:
         raise SettingsError("There is nothing to merge: name the FILEs of the hosts after merge.")

@@ -18,16 +18,16 @@ class LastWords:
     """The notes of a worker for its launcher (:mod:`muster.worker.ending`).
 
     Attributes:
-        places: node ids and incarnations under which it joined; empty: it has not tried to.
-        error: what ended it, in a line; empty: it did not say, as one that is killed cannot.
-        consequence: that came from what other processes did.
-        left: it left the job as it was asked to.
-        first: who the scheduler saw go first.
+        places: node ids and incarnations with which it joined; empty: it has not tried to join.
+        error: a line on what ended it; empty: it did not say, because it was killed, for example.
+        consequence: whether other processes caused this error.
+        left: whether it left the job as it was asked to.
+        first: the worker that the scheduler saw go first.
         group: the established group, as :meth:`describe_group` takes it; empty: none yet.
-        waits: who the job waits for; empty: it does not.
+        waits: a sentence on the workers for which the job waits; empty: it does not wait.
         phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
-        goes_on: why it need not wait any more; empty: a new group says so.
-        encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
+        goes_on: the reason why it need not wait any more; empty: a new group was established.
+        encrypts_gloo: whether its program gets Muster's encrypted backend when it asks for Gloo.
     """
 
     places: frozenset[tuple[str, int]] = frozenset()
@@ -43,12 +43,12 @@ class LastWords:
 
     @property
     def failed(self) -> bool:
-        """Whether it said what ended it, and that this was no leave and did not come from what others did."""
+        """Whether it recorded a failure of its own: not a leave, and not caused by others."""
         return bool(self.error) and not self.consequence and not self.left
 
 
 def read_words(text: str) -> LastWords:
-    """Reads what a worker has noted, a JSON object a line; what is none, or is cut off, is passed over."""
+    """Reads the notes of a worker, one JSON object per line; skips other and truncated lines."""
     places: set[tuple[str, int]] = set()
     said: dict[str, Any] = {}
     for line in text.splitlines():
@@ -78,12 +78,12 @@ def read_words(text: str) -> LastWords:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is known of one worker process that the launcher has started.
+    """The facts about one worker process that the launcher has started.
 
     Attributes:
-        code: its exit code, negative for a signal; None: it lives.
-        order: in which it was seen to end, among the others.
-        stopped: the launcher had asked it to end before it did.
+        code: its exit code, negative for a signal; None: it is running.
+        order: its number in the order in which workers were seen to end.
+        stopped: whether the launcher had asked it to end.
     """
 
     code: int | None = None
@@ -102,9 +102,9 @@ class Verdict:
     """The process that failed first, and how.
 
     Attributes:
-        index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
-        elsewhere: who another launcher, or host, has started.
-        sure: whether nothing can still change it.
+        index: the index of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
+        elsewhere: the name of a process that another launcher, or another host, has started.
+        sure: whether the verdict is final.
     """
 
     index: int | None = None
@@ -115,13 +115,13 @@ class Verdict:
 def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int]] = frozenset()) -> Verdict:
     """Decides which failure is the cause of the others.
 
-    The scheduler's word goes first, since it saw in which order all left, on all hosts. Without it, a worker
-    that failed by itself comes before one that failed because of others, and then the order counts in which
-    they were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
+    The scheduler's report takes precedence, since it saw the order in which all left, on all hosts. Without
+    it, a worker that failed by itself comes before one that failed because of others; then the order counts
+    in which they were seen to end. A worker that has not tried to join has failed by itself.
 
     Args:
-        endings: of the launcher's workers.
-        replaced: places of workers that it has started again: the launch has outlived their failure.
+        endings: the endings of the launcher's workers.
+        replaced: places of workers that it has started again, so that their failure did not end the launch.
     """
     named = Counter(ending.words.first for ending in endings if ending.words.first is not None)
     for first, _ in named.most_common():
@@ -143,7 +143,7 @@ def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int
 
 
 def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
-    """How a worker ended that was not the first to fail, in one line."""
+    """Returns a line on the end of a worker that was not the first to fail."""
     words, code = ending.words, ending.code or 0
     if words.left:
         return "left as it was asked to"
@@ -158,12 +158,12 @@ def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
 
 
 def exit_status(code: int) -> int:
-    """The shell's number for a process's end: 128 + signal where a signal ended it."""
+    """Returns the shell's exit code for a process: 128 + signal if a signal ended it."""
     return code if code >= 0 else 128 - code
 
 
 def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
-    """How a process ended, in words."""
+    """Returns how a process ended, in words."""
     if code >= 0:
         return f"exited with code {code}"
     return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
@@ -176,7 +176,7 @@ AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
 
 
 class Waits:
-    """Decides when to show who the job waits for: soon after a wait begins, then ever more rarely.
+    """Decides when to show what the job waits for: soon after a wait begins, then at growing intervals.
 
     The sentence about one wait may change every few seconds; the newest is shown when the next is due. A wait
     in another phase of the membership counts as another one.
@@ -188,13 +188,13 @@ class Waits:
         self._pause_s = AGAIN_S
 
     def hear(self, sentence: str, phase: str, now: float, *, after_s: float) -> bool:
-        """Takes the newest sentence in; empty: the job does not wait.
+        """Stores the newest sentence; empty: the job does not wait.
 
         Args:
-            sentence: says who the job waits for.
+            sentence: names the workers for which the job waits.
             phase: the state of the membership.
-            now: seconds on a clock that is never put back.
-            after_s: how long a wait lasts before it is shown, in seconds.
+            now: seconds of a monotonic clock.
+            after_s: the seconds after which a wait is shown.
 
         Returns:
             Whether a wait that was shown is over.
@@ -210,11 +210,11 @@ class Waits:
 
     @property
     def due_s(self) -> float | None:
-        """When there may be something to show; None: nothing is to come."""
+        """Returns when there may be something to show; None: never."""
         return self._due_s if self._newest != self._shown else None
 
     def take(self, now: float) -> str:
-        """Returns the sentence that is due, once; empty: none is."""
+        """Returns the sentence that is due, once; empty: none is due."""
         if self.due_s is None or now < self.due_s:
             return ""
         self._shown = self._newest
@@ -230,15 +230,15 @@ _TRAINS = ("running", "building", "changing")
 def advice_on_wait(
     phase: str, *, min_workers: int, max_restarts: int, workers: int, spares: int = 0, replacement: str = ""
 ) -> str:
-    """Says what ends a wait, and which option of ``muster run`` would have; empty: nothing is known.
+    """Returns advice on a wait: what ends it, and which option of ``muster run`` would have; empty: none.
 
     Args:
         phase: the state of the membership.
         min_workers: as the options say; 0: all workers are needed.
-        max_restarts: likewise.
-        workers: how many the job has.
-        spares: how many wait for a place in it, as the options say.
-        replacement: the command line that starts a worker in the place of one that has ended.
+        max_restarts: as the options say.
+        workers: number of workers of the job.
+        spares: number of spare workers, as the options say.
+        replacement: the command line that starts a replacement for a worker that has ended.
     """
     if phase in _TRAINS and workers > 1 and not min_workers and not spares:
         return (
@@ -307,7 +307,12 @@ def _count(number: int, what: str) -> str:
 
 
 def describe_progress(text: bytes) -> tuple[int, int, str] | None:
-    """(steps done, steps in all or 0, speed and loss as text) of a worker's note; None: there is none."""
+    """Reads a worker's progress from its note.
+
+    Returns:
+        The steps done, the total number of steps (0: unknown), and speed and loss as text. None: the note has
+        no progress.
+    """
     try:
         facts = json.loads(text)
         step, total = int(facts["step"]), int(facts.get("steps") or 0)

@@ -1,4 +1,4 @@
-"""Which workers of a launch start on this host, and their ranks. Pure."""
+"""Computes which workers of a launch start on this host, and their ranks. Pure."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def count_workers(request: Request, *, here: Collection[str], devices: int, core
         fewer = f"-n {devices - counts.spares}" if counts.spares < devices else "--spares"
         raise SettingsError(
             f"{asked} are asked for on this host, which offers {devices} "
-            f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own.",
+            f"{'device' if devices == 1 else 'devices'}; each worker needs its own device.",
             remedy=f"Ask for fewer ({fewer}), for CPU workers (--devices none), or, to try things out, "
             "for several workers on a GPU (--share-gpus).",
         )
@@ -167,7 +167,7 @@ def _counts_of_hosts(request: Request, here: set[str]) -> WorkerCounts:
     local = max(0, min(hosts[position].slots, left - first))
     if not local:
         raise SettingsError(
-            f"-n {left} is used up by the hosts before {hosts[position].name}: nothing to start here."
+            f"The hosts before {hosts[position].name} start all {left} workers of -n: none is left for it."
         )
     several = len(hosts) > 1
     counts = WorkerCounts(left, local, first, hosts[0].name if several else "", first_host=position == 0)

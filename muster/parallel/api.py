@@ -1,4 +1,4 @@
-"""``muster.parallelize``: divides a module among the ranks of the job."""
+"""``muster.parallelize``: shards a module over the ranks of the job."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _LOSS = "net."
 
 
 def layerwise(parameter: Any) -> Any:
-    """Leaves a parameter out of broadcasts and of the averaging of gradients: each rank keeps its own.
+    """Marks a parameter that each rank keeps for itself: it is not broadcast, and its gradient not averaged.
 
-    It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode
-    "hybrid" is data parallelism with such parameters; those that divide or average all refuse them.
+    The gradient is that of this rank's own part of the loss; the script decides what to do with it. Mode
+    "hybrid" is data parallelism with such parameters. All modes that shard or average parameters refuse them.
 
     Returns:
-        The parameter.
+        The same parameter.
     """
     parameter.layerwise_parallel = True
     return parameter
@@ -69,7 +69,7 @@ class StandAlone(torch.nn.Module):  # type: ignore[misc]
 
 
 class _WithLoss(torch.nn.Module):  # type: ignore[misc]
-    """A module and its loss as one, of the tensors of a batch."""
+    """A module and its loss as one module, which takes the tensors of a batch."""
 
     def __init__(self, net: torch.nn.Module, loss: Any) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def parallelize(
     elastic: bool = False,
     survive: int = 0,
 ) -> Any:
-    """Divides a module among the ranks, as a search or you decide.
+    """Shards a module over the ranks, by a plan that a search finds or that you fix.
 
     ::
 
@@ -118,62 +118,65 @@ def parallelize(
         model(x, y).backward()
         optimizer.step()
 
-    Every rank calls this with the same arguments. What is None is what ``set_auto_parallel_context`` says if
-    anything was set there, and otherwise: mode "auto", search "exact", dataset_strategy "data_parallel",
-    gradients_mean and parameter_broadcast True.
+    Every rank calls this with the same arguments. An argument that is None takes its value from
+    ``set_auto_parallel_context``, if it was set there. The defaults are mode "auto", search "exact",
+    dataset_strategy "data_parallel", gradients_mean True and parameter_broadcast True.
 
     Args:
-        net: a module, or a :class:`muster.AutoParallel` with its settings; takes the batch's tensors,
-            returns a loss, or tensors. In training mode, with real parameters; parts that are in evaluation
-            mode, or frozen, stay so.
-        example: a batch as one rank feeds it, tensors in lists and dictionaries too; shapes, dtypes and what
-            is no tensor count, and stay the same for all batches. With dataset_strategy "data_parallel" the
-            first dimension of each tensor is the batch's.
-        session: whose communicator to use; None: that of ``muster.init()``.
-        communicator: use this one instead of a session's.
+        net: a module, or a :class:`muster.AutoParallel` with its settings. It takes the batch's tensors, and
+            returns a loss or tensors. It must be in training mode and have real parameters; submodules may be
+            in evaluation mode or frozen, and stay so.
+        example: one rank's batch: tensors, also in lists and dictionaries. All batches must have its shapes,
+            its dtypes and its values that are not tensors. With dataset_strategy "data_parallel" the first
+            dimension of each tensor is the batch dimension.
+        session: the session that has the communicator; None: that of ``muster.init()``.
+        communicator: the communicator to use instead of a session's.
         mode: "auto" (search), "semi_auto" (search around ``strategies``, see ``rest``), "data_parallel",
             "hybrid" (with :func:`layerwise` parameters) or "stand_alone".
-        strategies: by operator or module, the slices of each dimension of each input, or slices by axis.
-        search: "exact", or "propagation": only communication counts.
-        memory: the share of the machine's memory that a plan may use, 0 to 1.
-        dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": all of it; or
-            the slices of each input, which ranks take row by row: of two slices the first half of the ranks
-            feeds the first.
-        gradients_mean: average gradients over the parts of the batch; False: sum.
-        parameter_broadcast: take parameters and buffers from rank 0 now.
-        plan: a file: the plan is loaded from it if it exists, and saved there if not.
-        loss: if given, the module is loss(net(all but the last tensor), the last tensor).
-        mesh: how the ranks are arranged; None: the best of all arrangements in one or two dimensions.
-        machine: what things cost, or the file with that which ``muster plan --measure`` wrote; None: an H200.
-        batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each
-            rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
-        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
-        shard_updates: whether updates are divided among ranks (ZeRO-1): True: where the search finds that it
-            pays; "always", also in mode "data_parallel"; False: never. None: "always" if
+        strategies: by name of an operator or module: the number of slices of each dimension of each input, or
+            the number of slices by axis.
+        search: "exact", or "propagation", which minimises communication only.
+        memory: the share of the machine's memory that a plan may use, above 0 and up to 1.
+        dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": each rank
+            feeds all of it; or the slices of each input, which ranks take row by row: of two slices, the
+            first half of the ranks feeds the first one.
+        gradients_mean: whether gradients are averaged over the parts of the batch; False: they are summed.
+        parameter_broadcast: whether parameters and buffers are broadcast from rank 0 now.
+        plan: a file. The plan is loaded from it if it exists, and saved to it otherwise.
+        loss: a function; the sharded module then computes loss(net(all but the last tensor), last tensor).
+        mesh: the number of ranks along each mesh dimension; None: the best mesh of one or two dimensions.
+        machine: the machine's costs, or a file of them that ``muster plan --measure`` wrote; None: an H200.
+        batch_norm: "synchronised": statistics of the whole batch, as in one process; "local": statistics of
+            each rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid",
+            and otherwise "synchronised".
+        optimizer_states: number of tensors that the optimizer keeps per parameter: 2 for Adam, 1 for
+            momentum, 0 for plain SGD.
+        shard_updates: whether optimizer updates are sharded (ZeRO-1). True: where the search finds it faster;
+            "always": wherever possible, also in mode "data_parallel"; False: never. None: "always" if
             ``enable_parallel_optimizer`` is set, otherwise True.
-        shard_parameters: whether each rank holds a share of a parameter only, which is gathered when it is
-            computed with, in both passes (ZeRO-3, as FSDP): None or True: where memory needs it, unless
-            shard_updates is False; "always", also in mode "data_parallel"; False: never.
-        checkpoint_activations: whether layers compute their activations again in the backward pass, instead
-            of keeping them: None or True: as many as memory needs; "always": all that free some, also in mode
-            "data_parallel"; False: none.
-        rest: what operators without a strategy do in mode "semi_auto": "search" (what is cheapest), or
-            "data_parallel": they compute their part of the batch, as in MindSpore.
-        autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
-        seed: of dropout; None: torch's, of rank 0.
-        elastic: for a :class:`muster.ParallelTrainingState`, which brings the ranks together when the loop
-            begins: nothing is sent here, so that a replacement may come when others have long begun.
-        survive: 1: every part of the state is on two hosts (on two ranks, where all are on one host), so that
-            the loss of any one is made up for by the others, without a checkpoint; 0: as it comes.
+        shard_parameters: whether each rank holds only a shard of a parameter, which is gathered when it is
+            used in either pass (ZeRO-3, as FSDP). None or True: where memory requires it, unless
+            shard_updates is False; "always": wherever possible, also in mode "data_parallel"; False: never.
+        checkpoint_activations: whether activations are recomputed in the backward pass instead of kept. None
+            or True: in as many layers as memory requires; "always": in all layers where this frees memory,
+            also in mode "data_parallel"; False: in none.
+        rest: how operators without a strategy are split in mode "semi_auto": by "search" (the cheapest way),
+            or "data_parallel" (each computes its part of the batch, as in MindSpore).
+        autocast: the dtype of ``torch.autocast`` in the forward pass; not float16.
+        seed: the seed of dropout; None: rank 0's seed of torch.
+        elastic: whether the module is for a :class:`muster.ParallelTrainingState`. Nothing is communicated
+            here then: the state does that when the loop begins, so that a replacement may start later.
+        survive: 1: two hosts hold every part of the state (two ranks, if there is one host only), so that
+            the loss of any one needs no checkpoint; 0: no such guarantee.
 
     Returns:
-        A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`; where it
-        does the same, in mode "data_parallel", or where the forward pass is no graph, a
-        :class:`muster.DataParallel`. In mode "stand_alone" the module itself, with ``plan``.
+        A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`, or a
+        :class:`muster.DataParallel` if the forward pass cannot be recorded as a graph, or if that does the
+        same in mode "data_parallel". In mode "stand_alone": the module, wrapped to have ``plan``.
 
     Raises:
-        SettingsError: something given is wrong, does not fit the model, or fits no plan.
-        CollectiveMismatchError: the ranks came to different plans.
+        SettingsError: an argument is wrong, does not fit the model, or no plan fits the arguments.
+        CollectiveMismatchError: the ranks found different plans.
     """
     net, inherited = context.inherited_by(net)
     chosen = settings_of(
@@ -195,7 +198,7 @@ def parallelize(
     _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
         check_divides(chosen.mode, strategies or {})
-        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
+        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is sharded or communicated."))
     group = communicator if communicator is not None else _communicator_of(session)
     if communicator is None:
         inherited.check_place(group.world_size, group.rank)
@@ -224,7 +227,7 @@ def parallelize(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The inputs of the search beside the graph; see :func:`parallelize`."""
+    """The inputs of the search, apart from the graph; see :func:`parallelize`."""
 
     chosen: ParallelSettings
     strategies: Mapping[str, Strategy]
@@ -239,7 +242,7 @@ class _Given:
             raise SettingsError(f"survive is 0 or 1, not {self.survive!r}")
 
     def plan(self, graph: Graph, group: Communicator, *, search_again: bool = False) -> Plan:
-        """The plan that was saved, if there is one and not ``search_again``; else what a search finds."""
+        """Returns the saved plan; the result of a search if there is none, or with ``search_again``."""
         load = self.chosen.load and not search_again
         found = self._loaded(graph, group) if load else self._searched(graph, group)
         found.gradients = "averaged" if self.chosen.gradients_mean else "summed"
@@ -272,7 +275,7 @@ class _Given:
         return found
 
     def _hosts(self, group: Communicator) -> tuple[str, ...]:
-        """Each rank's host for ``survive=1``; on a single host each rank counts as one."""
+        """Returns each rank's host for ``survive=1``; on a single host each rank counts as a host."""
         if not self.survive or group.world_size == 1:
             return ()
         hosts = tuple(peer.host_id for peer in group.membership.peers)
@@ -336,8 +339,8 @@ class _Given:
         )
         if nbytes > self.memory * self.machine.memory_bytes:
             raise SettingsError(
-                f"the plan {path} needs {nbytes / 1e9:.1f} GB a rank, and memory={self.memory} of"
-                f" {self.machine.memory_bytes / 1e9:.1f} GB is less"
+                f"the plan {path} needs {nbytes / 1e9:.1f} GB per rank, more than memory={self.memory} of"
+                f" {self.machine.memory_bytes / 1e9:.1f} GB"
             )
         if self.chosen.plain and not found.is_data_parallel:
             raise SettingsError(
@@ -348,7 +351,7 @@ class _Given:
 
 
 def _on_hosts_of(group: Communicator, machine: Hardware) -> Hardware:
-    """A machine whose hosts have as many neighbouring ranks as the job's; of uneven ones the fewest."""
+    """Returns the machine with as many ranks per host as the job has; the fewest, if hosts differ."""
     runs = neighbours(group)
     if len(runs) == 1 and runs[0] <= machine.host_ranks:
         return machine
@@ -358,7 +361,7 @@ def _on_hosts_of(group: Communicator, machine: Hardware) -> Hardware:
 def _planned(
     own: Any, traced: Traced, given: _Given, group: Communicator, *, seed: int | None, elastic: bool
 ) -> Any:
-    """Plans a recorded module, makes sure that the ranks came to the same, and wraps it as the plan says."""
+    """Finds a plan for a recorded module, checks that all ranks found the same, and wraps the module."""
     chosen, autocast = given.chosen, given.chosen.autocast
     if autocast is not None:
         mark_autocast(traced.graph, autocast.itemsize)
@@ -392,8 +395,8 @@ def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced
         raise SettingsError(f"net is a torch.nn.Module, not {net!r}")
     if not net.training:
         raise SettingsError(
-            "net is in evaluation mode, and what is recorded is training: call net.train() before"
-            " (single parts may stay in evaluation mode)"
+            "net is in evaluation mode, and training is to be recorded: call net.train() first"
+            " (submodules may stay in evaluation mode)"
         )
     number = 0
     for at, each in enumerate(leaves):
@@ -414,20 +417,20 @@ def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced
 def graph_of(
     net: Any, example: Sequence[Any], world: int, dataset: Any = "data_parallel", loss: Any = None
 ) -> Graph:
-    """The graph of a module, also on meta tensors, as a job of ``world`` ranks plans with it.
+    """Records the graph that a job of ``world`` ranks would plan with; takes modules on meta, too.
 
     Raises:
-        TraceError: the forward pass is no graph.
-        SettingsError: the example and the strategy of the data do not fit.
+        TraceError: the forward pass cannot be recorded as a graph.
+        SettingsError: the example does not fit the strategy of the data.
     """
     return _trace(net if loss is None else _WithLoss(net, loss), example, world, dataset).graph
 
 
 def _bare(own: Any) -> Any:
-    """A module whose parameters have the names of ``own.net``, and of its loss.
+    """Returns a module with the parameters of ``own.net``, under the same names, and those of the loss.
 
     Raises:
-        SettingsError: some of them have the same names.
+        SettingsError: a submodule of the net has the name of the loss.
     """
     bare = copy.copy(own.net)
     bare._modules = dict(own.net._modules)
@@ -435,7 +438,7 @@ def _bare(own: Any) -> Any:
         if "loss" not in bare._modules:
             bare._modules["loss"] = own.loss
         elif [*own.loss.parameters(), *own.loss.buffers()]:
-            raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
+            raise SettingsError('net has a submodule "loss", a name that the loss needs: rename it')
     return bare
 
 
@@ -451,8 +454,8 @@ def _check_layerwise(own: Any, mode: str) -> None:
     marked = [name for name, each in own.named_parameters() if getattr(each, "layerwise_parallel", False)]
     if marked and mode not in ("hybrid", "stand_alone"):
         raise SettingsError(
-            f'{marked[0].removeprefix(_LOSS)} is layerwise, and mode "{mode}" would not leave it to each'
-            ' rank: use mode="hybrid"'
+            f'{marked[0].removeprefix(_LOSS)} is layerwise, which mode "{mode}" does not support:'
+            ' use mode="hybrid"'
         )
 
 
@@ -482,7 +485,11 @@ def _seed(group: Communicator, seed: int | None, *, shared: bool) -> int:
 
 
 def _check_same(group: Communicator, found: Plan, *others_too: Any) -> None:
-    """Makes sure that all ranks run the same plan, with the same of whatever else counts."""
+    """Checks that all ranks have the same plan and the same further values.
+
+    Raises:
+        CollectiveMismatchError: a plan or a value differs.
+    """
     keys = "\n".join(state.key for state in found.states)
     text = f"{found.graph.fingerprint()} {found.mesh} {keys} {found.options} {others_too}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -500,7 +507,7 @@ def _device_of(group: Communicator) -> Any:
 
 
 def _without_graph(own: Any, group: Communicator, chosen: ParallelSettings, error: TraceError) -> Any:
-    """Plain data parallelism for a module that is no graph."""
+    """Wraps a module that cannot be recorded as a graph in plain data parallelism."""
     verdict = f"data parallel, because nothing else can be searched. {error}"
     if chosen.mode != "data_parallel":
         log.warning("%s", verdict)

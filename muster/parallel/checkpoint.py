@@ -1,8 +1,8 @@
-"""Checkpoints of divided models in the format of ``torch.distributed.checkpoint``: each rank writes parts.
+"""Sharded checkpoints in the format of ``torch.distributed.checkpoint``: each rank writes its parts.
 
-The format holds tensors as boxes of whole ones, so what one plan has saved on four ranks is read by another
-plan on three, or by ``torch.distributed.checkpoint.load`` into a bare module. No process group is needed:
-what that library does itself among ranks is done over the job's communicator here.
+The format stores each part as a box within the whole tensor. So a checkpoint of four ranks can be loaded by
+another plan on three ranks, or by ``torch.distributed.checkpoint.load`` into a bare module. No process group
+is needed: ranks exchange the metadata over the job's communicator.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _GROUPS, _STATE, _EXTRA = (
     "optimizer.param_groups",
     "optimizer.state",
     "extra",
-)  # torch flattens lists and dictionaries to such names
+)  # torch flattens lists and dictionaries into such names
 ViewKey = tuple[str, tuple[int, ...]]
-"""A tensor's name, and where in it a box begins."""
+"""A tensor's name, and the offsets at which a box begins in it."""
 
 
 def save_divided(
@@ -69,22 +69,23 @@ def save_divided(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Saves a divided model; all ranks call it, each writes a share of the parts.
+    """Saves a sharded model. All ranks call it; each writes some of the parts.
 
-    The directory appears under its name only when all parts are written. One of the same name is replaced.
+    The directory gets its name only when all parts are written; until then an older checkpoint of that name
+    stays in place.
 
     Args:
-        directory: where; on a file system that all ranks see.
-        model: made by :func:`muster.parallelize`.
-        optimizer: of ``model.parameters()``, whose state and settings are saved too.
-        extra: what else belongs to it, as JSON knows it; the same on all ranks.
+        directory: the checkpoint's directory, on a file system that all ranks share.
+        model: a model that :func:`muster.parallelize` made.
+        optimizer: the optimizer of ``model.parameters()``; its state and settings are saved, too.
+        extra: further values to save, as JSON values; the same on all ranks.
 
     Returns:
         The directory.
 
     Raises:
-        CheckpointError: a rank could not write its parts; on all ranks, naming the rank.
-        SettingsError: the optimizer is of another model, or a parameter is layerwise.
+        CheckpointError: a rank could not write its parts; raised on all ranks, with the failed rank's number.
+        SettingsError: the optimizer belongs to another model, or a parameter is layerwise.
     """
     communicator = model.communicator
     final = mounted_path(directory)
@@ -116,7 +117,7 @@ def save_divided(
 
 
 def saved_values(model: ParallelModule, optimizer: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is saved beside the tensors, by name."""
+    """Returns the values that are saved in addition to the tensors, by name."""
     values: dict[str, Any] = {_EXTRA: json.dumps(dict(extra or {}))}
     if optimizer is not None:
         for number, group in enumerate(_settings(model, optimizer)):
@@ -125,20 +126,21 @@ def saved_values(model: ParallelModule, optimizer: Any, extra: Mapping[str, Any]
 
 
 def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = None) -> dict[str, Any]:
-    """Loads what any plan on any number of ranks has saved; each rank reads what it holds.
+    """Loads a checkpoint of any plan and world size. All ranks call it; each reads only what it holds.
 
     Args:
-        directory: of :func:`save_divided`. Like every checkpoint of torch it is trusted: it may run code.
+        directory: a directory that :func:`save_divided` wrote. It must be trusted: like any checkpoint of
+            torch it can run code.
         model: overwritten in place.
-        optimizer: overwritten in place, settings too; its state is made if it has none yet. A parameter
-            that had none when this was saved, for want of a gradient, gets that of before its first step.
+        optimizer: overwritten in place, with its settings; its state is created if it has none yet. A
+            parameter without a saved state (it had no gradient yet) gets its state of before the first step.
 
     Returns:
-        What was saved as ``extra``.
+        The values that were saved as ``extra``.
 
     Raises:
-        CheckpointError: it cannot be read on some rank; on all ranks.
-        StateMismatchError: it is of another model, or has no optimizer.
+        CheckpointError: a rank could not read the checkpoint; raised on all ranks.
+        StateMismatchError: the checkpoint is of another model, or has no optimizer.
     """
     if optimizer is not None:
         make_optimizer_state(optimizer)
@@ -170,7 +172,15 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
 
 @contextlib.contextmanager
 def together(model: ParallelModule, done: str) -> Iterator[None]:
-    """Context for work on all ranks: where one fails, all raise an error that names it."""
+    """Context for work that all ranks do: if one fails, the others raise an error with its number.
+
+    Args:
+        model: the model that has the communicator.
+        done: the verb of the error: "the checkpoint could not be ..." read, say.
+
+    Raises:
+        CheckpointError: the work failed with an ``OSError``, or failed on another rank.
+    """
     error: Exception | None = None
     try:
         yield
@@ -195,11 +205,11 @@ def _device(model: ParallelModule) -> Any:
 
 
 def write_items(tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: int) -> list[WriteItem]:
-    """The parts that this rank writes; ranks with the same part take turns by tensor."""
+    """Returns the parts that a rank writes; ranks that hold the same part take turns, tensor by tensor."""
     found = []
     for number, each in enumerate(tensors):
         part = each.parts[rank]
-        if not math.prod(each.shape) and rank == 0:  # there is nothing of it, but its name
+        if not math.prod(each.shape) and rank == 0:  # an empty tensor is saved by its name alone
             found.append(_shard(each, Box((0,) * len(each.shape), each.shape)))
         holders = [other for other, theirs in enumerate(each.parts) if theirs == part]
         if holders[number % len(holders)] != rank:
@@ -221,13 +231,13 @@ def _shard(tensor: DividedTensor, box: Box) -> WriteItem:
 
 
 def views_of(tensors: Sequence[DividedTensor], rank: int) -> dict[ViewKey, Any]:
-    """This rank's elements by tensor's name and box's offsets; they share memory with the tensors."""
+    """Returns views of a rank's elements, by the tensor's name and the box's offsets."""
     views = {(each.name, box.offsets): each.view(box) for each in tensors for box in each.parts[rank].boxes()}
     return views | {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
 
 
 class _Source(DefaultSavePlanner):  # type: ignore[misc]
-    """Gives torch's writer this rank's boxes."""
+    """Gives torch's writer the boxes of this rank."""
 
     def __init__(self, tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: int) -> None:
         super().__init__()
@@ -235,7 +245,7 @@ class _Source(DefaultSavePlanner):  # type: ignore[misc]
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor or the bytes that an item stands for."""
+        """Returns the tensor or the bytes of an item."""
         index = write_item.index
         if write_item.type != WriteItemType.BYTE_IO:
             return self._views[index.fqn, tuple(index.offset or ())]
@@ -245,7 +255,7 @@ class _Source(DefaultSavePlanner):  # type: ignore[misc]
 
 
 def row_of(result: Any) -> list[Any]:
-    """The place where an item was written, as JSON values."""
+    """Converts a writer's result (where an item was written) to JSON values."""
     index, place = result.index, result.storage_data
     offset = None if index.offset is None else list(index.offset)
     return [
@@ -260,7 +270,7 @@ def row_of(result: Any) -> list[Any]:
 
 
 def result_of(row: Sequence[Any]) -> WriteResult:
-    """What :func:`row_of` was given."""
+    """Converts the JSON values of :func:`row_of` back to a writer's result."""
     name, offset, number, nbytes, path, start, length = row
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
     return WriteResult(index, nbytes, _StorageInfo(path, start, length))
@@ -269,7 +279,7 @@ def result_of(row: Sequence[Any]) -> WriteResult:
 def name_aliases(
     aliases: Iterable[tuple[str, Sequence[str]]], metadata: Metadata, results: list[WriteResult]
 ) -> None:
-    """A tied parameter is stored once, and found under each of its names."""
+    """Adds the other names of tied parameters, which are stored once, to the metadata and the results."""
     for name, others in aliases:
         for alias in others:
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
@@ -281,7 +291,7 @@ def name_aliases(
 
 
 def put_in_place(unfinished: Path, final: Path) -> None:
-    """Gives a finished directory its name; what had it before is there until the new one is."""
+    """Renames a finished directory to its final name; an older checkpoint is set aside, and then deleted."""
     old = _set_aside(final)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -291,19 +301,19 @@ def put_in_place(unfinished: Path, final: Path) -> None:
 
 
 def _set_aside(final: Path) -> Path:
-    """Where a checkpoint is while its successor gets its name."""
+    """Returns the path of an old checkpoint while the new one is renamed."""
     return final.with_name(f".{final.name}.old")
 
 
 def saved_at(directory: str | Path) -> Path:
-    """Where a checkpoint is: under its name, or set aside, if a rank was killed as it put a new one there."""
+    """Returns a checkpoint's path: its name, or where it was set aside, if rank 0 was killed in between."""
     final = mounted_path(directory)
     aside = _set_aside(final)
     return aside if not final.exists() and aside.exists() else final
 
 
 def _settings(model: ParallelModule, optimizer: Any) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, parameters by their names, as torch's own state dictionaries."""
+    """Returns the optimizer's parameter groups with names for parameters, as torch's state dictionaries."""
     names = parameter_names(model, optimizer)
     return [
         {
@@ -343,7 +353,7 @@ def _check(
 
 
 def _without_state(model: ParallelModule, optimizer: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's parameters of which no state was saved, by the names under which it would be."""
+    """Returns the optimizer's parameters that have no saved state, by the name that the state would have."""
     if optimizer is None:
         return {}
     names = parameter_names(model, optimizer)
@@ -354,7 +364,11 @@ def _without_state(model: ParallelModule, optimizer: Any, known: Mapping[str, An
 
 
 def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path) -> None:
-    """Refuses an optimizer of another kind, where states that it lacks could not show that it is one."""
+    """Checks the kind of the optimizer by its settings, as missing states cannot show it.
+
+    Raises:
+        StateMismatchError: the saved optimizer lacks a setting.
+    """
     missing = [key for key in optimizer.defaults if f"{_GROUPS}.0.{key}" not in known]
     if missing:
         raise StateMismatchError(
@@ -364,7 +378,7 @@ def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path)
 
 
 def _reset_state(optimizer: Any, parameters: Sequence[Any]) -> None:
-    """Gives parameters the state of before their first step, in the tensors that are there."""
+    """Resets the optimizer state of parameters to that of before the first step, in place."""
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
     make_optimizer_state(optimizer)
     for parameter, entries in before.items():
@@ -376,7 +390,7 @@ def _reset_state(optimizer: Any, parameters: Sequence[Any]) -> None:
 
 
 class _Target(DefaultLoadPlanner):  # type: ignore[misc]
-    """Gives torch's reader the memory to read into."""
+    """Gives torch's reader the memory that it reads into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +398,7 @@ class _Target(DefaultLoadPlanner):  # type: ignore[misc]
         self._views: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def read_items(self, each: DividedTensor, saved: TensorStorageMetadata, rank: int) -> list[ReadItem]:
-        """What must be read for this rank's part of a tensor."""
+        """Returns the items to read for this rank's part of a tensor."""
         boxes = each.parts[rank].boxes()
         for box in boxes:
             self._views[each.name, box.offsets] = each.view(box)
@@ -393,7 +407,7 @@ class _Target(DefaultLoadPlanner):  # type: ignore[misc]
         return found
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
-        """The memory that an item is read into."""
+        """Returns the memory that an item is read into."""
         found = self._views[read_item.dest_index.fqn, tuple(read_item.dest_index.offset or ())]
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             found = found.narrow(dim, offset, length)
@@ -403,7 +417,7 @@ class _Target(DefaultLoadPlanner):  # type: ignore[misc]
         """Does nothing: the tensor was read in place."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes values that are not tensors."""
+        """Keeps a value that is not a tensor."""
         self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 

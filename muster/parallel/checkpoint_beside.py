@@ -1,8 +1,8 @@
-"""Checkpoints of divided models that each rank's own process writes while the training goes on.
+"""Sharded checkpoints that a separate process of each rank writes while training continues.
 
-The files are those of :func:`muster.parallel.checkpoint.save_divided`. Each rank's writer puts its parts into
-the unfinished directory, and then a small file that says where they are; rank 0's waits for all of these, and
-gives the directory its name. So no rank waits for another one's disk, and no collective is needed.
+The files are those of :func:`muster.parallel.checkpoint.save_divided`. Each rank's writer process writes its
+parts into the unfinished directory, and then a small file that lists them. Rank 0's process waits for all
+these files, and renames the directory. So no rank waits for another rank's disk, and no collective is needed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ OTHERS_WITHIN_S = 60.0
 
 
 class DividedWriter:
-    """Writes one model's checkpoints; all ranks have one.
+    """Writes the checkpoints of one model; each rank has a writer.
 
     Args:
-        directory: as :func:`save_divided` takes it.
-        mbytes_per_s: the most that each rank writes, in 10**6 bytes a second; 0: no bound.
+        directory: see :func:`save_divided`.
+        mbytes_per_s: the highest rate at which each rank writes, in 10**6 bytes a second; 0: no limit.
     """
 
     def __init__(self, directory: Path, mbytes_per_s: float) -> None:
@@ -68,7 +68,7 @@ class DividedWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's process is at work."""
+        """Whether this rank's process is writing."""
         return self._writer.is_writing
 
     def save(
@@ -78,21 +78,21 @@ class DividedWriter:
         extra: Mapping[str, Any],
         done: Callable[[int, float], None],
     ) -> int:
-        """Copies this rank's parts, and begins to write them; all ranks call it.
+        """Copies this rank's parts, and starts to write them. All ranks call it.
 
-        The write before is waited for first, on all ranks.
+        It first waits until all ranks have finished the previous write.
 
         Args:
-            model: whose parts.
-            optimizer: of its parameters.
+            model: the model to save.
+            optimizer: the optimizer of its parameters.
             extra: see :func:`save_divided`.
-            done: gets the checkpoint's bytes and the seconds that writing took, on rank 0.
+            done: called on rank 0 with the checkpoint's size in bytes and the seconds that writing took.
 
         Returns:
-            The bytes that the copy takes.
+            The size of the copy in bytes.
 
         Raises:
-            CheckpointError: a rank could not begin; on all ranks.
+            CheckpointError: a rank could not start; raised on all ranks.
         """
         rank, world_size = model.communicator.rank, model.communicator.world_size
         with together(model, "awaited"):
@@ -123,15 +123,15 @@ class DividedWriter:
                 done(found["size_bytes"], found["seconds"])
 
         call = f"{__name__}:{write_parts.__name__}"
-        # What others have written there is not this rank's to take away, but where this is rank 0.
+        # After a failed write rank 0 deletes the whole directory, the other ranks only their own file.
         partly = unfinished if rank == 0 else unfinished / _RANK_FILE.format(rank)
         self._writer.write(WriteOrder(call, what, copy.size, partly, copy.ready, written))
         return copy.size
 
     def _make_unfinished(self, model: ParallelModule) -> Path:
-        """The directory that this write goes to until it is whole; rank 0 makes it, all ranks call it.
+        """Returns the directory of an unfinished checkpoint. All ranks call it; rank 0 makes the directory.
 
-        Its name was never used: a host that is cut off may still write what was given up.
+        Its name is always new, as a disconnected host may still write to the directory of an abandoned write.
         """
         device = next(model.parameters()).device
         token = broadcast_text(model.communicator, device, os.urandom(4).hex(), 0)
@@ -146,7 +146,7 @@ class DividedWriter:
     def _begin_copy(
         self, rows: list[list[Any]], views: Mapping[ViewKey, Any], values: Mapping[str, Any], device: Any
     ) -> CheckpointCopy:
-        """Begins to copy what this rank's rows name, each under its row's number."""
+        """Starts to copy the items of this rank's rows, each under the number of its row."""
         tensors = {
             str(number): _as_bytes(views[row[0], tuple(row[1])])
             for number, row in enumerate(rows)
@@ -158,16 +158,16 @@ class DividedWriter:
         return self._copier.copy("", tensors, plain, self._writer.room)
 
     def wait(self) -> None:
-        """Waits until this rank has written; rank 0, until all have."""
+        """Waits until this rank has finished writing; rank 0 waits for all ranks."""
         self._writer.wait()
 
     def give_up(self) -> None:
-        """Ends a write that waits for a rank which may be lost."""
+        """Abandons the current write, which may be waiting for a lost rank."""
         self._writer.give_up("members have changed while it was written")
 
 
 def _row_of_item(item: WriteItem) -> list[Any]:
-    """An item as JSON values: a tensor's name, offsets, sizes, whole shape and dtype; or a value's name."""
+    """Converts an item to JSON values: name, offsets, sizes, whole shape and dtype; a value's name only."""
     if item.tensor_data is None:
         return [item.index.fqn]
     data = item.tensor_data
@@ -199,7 +199,7 @@ def _saved(value: Any) -> Any:
 
 
 class _Copied(DefaultSavePlanner):  # type: ignore[misc]
-    """Gives torch's writer what was copied, no faster than it may write."""
+    """Gives torch's writer the copied items, at a limited rate."""
 
     def __init__(self, rows: list[Any], arrays: Mapping[str, Any], pace: WritePace) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Copied(DefaultSavePlanner):  # type: ignore[misc]
         self._pace = pace
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor or the bytes that an item stands for."""
+        """Returns the tensor or the bytes of an item."""
         index = write_item.index
         offset = None if index.offset is None else tuple(index.offset)
         row, array = self._found[index.fqn, offset]
@@ -222,17 +222,17 @@ class _Copied(DefaultSavePlanner):  # type: ignore[misc]
 
 
 def write_parts(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes what :meth:`DividedWriter.save` has copied; rank 0's also waits for the others and finishes.
+    """Writes the copies of :meth:`DividedWriter.save`; on rank 0 it also waits for the others and finishes.
 
     Args:
-        data: the room's bytes.
-        what: what they are, and where they go.
+        data: the copied bytes.
+        what: a description of the bytes, and the paths to write to.
 
     Returns:
-        The checkpoint's size in bytes on rank 0, and the seconds that it took.
+        The checkpoint's size in bytes (on rank 0 only), and the seconds that writing took.
 
     Raises:
-        CheckpointError: it could not be written; on rank 0, also where another rank could not.
+        CheckpointError: writing failed; on rank 0 also if another rank's writing failed.
     """
     begun = time.monotonic()
     unfinished, rank, rows = Path(what["unfinished"]), what["rank"], what["rows"]
@@ -269,7 +269,7 @@ def write_parts(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _say(unfinished: Path, rank: int, words: Mapping[str, Any]) -> None:
-    """Tells rank 0's process how this rank's parts fared."""
+    """Writes this rank's result to a file for rank 0's process."""
     path = unfinished / _RANK_FILE.format(rank)
     new = beside(path)
     new.write_text(json.dumps(words))
@@ -277,7 +277,7 @@ def _say(unfinished: Path, rank: int, words: Mapping[str, Any]) -> None:
 
 
 def _hear(unfinished: Path, world_size: int, until: float) -> list[Any]:
-    """Waits for all ranks' words: through the file system, which is all that their writers share."""
+    """Waits for the results of all ranks, in files: their writers share nothing but the file system."""
     found: list[Any] = []
     while len(found) < world_size:
         path = unfinished / _RANK_FILE.format(len(found))

@@ -1,4 +1,4 @@
-"""``muster plan``: makes plans for a model without GPUs; measures a machine."""
+"""``muster plan``: finds the plan of a sharded model without GPUs, or measures a machine for such plans."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
     if options.hosts < 0 or (options.hosts and options.gpus % options.hosts):
-        raise SettingsError(f"--hosts are some that share {options.gpus} GPUs evenly, not {options.hosts}")
+        raise SettingsError(f"--hosts must share {options.gpus} GPUs evenly; it is {options.hosts}")
     if options.optimizer_states < 0:
         raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
     machine = MACHINES.get(options.machine.lower()) or load_machine(options.machine)
@@ -158,11 +158,11 @@ def _plan(options: argparse.Namespace) -> Plan | WithoutGraph:
 
 
 def _graph(options: argparse.Namespace) -> Graph:
-    """The graph of the model that is asked for.
+    """Records the graph of the model that the user names.
 
     Raises:
-        TraceError: it is no graph, or does not run.
-        SettingsError: there is none, or it is none.
+        TraceError: the forward pass cannot be recorded as a graph, or fails.
+        SettingsError: there is no such model, or what its function returns is not a model.
     """
     import torch
 
@@ -184,12 +184,16 @@ def _graph(options: argparse.Namespace) -> Graph:
 def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
     count = options.hosts or options.gpus
     if count == 1:
-        raise SettingsError(f"--survive takes 2 hosts or more, which share {options.gpus} GPUs evenly")
+        raise SettingsError("--survive 1 needs 2 hosts or more; --hosts is 1")
     return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
 
 
 def _made(name: str) -> Any:
-    """What the user's function returns; an error of it names the line that raised it."""
+    """Calls the user's function and returns its result.
+
+    Raises:
+        SettingsError: the function cannot be found, or raised an error, whose line the message gives.
+    """
     module, _, function = name.partition(":")
     module = module.removesuffix(".py")
     if not function or not all(part.isidentifier() for part in module.split(".")):

@@ -1,4 +1,4 @@
-"""What a module does beside its operators, and a recorded graph would leave out: refused, or found out."""
+"""Finds and refuses what a module does and a recorded graph would leave out, such as hooks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 @contextlib.contextmanager
 def what_no_graph_shows(module: Any) -> Iterator[None]:
-    """While a forward pass is recorded inside, refuses what torch.export leaves out without a word.
+    """Context in which a forward pass is recorded: refuses what torch.export would leave out silently.
 
     Raises:
-        TraceError: the module has hooks on gradients, or parameters that share their memory, or its forward
-            pass has an autograd.Function, hangs a hook on a tensor, uses torch.func, changes an attribute or
-            what that holds, or draws random numbers of Python or NumPy.
+        TraceError: the module has hooks on gradients, or parameters that share memory; or its forward pass
+            uses an autograd.Function or torch.func, registers a hook on a tensor, changes an attribute or its
+            contents, or draws random numbers of Python or NumPy.
     """
     _refuse_hooks(module)
     _refuse_shared_memory(module)
@@ -46,13 +46,13 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
                     tensor.copy_(value)
     if changed:
         raise TraceError(
-            f"The forward pass changes {changed[0]}, which a recorded one would not.",
-            remedy="Make it a buffer, or a tensor that the forward pass is given.",
+            f"The forward pass changes {changed[0]}, which a recorded graph would not do.",
+            remedy="Make it a buffer, or a tensor that is an argument of the forward pass.",
         )
     if drawn != _random_states():
         raise TraceError(
-            "The forward pass draws random numbers of Python or NumPy, and a recorded one none.",
-            remedy="Draw a tensor of torch's.",
+            "The forward pass draws random numbers by Python or NumPy, which a recorded graph would not do.",
+            remedy="Draw them by torch, as a tensor.",
         )
 
 
@@ -62,7 +62,7 @@ def _random_states() -> list[Any]:
 
 
 def _refuse_shared_memory(module: Any) -> None:
-    """Refuses parameters that are tied by their memory: as parts, each would have its own."""
+    """Refuses distinct parameters that share memory: their parts on a rank would not."""
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_meta or not parameter.numel():
@@ -70,7 +70,7 @@ def _refuse_shared_memory(module: Any) -> None:
         other = seen.setdefault(parameter.data_ptr(), name)
         if other != name:
             raise TraceError(
-                f"The parameters {other} and {name} share their memory, which their parts would not.",
+                f"The parameters {other} and {name} share memory, which is lost when they are sharded.",
                 remedy="Make them one parameter: b.weight = a.weight.",
             )
 
@@ -80,7 +80,7 @@ def _refuse_hooks(module: Any) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise TraceError(
-                f"The parameter {name} has a hook, which its parts would not have.", remedy=remedy
+                f"The parameter {name} has a hook, which is lost when it is sharded.", remedy=remedy
             )
     for name, each in module.named_modules():
         if each._backward_hooks or each._backward_pre_hooks:
@@ -89,15 +89,15 @@ def _refuse_hooks(module: Any) -> None:
 
 @contextlib.contextmanager
 def _noticed(module: Any, changed: list[str]) -> Iterator[None]:
-    """Notes what each forward pass changes, and puts it back; torch.export only does some of the latter."""
+    """Records what each forward pass changes, and undoes it; torch.export undoes only some of it."""
     kind, getattr_before = torch.nn.Module, torch.nn.Module.__getattr__
     held: list[_Held] = []
     missed: set[tuple[int, str]] = set()
 
     def before(*_: Any) -> None:
-        held[:] = [_Held(module)]  # with export's own parameters, which an LSTM has in a list, too
+        held[:] = [_Held(module)]  # with export's own parameters, which an LSTM also keeps in a list
         missed.clear()
-        original, thread = kind.__getattr__, threading.get_ident()  # export has put its own there
+        original, thread = kind.__getattr__, threading.get_ident()  # export has replaced it by its own
 
         def look_up(self: Any, name: str) -> Any:
             try:
@@ -133,15 +133,15 @@ _REFUSED = [
     (eager_transforms, "jvp_increment_nesting", _TRANSFORMS),
     (eager_transforms, "_func_increment_nesting", _TRANSFORMS),
 ]
-"""What is called where a forward pass does what no graph shows, and how that is called."""
+"""Functions whose effects no graph shows: class or module, name, and words for the error."""
 
 _ALSO_TORCHS = {torch.inference_mode.__enter__}
-"""What torch.export calls itself."""
+"""Those that torch.export calls itself."""
 
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Lets this thread, and no other, do nothing that no graph shows."""
+    """Context in which functions whose effects no graph shows raise a TraceError, in this thread only."""
     thread = threading.get_ident()
 
     def refusing(original: Callable[..., Any], words: str) -> Callable[..., Any]:
@@ -152,7 +152,7 @@ def _refused() -> Iterator[None]:
             line = _calling_line()
             at = f" at {line}" if line else ""
             raise TraceError(
-                f"The forward pass {what}{at}: no graph shows it.",
+                f"The forward pass {what}{at}, which a graph cannot record.",
                 line=line,
                 remedy='mode="data_parallel" needs no graph.',
             )
@@ -182,7 +182,7 @@ def _is_called_by_users() -> bool:
 
 
 def _calling_line() -> str:
-    """Where the user's code is now, as ``model.py:12``."""
+    """Returns the innermost line of user code that is running, as ``model.py:12``."""
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -190,7 +190,7 @@ def _calling_line() -> str:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is neither torch's, nor Python's, nor of this package."""
+    """Whether a file is user code: not part of torch, of Python, or of this package."""
     packages = f"{_STANDARD_LIBRARY}/site-packages"
     standard = path.startswith(_STANDARD_LIBRARY) and not path.startswith(packages)
     own = path.rpartition("/")[0] == __file__.rpartition("/")[0]
@@ -204,7 +204,7 @@ _NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "muster"}
 
 
 class _Held:
-    """What the attributes of a module and its parts hold now: values, in lists and dictionaries too."""
+    """The values of the attributes of a module and its submodules, also those in lists and dictionaries."""
 
     def __init__(self, module: Any) -> None:
         self._found: list[tuple[str, Any, Any]] = []  # a name, a module or container, what it holds
@@ -230,10 +230,11 @@ class _Held:
             ]
 
     def changes(self, missed: set[tuple[int, str]]) -> Iterator[str]:
-        """The names of what holds something else now.
+        """Yields the names of attributes and entries that have changed since.
 
         Args:
-            missed: attributes that were asked for and not there, by their object; a new one counts only then.
+            missed: the ids of modules, with names of attributes that were read and missing. A new attribute
+                of a module counts as changed only if it is among them.
         """
         for name, each, holds in self._found:
             now = _contents(each)
@@ -248,7 +249,7 @@ class _Held:
                     yield _entry(name, each, key)
 
     def restore(self) -> None:
-        """Puts everything back, but for the contents of tensors."""
+        """Restores everything except the contents of tensors."""
         for _, each, holds in self._found:
             if isinstance(each, (tuple, frozenset)):
                 continue
@@ -263,7 +264,7 @@ class _Held:
 
 
 def _is_object(each: Any) -> bool:
-    """Whether it is of a class of the user's: Python's and torch's own objects change as they like."""
+    """Whether the object is of a user's class; changes in objects of Python and torch are not checked."""
     if isinstance(each, types.SimpleNamespace):
         return True
     ours = type(each).__module__.partition(".")[0] in _NOT_USERS
@@ -275,7 +276,11 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 
 
 def _contents(each: Any) -> Any:
-    """What a module (beside parameters and parts), a container or a user's object holds; None: no such."""
+    """Returns the contents of a module (without parameters and submodules), container or user's object.
+
+    Returns:
+        A list, or a dictionary; None: the object is none of these.
+    """
     if isinstance(each, torch.nn.Module):
         return {name: value for name, value in vars(each).items() if name not in _TORCHS}
     if isinstance(each, dict):
@@ -292,7 +297,7 @@ def _entry(name: str, holder: Any, key: Any) -> str:
 def _same(one: Any, other: Any) -> bool:
     if (
         one is other or getattr(one, "grad_fn", None) is not None
-    ):  # of a pass that is over: made again in each
+    ):  # a result of an earlier pass, which each pass makes again
         return True
     if type(one) is not type(other):
         return False
@@ -305,17 +310,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def in_evaluation(training: Any, evaluated: Any) -> tuple[str, frozenset[str]]:
-    """Compares what a module does in evaluation with the graph of training that runs in its place.
+    """Compares a module's graph in evaluation mode with that of training mode, which runs in its place.
 
-    Dropout is left out there, BatchNorm takes its running statistics, and counters stand still; nothing else
-    may differ.
+    Evaluation may differ in three things only: no dropout, BatchNorm uses its running statistics, and
+    counters are not increased.
 
     Args:
-        training: an exported program in training mode.
-        evaluated: the same module's in evaluation mode.
+        training: the exported program in training mode.
+        evaluated: the exported program in evaluation mode.
 
     Returns:
-        The first operator that differs, or ""; the names of nodes that change a buffer in training only.
+        The first operator that differs ("": none does), and the names of nodes that change a buffer in
+        training only.
     """
     counters = set()
     ours, theirs = _Walk(training, training=True), _Walk(evaluated, training=False)
@@ -337,7 +343,7 @@ def in_evaluation(training: Any, evaluated: Any) -> tuple[str, frozenset[str]]:
 
 
 class _Walk:
-    """Goes through the operators of a program; arguments are named by when their makers were met."""
+    """Iterates over the operators of a program. Arguments are named by the position of their operator."""
 
     def __init__(self, program: Any, *, training: bool) -> None:
         self.nodes = list(program.graph.nodes)
@@ -353,11 +359,11 @@ class _Walk:
         }
 
     def number(self, number: int) -> None:
-        """Names the present node."""
+        """Gives the current node a number as its name."""
         self._names[self.node.name] = number
 
     def step(self) -> Any:
-        """What the next operator computes; None: there is none."""
+        """Returns the next operator with its arguments; None: there is none."""
         while self._at < len(self.nodes):
             self.node = self.nodes[self._at]
             self._at += 1
@@ -370,7 +376,7 @@ class _Walk:
         return None
 
     def is_counter(self) -> bool:
-        """Whether the present node only changes a buffer."""
+        """Whether the current node changes a buffer and does nothing else."""
         name = getattr(self.node.target, "_opname", "")
         return name.endswith("_") and not self.node.users and self.node.args[0].op == "placeholder"
 
@@ -378,7 +384,7 @@ class _Walk:
         return str(getattr(self.node.target, "_opname", self.node.target))
 
     def _does_nothing(self) -> bool:
-        """Dropout, where a divided module in evaluation would leave it out."""
+        """Whether the current node is a dropout that a sharded module leaves out in evaluation."""
         if self._op() != "dropout":
             return False
         return self._training or not self.node.args[2] or not self.node.args[1]
@@ -389,7 +395,7 @@ class _Walk:
             if self._training:
                 args[5] = args[3] is None
             if not args[5]:
-                args[6] = None  # the momentum of statistics that stand still
+                args[6] = None  # momentum, which has no effect where statistics are not updated
         if self._training and op == "scaled_dot_product_attention":
             kwargs.pop("dropout_p", None)
             args[4:5] = [0.0] if len(args) > 4 else []

@@ -1,8 +1,8 @@
-"""A divided model in an ``ElasticLoop``: after a change of members it is planned and divided again.
+"""A sharded model in an ``ElasticLoop``: a change of members makes a new plan, and reshards the state.
 
-What survivors hold is sent to who needs it by the new plan, part by part. Where some part had no holder but a
-lost worker, the state comes from the last checkpoint; :meth:`ParallelTrainingState.survival` says beforehand
-which of the two it would be.
+The surviving ranks send each part to the ranks that need it by the new plan. If only lost workers held some
+part, the state is loaded from the last checkpoint. :meth:`ParallelTrainingState.survival` says in advance
+which of the two would happen.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger("muster.worker")
 
 
 class ParallelTrainingState(TrainingState):
-    """The state of a run whose model is divided among the ranks.
+    """The training state of a model that is sharded over the ranks.
 
     ::
 
@@ -67,22 +67,23 @@ class ParallelTrainingState(TrainingState):
                     state.save()
                 ...
 
-    The batch of the whole job stays the same: it must divide by every number of ranks there may be.
+    The batch size of the whole job stays the same, so every world size that may occur must divide it.
 
     Args:
-        model: made by :func:`muster.parallelize` with ``elastic=True``.
-        optimizer: of ``model.parameters()``; its state is made now.
-        sampler: deals out the samples.
-        checkpoint: the directory that :meth:`save` writes and that replacements read; "": none.
-        also: what else is part of the state and the same on all ranks, by name, such as learning rate
+        model: a model that :func:`muster.parallelize` made with ``elastic=True``.
+        optimizer: the optimizer of ``model.parameters()``; its state is created now.
+        sampler: the sampler that distributes the samples.
+        checkpoint: the directory that :meth:`save` writes and that replacements load; "": none.
+        also: further objects of the state, by name, that are the same on all ranks, such as learning rate
             schedulers.
-        snapshots: keep each rank's parts in other ranks' memory, too: what was held only by workers that are
-            lost then comes from there, and from the checkpoint only where it is nowhere.
-        mbytes_per_s: the most that a rank writes in :meth:`save_beside`, in 10**6 bytes a second; 0: any.
+        snapshots: keeps each rank's parts in the memory of other ranks, too. Parts that only lost workers
+            held are restored from there; the checkpoint is used only for parts that are in nobody's memory.
+        mbytes_per_s: the highest rate at which a rank writes in :meth:`save_beside`, in 10**6 bytes a second;
+            0: no limit.
 
     Raises:
-        SettingsError: ``mbytes_per_s`` is below 0; the optimizer is of another model, or its state cannot be
-            made before a first step; the model was not made with ``elastic=True``.
+        SettingsError: ``mbytes_per_s`` is below 0; the optimizer belongs to another model, or its state
+            cannot be created before the first step; the model was not made with ``elastic=True``.
     """
 
     def __init__(
@@ -100,14 +101,14 @@ class ParallelTrainingState(TrainingState):
             raise SettingsError(f"ParallelTrainingState: mbytes_per_s is {mbytes_per_s:g}, it must be >= 0.")
         if not isinstance(model, ParallelModule) or not model.can_start:
             raise SettingsError(
-                "ParallelTrainingState takes what parallelize(elastic=True) made, before it trains; for"
-                " data parallelism there is muster.torch.TorchTrainingState"
+                "ParallelTrainingState needs a model of parallelize(elastic=True) that has not trained yet;"
+                " for data parallelism use muster.torch.TorchTrainingState"
             )
         for name, each in (also or {}).items():
             if isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
                 raise SettingsError(
-                    f"also: {name} is a {type(each).__name__}, whose tensors the plan does not divide;"
-                    " it takes what is the same on all ranks, such as schedulers"
+                    f"also: {name} is a {type(each).__name__}, and the plan does not shard its tensors;"
+                    " give only what is the same on all ranks, such as schedulers"
                 )
         make_optimizer_state(optimizer)
         super().__init__({}, sampler)
@@ -131,10 +132,10 @@ class ParallelTrainingState(TrainingState):
     # ------------------------------------------------------------ what users call
 
     def save(self) -> None:
-        """Saves the last finished step; all ranks call it, at the beginning of a step's block.
+        """Saves the state after the last finished step. All ranks call it at the beginning of a step's block.
 
         Raises:
-            CheckpointError: a rank could not write; on all ranks.
+            CheckpointError: a rank could not write; raised on all ranks.
         """
         directory, writer = self._place_to_save()
         with self._busy("saves a checkpoint"):
@@ -147,14 +148,14 @@ class ParallelTrainingState(TrainingState):
                 self._report(self.step, sum(path.stat().st_size for path in directory.iterdir()), took_s)
 
     def save_beside(self) -> None:
-        """Saves as :meth:`save` does, each rank by a process of its own, while the training goes on.
+        """Saves like :meth:`save`, but a separate process of each rank writes while training continues.
 
-        It returns when the parts are copied. The write before is waited for first. A write that fails is a
-        sentence in the log, and leaves the checkpoint that was there. Changes of members by plan, and the end
-        of an ElasticLoop, wait for what is being written; the loss of a member gives it up.
+        It waits for the previous write, and returns when the parts are copied. If writing fails, the error is
+        logged and the previous checkpoint stays. Planned changes of members and the end of an ElasticLoop
+        wait for the write; it is abandoned when a member is lost.
 
         Raises:
-            CheckpointError: a rank could not begin to write; on all ranks.
+            CheckpointError: a rank could not start to write; raised on all ranks.
         """
         _, writer = self._place_to_save()
         step = self.step
@@ -170,7 +171,7 @@ class ParallelTrainingState(TrainingState):
             log.info("Checkpoints beside the training take %.1f MB of this host's memory", size / 1e6)
 
     def wait(self) -> None:
-        """Waits for what :meth:`save_beside` is writing; that is no standstill to the scheduler."""
+        """Waits until :meth:`save_beside` has written; the scheduler does not take this for a standstill."""
         if self._writer is not None and self._writer.is_writing:
             with self._busy("waits for a checkpoint that is being written"):
                 self._writer.wait()
@@ -191,7 +192,7 @@ class ParallelTrainingState(TrainingState):
             self._session.report_checkpoint(step, size_bytes=size_bytes, seconds=seconds)
 
     def load(self) -> bool:
-        """Takes up the checkpoint, if there is one; all ranks call it. Returns whether there was."""
+        """Loads the checkpoint, if there is one, and returns whether there was one. All ranks call it."""
         if self._checkpoint is None or not self._is_saved(self._model.communicator):
             return False
         self._go_to(load_divided(self._checkpoint, self._model, self._optimizer))
@@ -203,10 +204,10 @@ class ParallelTrainingState(TrainingState):
         return all(gather_numbers(communicator, self._device, int(there)))
 
     def survival(self, lost: Sequence[int]) -> str:
-        """Says in a sentence what would happen if these ranks were lost now.
+        """Returns a sentence that says what would happen if these ranks were lost now.
 
         Args:
-            lost: ranks in the present generation.
+            lost: ranks of the current generation.
         """
         places = set(range(math.prod(self._model.plan.mesh))) - set(lost)
         gone = [each.name for each in self._tensors if not _all_held(each.parts, places)]
@@ -220,7 +221,7 @@ class ParallelTrainingState(TrainingState):
     # ------------------------------------------------------------ what the loop calls
 
     def begin(self) -> None:
-        """Keeps the state aside; see :class:`TrainingState`."""
+        """Copies the state, for :meth:`roll_back`; see :class:`TrainingState`."""
         super().begin()
         snapshots = self._snapshots
         if self._kept is not None:
@@ -233,7 +234,7 @@ class ParallelTrainingState(TrainingState):
         self._also_before = self._also.keep()
         if snapshots is not None:
             snapshots.at_step(self.step, self._kept.copy_of)
-            snapshots.confirm()  # the step before was waited for
+            snapshots.confirm()  # the previous step has finished
 
     def commit(self) -> None:
         """Waits for the GPU; see :class:`TrainingState`."""
@@ -241,7 +242,7 @@ class ParallelTrainingState(TrainingState):
         super().commit()
 
     def roll_back(self) -> None:
-        """Puts back what was kept, once nothing of the broken step runs any more."""
+        """Restores the copy of :meth:`begin`, once the GPU has finished the broken step."""
         if self.in_step:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -251,21 +252,21 @@ class ParallelTrainingState(TrainingState):
         super().roll_back()
 
     def share(self, session: StateHolder) -> int:
-        """Brings all ranks to one state, divided as the plan for their number says.
+        """Brings all ranks to the same step, with the state sharded by the plan for their world size.
 
         Returns:
-            The lowest rank that held some of it; 0 when all start over.
+            The lowest rank that held some of the state; 0 if all ranks start over.
 
         Raises:
             StateLostError: parts are lost, and there is no checkpoint.
             StateMismatchError: a rank trains another model.
-            SettingsError: there is no plan for this number of ranks, as where the batch does not divide.
+            SettingsError: there is no plan for this world size, because it does not divide the batch, say.
             MembershipChanged: the members changed again; nothing was overwritten.
         """
         self.roll_back()
         self._session = session
         if self._writer is not None:
-            self._writer.give_up()  # it may wait for a rank that is lost
+            self._writer.give_up()  # it may be waiting for a lost rank
         communicator: Communicator = session.communicator
         rank, starts_over = communicator.rank, session.state_source_rank < 0
         holds = self.shared and (starts_over or rank not in session.newcomer_ranks)
@@ -283,14 +284,14 @@ class ParallelTrainingState(TrainingState):
             )
         plan = self._model.plan_for(communicator)
         holding = [row[0] for row in rows if row[0] >= 0]
-        if holding and not self._meet(rows):  # some came back from a snapshot, and others did not come to it
+        if holding and not self._meet(rows):  # only some ranks had gone back to a snapshot
             self._from_elsewhere(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
         elif holding:
             self._step_back(min(holding))
             self._redistribute(communicator, plan, [row[:3] for row in rows])
         elif all(row[4] for row in rows):
             self._start(communicator, plan)
-        else:  # what some held is gone: it was coming from elsewhere when the members changed again
+        else:  # the state was being loaded from elsewhere when the members changed again
             self._from_elsewhere(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
         self.sampler.reshard(rank, communicator.world_size)
         self._kept, self._place, self.shared = None, rank, True
@@ -299,7 +300,7 @@ class ParallelTrainingState(TrainingState):
         return next((other for other, row in enumerate(rows) if row[0] >= 0), 0)
 
     def _start(self, communicator: Communicator, plan: Plan) -> None:
-        """Begins a run: all take rank 0's values, or the checkpoint's."""
+        """Starts a run: all ranks take rank 0's values, or those of the checkpoint."""
         self._model.start(plan, communicator)
         seed, step = self._model.draws()
         self._model.draw_on_from([gather_numbers(communicator, self._device, seed)[0], step])
@@ -310,13 +311,13 @@ class ParallelTrainingState(TrainingState):
             log.info("training goes on from %s, step %d", self._checkpoint, self.step)
 
     def _meet(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether all that hold a state can go back to one step by themselves, or nothing else could help."""
+        """Whether all ranks that hold a state can go back to one step; always true without snapshots."""
         holding = [row for row in rows if row[0] >= 0]
         least = min(row[0] for row in holding)
         return self._snapshots is None or all(least in (row[0], row[5]) for row in holding)
 
     def _step_back(self, step: int) -> None:
-        """Goes back to the last step that all ranks have finished."""
+        """Rolls back to the last step that all ranks have finished."""
         if self.shared and self.step > step:
             if self._kept is None or self._before.get("step") != step:
                 raise StateMismatchError(f"This rank is at step {self.step}, and another one at step {step}.")
@@ -324,15 +325,15 @@ class ParallelTrainingState(TrainingState):
             self._go_to(self._before)
 
     def _redistribute(self, communicator: Communicator, plan: Plan, rows: Sequence[Sequence[int]]) -> None:
-        """Sends each part of the old plan from a holder to all ranks that need it in the new one.
+        """Sends each part of the old plan from one holder to all ranks that need it by the new plan.
 
-        Ranks may hold parts by different plans, where a change of members met some of them after the last
-        redistribution and some while it goes on. One plan of which every part is held is enough.
+        Ranks may hold parts by different plans: the members may have changed when only some ranks had
+        finished the last redistribution. It is enough if all parts of one of these plans are held.
 
         Args:
-            communicator: of the present generation.
-            plan: of its ranks.
-            rows: of each rank the step, the place in its old plan, and that plan's layout; -1: holds nothing.
+            communicator: the communicator of the current generation.
+            plan: the new plan.
+            rows: each rank's step, rank in its old plan, and layout of that plan; -1: it holds nothing.
         """
         mine = json.dumps(
             {"parts": [_plain(each.parts) for each in self._tensors], "at": self._whole_position()}
@@ -371,7 +372,7 @@ class ParallelTrainingState(TrainingState):
         rank_of: Mapping[int, int],
         place: int,
     ) -> Any:
-        """This rank's part of a tensor by the new plan, put together from parts of the old one."""
+        """Assembles this rank's part of a tensor by the new plan from parts by the old plan."""
         own = wanted.own.detach().reshape(-1)
         part = wanted.parts[communicator.rank]
         fresh = own.new_zeros(math.prod(wanted.local))
@@ -393,7 +394,14 @@ class ParallelTrainingState(TrainingState):
     def _adopt(
         self, communicator: Communicator, plan: Plan, tensors: Sequence[DividedTensor], fresh: Sequence[Any]
     ) -> None:
-        """Replaces the tensors by these, divided by this plan."""
+        """Switches model and optimizer to a plan, with new tensors.
+
+        Args:
+            communicator: the communicator of the current generation.
+            plan: the new plan.
+            tensors: the tensors to replace.
+            fresh: the new tensor of each, sharded by ``plan``.
+        """
         by_id = {id(each.own): value for each, value in zip(tensors, fresh, strict=True)}
         with torch.no_grad():
             for _, unused in self._model.unused_tensors():
@@ -413,7 +421,11 @@ class ParallelTrainingState(TrainingState):
         tensors: Sequence[DividedTensor],
         lost: Sequence[str] = (),
     ) -> None:
-        """Goes on from what ranks keep of a snapshot, or else from the checkpoint."""
+        """Restores the state from the ranks' copies of a snapshot, or from the checkpoint if one is missing.
+
+        Raises:
+            StateLostError: some part is in no copy, and there is no checkpoint.
+        """
         what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else "".join(lost) or "the state"
         if self._snapshots is not None and self._snapshots.is_whole(communicator):
             self.shared = False
@@ -427,7 +439,7 @@ class ParallelTrainingState(TrainingState):
                 remedy="Give the state snapshots=, or call state.save() now and then, into a directory that"
                 " all hosts share.",
             )
-        self.shared = False  # should the members change again, nobody is to take what is here
+        self.shared = False  # if the members change again, no rank may take these zeros
         self._adopt(communicator, plan, tensors, [each.own.new_zeros(each.local) for each in tensors])
         self.load()
         log.warning(
@@ -445,19 +457,19 @@ class ParallelTrainingState(TrainingState):
             self._snapshots.end_generation()
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
-        """This rank's parts; what several ranks hold is divided among them."""
+        """Returns this rank's parts; a part that several ranks hold is split among them."""
         return [
             SnapshotTensor(each.name, each.shape, each.own, each.parts[rank], divided(each.parts)[rank])
             for each in self._tensors
         ]
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """Everything else, as JSON values."""
+        """Returns the rest of the state, as JSON values."""
         random = [base64.b64encode(state.numpy().tobytes()).decode() for state in self._random.keep()]
         return {"position": self._whole_position(), "random": random}
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
-        """Takes over what :meth:`snapshot_notes` gave."""
+        """Restores the values of :meth:`snapshot_notes`; random states only with ``same_rank``."""
         self._go_to(notes["position"])
         if same_rank:
             states = (bytearray(base64.b64decode(text)) for text in notes["random"])
@@ -465,7 +477,7 @@ class ParallelTrainingState(TrainingState):
 
     @property
     def device(self) -> Any:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self._device
 
     # ------------------------------------------------------------ where it is
@@ -475,11 +487,11 @@ class ParallelTrainingState(TrainingState):
         return next(self._model.parameters()).device
 
     def _trained(self) -> list[tuple[str, Any]]:
-        """The parameters that the plan trains, by node; a script may have frozen some since."""
+        """Returns the parameters that the plan trains, by node; a script may have frozen some since."""
         return [(name, held.parameter) for name, held in self._model.held_parameters.items()]
 
     def _position(self) -> dict[str, Any]:
-        """Everything but the tensors, as JSON values."""
+        """Returns the state without tensors and ``also``, as JSON values."""
         return {
             "step": self.step,
             "run": self.run,
@@ -495,7 +507,7 @@ class ParallelTrainingState(TrainingState):
         }
 
     def _whole_position(self) -> dict[str, Any]:
-        """The position, with the states of what is also there."""
+        """Returns the position with the states of the objects in ``also``."""
         also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
         return self._position() | {"also": also}
 
@@ -506,7 +518,7 @@ class ParallelTrainingState(TrainingState):
         if self.rng is not None and position["rng"] is not None:
             self.rng.bit_generator.state = position["rng"]
         self._model.draw_on_from(position["draws"])
-        frozen = position.get("frozen", ())  # checkpoints of 0.2 do not say
+        frozen = position.get("frozen", ())  # missing in checkpoints of Muster 0.2
         for name, parameter in self._trained():
             parameter.requires_grad_(name not in frozen)
         self._also.load({name: base64.b64decode(data) for name, data in position.get("also", {}).items()})
@@ -523,7 +535,7 @@ class ParallelTrainingState(TrainingState):
         self._also.put_back(self._also_before)
 
     def _layout(self) -> int:
-        """Names who holds what by this rank's plan."""
+        """Returns a hash of which rank holds which part by this rank's plan."""
         text = json.dumps([_plain(each.parts) for each in self._tensors])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
@@ -533,7 +545,7 @@ class ParallelTrainingState(TrainingState):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _wait(self, communicator: Communicator) -> None:
-        """Waits for the GPU, where a broken collective shows only then."""
+        """Waits for the GPU, as a failed collective raises its error only then."""
         communicator.synchronize()
 
 
@@ -546,6 +558,6 @@ def _tuple(value: Any) -> Any:
 
 
 def _all_held(parts: Sequence[Part], places: Collection[int]) -> bool:
-    """Whether the ranks at these places together hold every part."""
+    """Whether the ranks at these places of the plan together hold every part."""
     held = {part for number, part in enumerate(parts) if number in places}
     return all(part in held for part in parts if part.stop > part.start)

@@ -1,4 +1,4 @@
-"""Parameters as one rank holds them, and how their gradients are summed, in buckets by who sums them."""
+"""The local parameters of a rank, and the summation of their gradients, in buckets by the ranks that sum."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from muster.torch.flat import is_dense
 
 
 class PartialGradient(torch.Tensor):  # type: ignore[misc]  # torch has no types here
-    """A gradient as the optimizer sees it, of which other ranks have other values: it gives no norm.
+    """A gradient of which this rank has only a part: its norm cannot be computed here.
 
-    ``torch.nn.utils.clip_grad_norm_`` would take that for the norm of all, and each rank scale by another.
-    What is computed from it is an ordinary tensor.
+    ``torch.nn.utils.clip_grad_norm_`` would take the norm of the part for that of the whole gradient, and
+    each rank would scale by another factor. Results of all other functions are ordinary tensors.
     """
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuses norms; see torch.
+        """Calls a function of torch with this gradient.
 
         Raises:
-            SettingsError: it is one.
+            SettingsError: the function is a norm.
         """
         if function in _NORMS:
             raise SettingsError(
-                "this rank has a part of the gradients, and their norm would be that part's: clip by"
-                " model.clip_grad_norm_(max_norm), which returns the norm of all; of the part alone,"
-                " parameter.grad.clone() gives the norm"
+                "this rank has only a part of the gradient, and would compute the norm of that part: call"
+                " model.clip_grad_norm_(max_norm), which returns the norm of the whole gradient (for the"
+                " norm of the part: parameter.grad.clone())"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
@@ -48,19 +48,19 @@ _NORMS = {
     *(torch.norm, torch.Tensor.norm, torch._foreach_norm),
 }
 _THE_SAME = {torch.Tensor.detach, torch.Tensor.data.__get__}
-"""What old programs call before they ask for the norm."""
+"""Functions that old programs call before they compute the norm; their results stay partial gradients."""
 
 
 class HeldParameter:
-    """A parameter's local part.
+    """A parameter's local part, with its gradient.
 
     Args:
-        partial: other ranks' gradients of it have other values.
+        partial: whether other ranks' gradients of it have other values.
 
     Attributes:
-        parameter: what the optimizer trains: the local part, or with a divided update this rank's flat share.
-        gathered: the local part, where ``parameter`` is only this rank's share of it.
-        factor: of its gradient.
+        parameter: what the optimizer trains: the local part, or its flat shard if the update is sharded.
+        gathered: the whole local part, if ``parameter`` is only a shard of it.
+        factor: the factor that its gradient is multiplied by.
     """
 
     def __init__(
@@ -77,33 +77,33 @@ class HeldParameter:
         self._partial = partial
         self.parameter = parameter
         self.held: Any = None
-        self._mark: Any = None  # the grad that shows that something is held
-        self._version = -1  # of the parameter's grad since; -1: nothing is held
+        self._mark: Any = None  # a grad of zeros, which shows the optimizer that a gradient is held
+        self._version = -1  # of the parameter's grad since keep(); -1: nothing is held
         self.gathered: Any = None
         self._mesh_communicator = mesh_communicator
 
     @property
     def whole(self) -> Any:
-        """The local part; where the update alone is divided, as :meth:`Gradients.gather` brought it last."""
+        """The local part; if only the update is sharded, as the last :meth:`Gradients.gather` returned it."""
         return self.gathered if self.shard.sharded else self.parameter.detach()
 
     def load(self, local: Any) -> None:
-        """Takes other values of the local part."""
+        """Copies new values of the local part into the parameter."""
         self.parameter.copy_(share_of(self.shard, local, self._mesh_communicator))
 
     def no_gradient(self) -> Any:
-        """Zeros in the place of a gradient of the local part."""
+        """Returns zeros of the shape of the local part's gradient."""
         if self.shard.sharded:
             return self.parameter.new_zeros(self.shard.shape)
         return torch.zeros_like(self.parameter)
 
     def hold(self, grad: Any) -> None:
-        """Adds a gradient that is not summed over ranks yet."""
+        """Accumulates a gradient that is not yet summed over ranks."""
         held = self.take()
         self.held = grad if held is None else held + grad
 
     def keep(self) -> None:
-        """Shows the optimizer a grad of zeros at least while one is held, so that ``zero_grad()`` is seen."""
+        """Sets a grad of None to zeros while a gradient is held, so that ``zero_grad()`` is noticed."""
         if self.held is None or not self.parameter.requires_grad:
             return
         if self.parameter.grad is None:
@@ -112,7 +112,7 @@ class HeldParameter:
         self._version = self.parameter.grad._version
 
     def take(self) -> Any:
-        """Gives away what is held; None: nothing, or it was cleared since."""
+        """Removes and returns the held gradient; None: there is none, or ``zero_grad()`` has cleared it."""
         shown, version = self.parameter.grad, self._version
         if version >= 0 and (shown is None or (shown._version != version and not shown.any())):
             self.held = None
@@ -120,7 +120,7 @@ class HeldParameter:
         return held
 
     def deliver(self, grad: Any) -> None:
-        """Adds a finished gradient to the parameter's ``grad``, unless that was frozen since."""
+        """Adds a summed gradient to the parameter's ``grad``, unless the parameter is frozen by now."""
         if not self.parameter.requires_grad:
             return
         if self.factor != 1:
@@ -135,7 +135,7 @@ class HeldParameter:
 
 
 def share_of(shard: ParameterShard, local: Any, mesh_communicator: MeshCommunicator) -> Any:
-    """What a rank trains of its local part: all of it, or its flat share of a divided update."""
+    """Returns what a rank trains of its local part: all of it, or its flat shard of a sharded update."""
     if not shard.sharded:
         return local
     start = mesh_communicator.index(shard.dims) * shard.own_numel
@@ -160,15 +160,16 @@ class _MeshBucket:
         self.packed: list[Any] = []
 
     def pack(self, mesh_communicator: MeshCommunicator) -> None:
-        """Puts the held gradients into one flat tensor, in the order that the collective wants.
+        """Copies the held gradients into one flat tensor, in the order that the collective needs.
 
-        Behind them stands for each whether this rank has one, so that all know where nobody has.
+        After the gradients it holds a 1 or 0 for each: whether this rank has one. So all ranks learn which
+        gradients no rank has.
         """
         first = self.members[0].parameter
         dtype = mesh_communicator.wire_dtype(first.dtype)
         held = [each.take() for each in self.members]
         self.arrived = [grad is not None for grad in held]
-        # Kept until delivery: another stream may still read them.
+        # Kept until delivery, as another stream may still read them.
         self.packed = [grad for grad in held if grad is not None]
         gradients = [
             each.no_gradient() if grad is None else grad
@@ -176,7 +177,7 @@ class _MeshBucket:
         ]
         counts = torch.ones(
             len(held), dtype=dtype, device=first.device
-        )  # made there: a graph holds no copies
+        )  # made on the device: a CUDA graph cannot hold copies from the host
         for number, arrived in enumerate(self.arrived):
             if not arrived:
                 counts[number].zero_()
@@ -201,7 +202,7 @@ class _MeshBucket:
         self.views = [part.view(each.parameter.shape) for each, part in zip(self.members, flats, strict=True)]
 
     def deliver(self) -> None:
-        """Hands the sums on to the parameters, where any rank had something to add."""
+        """Adds the sums to the parameters' gradients, except those for which no rank had a gradient."""
         found = self.arrived
         if not all(found) and not (self.counts.is_cuda and torch.cuda.is_current_stream_capturing()):
             found = [count > 0 for count in self.counts.tolist()]
@@ -214,7 +215,7 @@ class _MeshBucket:
 
 
 def _deal(flat: Any, rows: Any, length: int) -> None:
-    """Writes a flat tensor into rows of this length, one after the other; what is left of them gets zeros."""
+    """Writes a flat tensor into rows of this length, one after the other, and fills the rest with zeros."""
     full, rest = divmod(flat.numel(), max(1, length))
     rows[:full].copy_(flat[: full * length].view(full, length))
     if rest:
@@ -224,18 +225,19 @@ def _deal(flat: Any, rows: Any, length: int) -> None:
 
 
 def _laid_out_like(parameter: Any, flat: Any) -> Any:
-    """The flat tensor in the parameter's shape and memory format: fused optimizers want them alike."""
+    """Returns the flat tensor in the parameter's shape and memory format, which fused optimizers require."""
     if not is_dense(parameter):
         return flat.view(parameter.shape)
     return flat.as_strided(parameter.shape, parameter.stride())
 
 
 class Gradients:
-    """Sums gradients while the backward pass goes on, and delivers them when it is over.
+    """Sums gradients over ranks during the backward pass, and adds them to the parameters at its end.
 
-    A parameter is used as a fresh leaf in each forward pass, so what reaches it is one pass's gradient,
-    whatever the optimizer's ``grad`` holds. All ranks start the buckets in the same order: while the backward
-    pass goes on, or behind it where it may be of several forward passes, whose gradients come one by one.
+    Each forward pass uses a parameter through a new leaf, so that the leaf's gradient is that of one pass,
+    whatever the parameter's ``grad`` holds. All ranks start the buckets in the same order. They do so during
+    the backward pass, or after it if it may belong to several forward passes: their gradients arrive one by
+    one.
     """
 
     def __init__(
@@ -256,14 +258,14 @@ class Gradients:
         self._launched = 0
         self._ready: set[str] = set()
         self._pass = 0
-        self._open: set[int] = set()  # forward passes that no backward pass has reached
+        self._open: set[int] = set()  # forward passes that no backward pass has reached yet
         self._reached: set[int] = set()
 
     def begin(self, order: Sequence[str] = ()) -> None:
-        """A forward pass begins; :meth:`leaf` gives its leaves, :meth:`gathered` what is gathered in it.
+        """Begins a forward pass, which gets its parameters from :meth:`leaf` and :meth:`gathered`.
 
         Args:
-            order: in which it reads the parameters that are gathered in it.
+            order: the parameters to gather, in the order in which the pass reads them.
         """
         self.regathered.begin(order)
         self._pass += 1
@@ -271,7 +273,7 @@ class Gradients:
             self._open.add(self._pass)
 
     def gather(self) -> None:
-        """Brings the parameters whose update alone was divided up to date on all ranks."""
+        """Gathers the updated parameters on all ranks, if only their update is sharded."""
         for bucket in self._buckets:
             if not bucket.sharded or bucket.regathered:
                 continue
@@ -284,7 +286,7 @@ class Gradients:
                 each.gathered = part.reshape(-1)[: shard.numel].view(shard.shape)
 
     def leaf(self, name: str) -> Any:
-        """A parameter's local part as a leaf of one forward pass."""
+        """Returns a parameter's local part as a leaf of one forward pass."""
         held = self.held[name]
         whole = held.whole.detach()
         if not torch.is_grad_enabled():
@@ -300,11 +302,11 @@ class Gradients:
         return whole
 
     def gathered(self, name: str) -> Any:
-        """A parameter's local part, which is gathered now, for one forward pass."""
+        """Gathers and returns a parameter's local part for one forward pass."""
         return self.regathered.take(name, self._arrival(self.held[name]))
 
     def gathered_again(self, name: str) -> Any:
-        """The same in the backward pass, for a layer that is computed again."""
+        """Does the same in the backward pass, for a layer that is recomputed."""
         return self.regathered.take_again(name)
 
     def _arrival(self, held: HeldParameter) -> Callable[[Any], None]:
@@ -314,7 +316,7 @@ class Gradients:
             task = torch._C._current_graph_task_id()
             if self._in_backward and task != self._task:
                 raise WorkerError(
-                    "the backward pass before this one broke off: ranks may have sent different collectives",
+                    "the previous backward pass failed: ranks may have started different collectives",
                     remedy="Let its error end the process, or call forget_backward() on all ranks.",
                 )
             if not self._in_backward:
@@ -324,8 +326,8 @@ class Gradients:
             bucket = self._bucket_of.get(held.name)
             if bucket is not None and bucket.is_sent:
                 raise WorkerError(
-                    f"a second gradient of {held.name} came after the first one was sent",
-                    remedy="Add up the losses of several forward passes before any of them goes backward.",
+                    f"{held.name} got a second gradient after the first one was sent",
+                    remedy="Add up the losses of several forward passes, and call backward() once.",
                 )
             if bucket is None:
                 held.deliver(grad)
@@ -349,7 +351,7 @@ class Gradients:
         bucket = self._buckets[self._launched]
         self._launched += 1
         bucket.is_sent = True
-        with torch.no_grad(), self._mesh_communicator.on_side_stream():  # the backward pass goes on
+        with torch.no_grad(), self._mesh_communicator.on_side_stream():  # the backward pass continues
             bucket.pack(self._mesh_communicator)
             if bucket.sharded:
                 bucket.work = self._mesh_communicator.start_reduce_scatter(
@@ -358,7 +360,7 @@ class Gradients:
             else:
                 bucket.work = self._mesh_communicator.start_all_reduce(bucket.flat, bucket.dims)
             bucket.mark = self._mesh_communicator.mark()
-        if bucket.regathered:  # so that gradients of two buckets at most are whole
+        if bucket.regathered:  # keeps the whole gradients of two buckets at most in memory
             self._deliver([each for each in self._buckets[: self._launched - 1] if each.regathered])
 
     def _deliver(self, buckets: Sequence[_MeshBucket]) -> None:
@@ -388,7 +390,7 @@ class Gradients:
             bucket.waiting, bucket.is_sent = len(bucket.members), False
 
     def forget(self) -> None:
-        """Drops what a backward pass that broke off has left."""
+        """Drops all gradients, and the remains of a backward pass that raised an error."""
         self.regathered.forget()
         for each in self.held.values():
             each.take()

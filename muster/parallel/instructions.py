@@ -1,4 +1,4 @@
-"""The instructions of a plan: its operators in order, what each moves first, the layers that run twice."""
+"""The instructions of a plan: its operators in order, their redistributions, and the recomputed layers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class Instruction:
     """One operator's call in the forward pass.
 
     Attributes:
-        index: of the operator's node in the graph.
-        name: of the node.
-        module: the module that the call stands in.
-        sources: the values that it reads.
-        moves: for each source, its redistribution before the call, and that of its gradient; None: neither.
-        function: runs the operator on this rank's parts.
-        outputs: the values that it makes.
-        done: the values that nobody reads afterwards.
-        gathered: parameters, each with its value, that it is the first to read, and that are gathered for it.
+        index: the index of the operator's node in the graph.
+        name: the name of the node.
+        module: the name of the module that makes the call.
+        sources: the numbers of the values that it reads.
+        moves: for each source, its redistribution before the call and that of its gradient; None: neither.
+        function: computes this rank's outputs from its parts of the inputs.
+        outputs: the numbers of the values that it makes.
+        done: the values that no later instruction reads.
+        gathered: the parameters that are gathered for it, as it is the first to read them; each by its node
+            and its value.
         of_parameters: whether its result may be a view of a parameter.
     """
 
@@ -50,15 +51,15 @@ class LayerAgain:
     """Instructions whose activations are recomputed in the backward pass.
 
     Attributes:
-        name: of the layer.
-        instructions: in order.
-        given: the values that are kept for the second run.
-        held: the buffers that it reads, which are there anyway.
-        changed: those of them that it changes.
-        left: the values that others read.
-        done: the values that nobody reads afterwards.
-        shared: parameters that are gathered, and that others read too.
-        gathered: its own parameters that are gathered, in order.
+        name: the name of the layer.
+        instructions: the layer's instructions, in order.
+        given: the input values that are kept for the recomputation.
+        held: the buffers that it reads; they exist in any case.
+        changed: the buffers that it changes.
+        left: the values that later instructions read.
+        done: the inputs that no later instruction reads.
+        shared: the gathered parameters that other layers read, too.
+        gathered: the gathered parameters that only this layer reads, in order.
     """
 
     name: str
@@ -81,15 +82,15 @@ def make_instructions(
     mesh_communicator: MeshCommunicator,
     run: ForwardPass,
 ) -> list[Instruction | LayerAgain]:
-    """Makes the instructions, in order, those of layers that are recomputed together.
+    """Returns the instructions in order; those of a recomputed layer are one :class:`LayerAgain`.
 
     Args:
-        graph: of the recorded forward pass.
-        plan: for this graph.
-        states: of each node, the one that the plan has chosen.
+        graph: the graph of the recorded forward pass.
+        plan: a plan for this graph.
+        states: the chosen state of each node.
         shards: how each parameter that this rank holds is sharded, by node.
-        functions: of the recorded operators, by node.
-        mesh_communicator: carries out redistributions.
+        functions: the recorded operators, by node.
+        mesh_communicator: carries out the redistributions.
         run: the state of a forward pass.
     """
     regathered = {name for name, shard in shards.items() if shard.regathered}
@@ -109,7 +110,7 @@ def make_instructions(
 
 
 def first_gathered(each: Instruction | LayerAgain) -> Iterator[str]:
-    """Yields the parameters that are gathered for the first time in one of them, in order."""
+    """Yields the parameters that are gathered for an instruction or a layer, in order."""
     for one in each.instructions if isinstance(each, LayerAgain) else [each]:
         yield from (name for name, _ in one.gathered)
 

@@ -22,24 +22,24 @@ from muster.torch.transfer import array_of
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _REPEATS = 5
 _CALLS = 50
-"""Of kernels so short that waiting for each would be most of its time."""
+"""Calls of a kernel that are timed together, as waiting for each would take longer than the kernel."""
 
 
 def measure(
     communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
 ) -> Hardware:
-    """Measures this machine; with a communicator its collectives too, by the slowest rank.
+    """Measures this machine; with a communicator also its collectives, and the slowest rank counts.
 
     Args:
-        communicator: every rank of it calls this.
-        sizes: of the larger buffer of a collective, in bytes.
-        side: of the square matrices of the product; 0: 8192 on a GPU, 1024 on a CPU.
+        communicator: a communicator of which every rank calls this.
+        sizes: sizes of the larger buffer of a collective, in bytes.
+        side: rows of the square matrices that are multiplied; 0: 8192 on a GPU, 1024 on a CPU.
     """
     cuda = torch.cuda.is_available() and (communicator is None or communicator.on_device)
     device = torch.device("cuda" if cuda else "cpu")
     side = side or (8192 if cuda else 1024)
     dtype = torch.bfloat16 if cuda else torch.float32
-    a = torch.randn(side, side, device=device).to(dtype)  # as numbers of a network are: zeros take less power
+    a = torch.randn(side, side, device=device).to(dtype)  # random like a network's: zeros take less power
     product = _seconds(lambda: a @ a, device)
     big = torch.rand((256 if cuda else 16) * 2**20 // 4, device=device)
     other = torch.empty_like(big)
@@ -83,7 +83,11 @@ def measure(
 
 
 def _speed(sums: Mapping[str, list[list[float]]], ranks: int, hosts: int) -> tuple[float, float] | None:
-    """Bytes a second on the bus, and seconds of the smallest sum, of a group; None: it was not measured."""
+    """Returns a group's bus bandwidth in bytes a second, and its smallest all_reduce in seconds.
+
+    Returns:
+        None if that group was not measured.
+    """
     rows = sums.get(group_text(ranks, hosts))
     if not rows:
         return None
@@ -91,13 +95,13 @@ def _speed(sums: Mapping[str, list[list[float]]], ranks: int, hosts: int) -> tup
 
 
 def neighbours(communicator: Communicator) -> list[int]:
-    """How many ranks that follow one another share a host, host by host."""
+    """Returns the lengths of the runs of consecutive ranks on the same host."""
     hosts = (peer.host_id for peer in communicator.membership.peers)
     return [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
 
 
 def _seconds(function: Callable[[], Any], device: Any) -> float:
-    """The median time of a call, waiting for the device."""
+    """Returns the median time of a call in seconds, including the wait for the device."""
     times = []
     for _ in range(_REPEATS + 1):
         started = time.perf_counter()
@@ -109,7 +113,7 @@ def _seconds(function: Callable[[], Any], device: Any) -> float:
 
 
 def _launch(device: Any) -> float:
-    """Seconds of a kernel with nothing to do: on a GPU in a graph, as a captured step has it."""
+    """Returns the seconds of a kernel with almost no work; on a GPU within a CUDA graph."""
     number = torch.zeros(1, device=device)
 
     def calls() -> None:
@@ -149,9 +153,13 @@ def _slowest(communicator: Communicator, numbers: Sequence[float], device: Any) 
 def _collectives(
     communicator: Communicator, sizes: Sequence[int], device: Any
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Seconds by kind, group and bytes: of groups of the first rank's of all sizes that divide the job.
+    """Measures collectives in groups of all sizes that divide the world size; rank 0 is in each group.
 
-    Neighbours, and ranks that are as far apart as they can be: on several hosts these are other groups.
+    Of each size there is a group of consecutive ranks, and one of ranks as far apart as possible, which uses
+    more hosts if there are several.
+
+    Returns:
+        By kind of collective and by group: pairs of the size in bytes and the time in seconds.
     """
     world, host_ranks = communicator.world_size, min(neighbours(communicator))
     found: dict[str, dict[str, list[list[float]]]] = {}
@@ -191,10 +199,10 @@ def _one(group: Communicator, kind: str, nbytes: int, ranks: int, device: Any) -
 
 
 def load_machine(path: str | Path) -> Hardware:
-    """A machine that ``--measure`` wrote.
+    """Loads a machine from a file that ``--measure`` wrote.
 
     Raises:
-        SettingsError: the file cannot be read, or is none.
+        SettingsError: the file cannot be read, or does not hold a machine.
     """
     saved = read_json(path, "the measured machine")
     try:
@@ -207,13 +215,17 @@ _SPEEDS = ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes
 
 
 def _machine(saved: Any) -> Hardware:
-    """ValueError: says what is wrong."""
+    """Makes a machine of JSON values.
+
+    Raises:
+        ValueError: they are not those of a machine; the message says why.
+    """
     if not isinstance(saved, dict):
-        raise ValueError(f"it holds no names and values, but {type(saved).__name__}")
+        raise ValueError(f"it must be a JSON object, not {type(saved).__name__}")
     known = {each.name for each in fields(Hardware)}
     unknown = sorted(saved.keys() - known)
     if unknown:
-        raise ValueError(f"there is nothing called {unknown[0]!r}")
+        raise ValueError(f"it has the unknown key {unknown[0]!r}")
     machine = Hardware(**saved)
     for each in known - {"name", "measured"}:
         value = getattr(machine, each)

@@ -1,4 +1,4 @@
-"""Moves tensors between layouts on a mesh of ranks, over Muster's communicators."""
+"""Redistributes tensors between layouts on a mesh of ranks, over Muster's communicators."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class MeshCommunicator:
     """One communicator for each set of mesh dimensions that a plan needs.
 
     Args:
-        communicator: of all ranks of the mesh.
-        mesh: sizes.
-        needed: the sets of mesh dimensions along which something will be sent; the same on all ranks.
+        communicator: the communicator of all ranks of the mesh.
+        mesh: the number of ranks along each mesh dimension.
+        needed: the sets of mesh dimensions along which ranks will communicate; the same on all ranks.
 
     Raises:
-        GroupError: the mesh has not as many ranks as the communicator.
+        GroupError: the world size of the communicator is not that of the mesh.
     """
 
     def __init__(self, communicator: Communicator, mesh: Mesh, needed: Iterable[tuple[int, ...]]) -> None:
@@ -58,34 +58,34 @@ class MeshCommunicator:
                     self._groups[dims] = part
 
     def close(self) -> None:
-        """Ends the communicators that were made here."""
+        """Closes the communicators that were made here."""
         for group in self._groups.values():
             if group is not self.world:
                 group.close()
         self._groups.clear()
 
     def size(self, dims: Sequence[int]) -> int:
-        """How many ranks differ along these mesh dimensions only."""
+        """Returns the number of ranks of a group along these mesh dimensions."""
         return math.prod(self.mesh[d] for d in dims)
 
     def index(self, dims: Sequence[int]) -> int:
-        """This rank's number among those."""
+        """Returns this rank's number in its group along these mesh dimensions."""
         number = 0
         for d in dims:
             number = number * self.mesh[d] + self.place[d]
         return number
 
     def _alone(self, dims: Sequence[int]) -> bool:
-        """Whether nobody else differs along these: nothing is sent, and there is no communicator."""
+        """Whether this rank's group is this rank alone: it then has no communicator, and sends nothing."""
         return self.size(dims) == 1
 
     # ------------------------------------------------------------ beside the current stream
 
     @contextlib.contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Context in which work runs on a GPU stream of its own, after the current stream's work so far.
+        """Context in which work runs on a separate GPU stream, after the current stream's work so far.
 
-        Memory that is used there stays until :meth:`join`: the caller holds on to it.
+        The caller must keep the memory that is used there alive until :meth:`join`.
         """
         if not torch.cuda.is_initialized():
             yield
@@ -99,18 +99,18 @@ class MeshCommunicator:
             yield
 
     def join(self) -> None:
-        """Makes the current stream wait for what was done beside it."""
+        """Makes the current stream wait for the side stream."""
         if self._in_use:
             with self._waits.measuring(capturing=torch.cuda.is_current_stream_capturing()):
                 torch.cuda.current_stream().wait_stream(self._stream)
             self._in_use = False
 
     def mark(self) -> Any:
-        """What :meth:`wait_for` waits for: the current stream's work so far; None: there is no GPU."""
+        """Records the current stream's work so far, for :meth:`wait_for`; returns None without a GPU."""
         return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
     def wait_for(self, mark: Any) -> None:
-        """Makes the current stream wait for what was marked on another."""
+        """Makes the current stream wait for the work that :meth:`mark` recorded on another stream."""
         if mark is None:
             return
         capturing = torch.cuda.is_current_stream_capturing()
@@ -118,13 +118,13 @@ class MeshCommunicator:
             torch.cuda.current_stream().wait_event(mark)
 
     def replayed(self) -> None:
-        """Notes that a captured step has been launched, which measures how long it waits."""
+        """Notes the launch of a captured step; the step measures its own waiting times."""
         self._waits.replayed()
 
     # ------------------------------------------------------------ collectives
 
     def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
-        """The sum (or else) of the ranks' tensors, as a new tensor."""
+        """Returns the sum of the ranks' tensors (or another reduction) as a new tensor."""
         out = _plain(x).contiguous().clone()
         if self._alone(dims):
             return out
@@ -135,12 +135,12 @@ class MeshCommunicator:
         return out if wire is out or out.is_complex() else wire.to(out.dtype)
 
     def all_gather(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
-        """The ranks' tensors one after the other along ``dim``."""
+        """Returns the ranks' tensors, concatenated along ``dim``."""
         stacked = self.gather_stacked(x, dims)
         return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
-        """The ranks' tensors as one of shape [ranks, ...]."""
+        """Returns the ranks' tensors, stacked to shape [ranks, ...]."""
         send = _plain(x).contiguous()
         if self._alone(dims):
             return send.clone().unsqueeze(0)
@@ -151,7 +151,7 @@ class MeshCommunicator:
         return recv
 
     def reduce_scatter(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
-        """This rank's part along ``dim`` of the sum of the ranks' tensors."""
+        """Returns this rank's part along ``dim`` of the sum of the ranks' tensors."""
         if self._alone(dims):
             return x.detach().contiguous().clone()
         group = self._groups[dims]
@@ -163,7 +163,7 @@ class MeshCommunicator:
         return torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype)
 
     def all_to_all(self, x: Any, dims: tuple[int, ...], gathered: int, divided: int) -> Any:
-        """Split along ``divided`` instead of ``gathered``."""
+        """Redistributes a tensor that is split along ``gathered`` so that it is split along ``divided``."""
         if self._alone(dims):
             return x.detach().contiguous().clone()
         group = self._groups[dims]
@@ -174,12 +174,12 @@ class MeshCommunicator:
         return recv.movedim(0, gathered).flatten(gathered, gathered + 1)
 
     def part(self, x: Any, dims: Sequence[int], dim: int) -> Any:
-        """This rank's part along ``dim`` of a tensor that it has whole."""
+        """Returns this rank's part along ``dim`` of a whole tensor."""
         length = x.shape[dim] // self.size(dims)
         return x.narrow(dim, self.index(dims) * length, length).contiguous()
 
     def start_all_reduce(self, flat: Any, dims: tuple[int, ...]) -> Work:
-        """Sums ``flat`` over the ranks in place; the result counts after ``wait()``."""
+        """Starts to sum ``flat`` over the ranks in place; the result is valid after ``wait()``."""
         if self._alone(dims):
             return FINISHED
         group = self._groups[dims]
@@ -187,7 +187,7 @@ class MeshCommunicator:
         return group.all_reduce(array, array, ReduceOp.SUM, async_op=not flat.is_cuda)
 
     def start_reduce_scatter(self, flat: Any, out: Any, dims: tuple[int, ...]) -> Work:
-        """Puts this rank's part of the sum of ``flat`` into ``out``; it counts after ``wait()``."""
+        """Starts to write this rank's part of the sum of ``flat`` to ``out``; valid after ``wait()``."""
         if self._alone(dims):
             out.copy_(flat)
             return FINISHED
@@ -197,7 +197,7 @@ class MeshCommunicator:
         )
 
     def start_all_gather(self, flat: Any, rows: Any, dims: tuple[int, ...]) -> Work:
-        """Puts the ranks' ``flat`` into the rows of ``rows``; they count after ``wait()``."""
+        """Starts to gather the ranks' ``flat`` into the rows of ``rows``; valid after ``wait()``."""
         if self._alone(dims):
             rows.copy_(flat.unsqueeze(0))
             return FINISHED
@@ -206,22 +206,22 @@ class MeshCommunicator:
         return group.all_gather(send, recv, async_op=not flat.is_cuda)
 
     def wire_dtype(self, dtype: Any) -> Any:
-        """The dtype in which sums travel: NumPy knows no bfloat16."""
+        """Returns the dtype in which sums are communicated: float32 for bfloat16, which NumPy lacks."""
         return torch.float32 if dtype == torch.bfloat16 and not self.world.on_device else dtype
 
     def _wire(self, x: Any) -> Any:
-        if x.is_complex():  # a sum of pairs, in the same memory: NCCL knows no complex numbers
+        if x.is_complex():  # summed as pairs of real numbers, in the same memory: NCCL has no complex dtypes
             return torch.view_as_real(x)
         return x.to(self.wire_dtype(x.dtype))
 
     def _raw(self, group: Communicator, x: Any) -> Any:
-        """The tensor as bytes, where it is only moved and needs no arithmetic."""
+        """Returns the tensor's memory as an array of bytes, for collectives without arithmetic."""
         return array_of(group, bytes_of(x))
 
     # ------------------------------------------------------------ moves
 
     def run(self, x: Any, steps: Sequence[RedistributionStep]) -> Any:
-        """Brings a tensor from one layout to another."""
+        """Applies the steps of a redistribution to a tensor."""
         for step in steps:
             if self.size(step.dims) == 1:
                 continue
@@ -241,12 +241,15 @@ class MeshCommunicator:
 
 
 def _plain(x: Any) -> Any:
-    """The tensor without gradients, its memory as it reads: torch only marks conjugates, unwritten."""
+    """Returns the tensor without its gradient, with conjugation and negation written to memory.
+
+    Torch performs these two lazily: it only sets a bit of the tensor.
+    """
     return x.detach().resolve_conj().resolve_neg()
 
 
 class Move(torch.autograd.Function):  # type: ignore[misc]
-    """A move whose backward pass is the move of the gradient."""
+    """A redistribution, with that of the gradient as its backward pass."""
 
     @staticmethod
     def forward(
@@ -256,19 +259,19 @@ class Move(torch.autograd.Function):  # type: ignore[misc]
         there: Sequence[RedistributionStep],
         back: Sequence[RedistributionStep],
     ) -> Any:
-        """Moves the value."""
+        """Redistributes the value."""
         ctx.mesh_communicator, ctx.back = mesh_communicator, back
         return mesh_communicator.run(x, there) if there else x.view_as(x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
-        """Moves the gradient."""
+        """Redistributes the gradient."""
         return ctx.mesh_communicator.run(grad, ctx.back), None, None, None
 
 
 class Scale(torch.autograd.Function):  # type: ignore[misc]
-    """The value as it is, its gradient times a factor."""
+    """The identity, with the gradient multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, factor: float) -> Any:
@@ -278,5 +281,5 @@ class Scale(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Scales the gradient."""
+        """Multiplies the gradient by the factor."""
         return grad * ctx.factor, None

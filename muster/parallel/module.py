@@ -1,4 +1,4 @@
-"""The parallel module: parameters are this rank's parts, the recorded forward pass runs on local tensors."""
+"""The parallel module: its parameters are a rank's parts, and it runs the recorded forward pass on them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from muster.torch import capture
 from muster.torch.transfer import broadcast_tensors
 
 _WARM_UP, _MEASURED = 2, 5
-_UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
+_UNMET = 'which a recorded graph cannot run: mode="data_parallel" keeps hooks'
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
-    """A module divided among the ranks as a plan says. Made by :func:`muster.parallelize`.
+    """A module that is sharded over the ranks by a plan. :func:`muster.parallelize` makes it.
 
-    ``forward`` takes what this rank feeds and returns what the bare module does: numbers whole, the same on
-    all ranks; what has a batch dimension split like the batch, if each rank feeds its part. ``parameters()``
-    are this rank's parts under their usual names, trained by any optimizer that treats elements one by one.
+    ``forward`` takes this rank's batch and returns what the bare module returns. Scalars are whole, and the
+    same on all ranks; if each rank feeds its part of the batch, results with a batch dimension are this
+    rank's part. ``parameters()`` are this rank's parts, under their usual names. Any optimizer can train them
+    that updates each element by itself.
 
     Attributes:
-        plan: what is divided how, what it costs; print it.
+        plan: the layout of each tensor, with its costs; print it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._planner = planner
         self._whole = (
             [] if connect else [module]
-        )  # in a list, so that it does not become a part of this module
+        )  # in a list, so that it does not become a submodule of this one
         self._traced, self._graph = traced, traced.graph
         self._run = ForwardPass(seed)
         self._summed = summed
@@ -86,11 +87,15 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._recorded = vars(module).keys() - vars(self).keys() - set(dir(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses what the forward pass may have read when it was recorded."""
+        """Sets an attribute.
+
+        Raises:
+            SettingsError: the forward pass may have read its old value when it was recorded.
+        """
         if name in vars(self).get("_recorded", ()):
             raise SettingsError(
-                f"{name} was recorded as it was: set it before parallelize(), or make it an argument of the"
-                " forward pass, as a tensor"
+                f"{name} was recorded with its old value: set it before parallelize(), or pass it to the"
+                " forward pass as a tensor"
             )
         super().__setattr__(name, value)
 
@@ -99,19 +104,19 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._factors = self._gradient_factors()
         self._steps_timed = 0
         self._run.generators.clear()
-        self._goes_on = False  # the next pass is of the step that the last one was of
+        self._goes_on = False  # whether the next forward pass belongs to the same step as the last one
         self._captured_passes = 0
 
     def move(self, plan: Plan, communicator: Communicator, values: Mapping[str, Any]) -> None:
-        """Changes to another plan on other ranks; all of them call this.
+        """Changes to another plan on other ranks. All new ranks call this.
 
-        Parameters stay the same objects, so an optimizer keeps them; their contents and sizes change.
+        Parameters stay the same objects, so that an optimizer keeps them; their contents and sizes change.
 
         Args:
-            plan: of the same graph.
-            communicator: of the ranks of its mesh.
-            values: what this rank holds by that plan, by node: local parts, flat where the update is
-                divided. Their memory is taken over.
+            plan: a plan for the same graph.
+            communicator: the communicator of the ranks of its mesh.
+            values: what this rank holds by that plan, by node: local parts, flat if the update is sharded.
+                The parameters use their memory.
         """
         before, mesh_communicator = self.mesh_communicator, _mesh_communicator_of(plan, communicator)
         self._whole = []
@@ -128,11 +133,11 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             self.held_parameters, gradient_buckets(list(held.values())), self.mesh_communicator
         )
         self._instructions = self._make_instructions()
-        with contextlib.suppress(WorkerError):  # those of a generation that is over
+        with contextlib.suppress(WorkerError):  # their generation may be over
             before.close()
 
     def _gradient_factors(self) -> list[float]:
-        """By output, the factor of its gradient: for a mean over the batch's parts, or their sum."""
+        """Returns the factor of each output's gradient, by which gradients are averaged or summed."""
         mesh = self.plan.mesh
         fed = [state.outs[0] for node, state in self._nodes() if node.kind == "input"]
         batch = max((slices(layout, mesh, 1)[0] for layout in fed), default=1)
@@ -141,7 +146,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return [(batch if self._summed else 1) / parts(layout, mesh) for layout in outputs]
 
     def _hold_parameter(self, name: str, shard: ParameterShard, parameter: torch.nn.Parameter) -> None:
-        """Trains a parameter. A layerwise one gets the gradient of this rank's own loss."""
+        """Adds a parameter that is trained. A layerwise one gets the gradient of this rank's own loss."""
         place, mesh = self._graph.by_name()[name], self.plan.mesh
         layerwise = self._graph.nodes[place].layerwise
         factor = self._batch_parts if layerwise and not self._summed else 1
@@ -157,14 +162,17 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         (self._divided.add if divided else self._divided.discard)(name)
 
     def _refuse_outside(self, node: str) -> Callable[[Any], None]:
-        """A hook on a parameter: the recorded pass computes with leaves of its own, so others read a part."""
-        name, divided = self._traced.parameters[node], self._divided  # not self, which has the parameter
+        """Returns a hook on a sharded parameter that refuses its use outside the recorded forward pass.
+
+        The recorded forward pass uses its own leaves, so only other code can reach the hook.
+        """
+        name, divided = self._traced.parameters[node], self._divided  # not self, which holds the parameter
 
         def reached(_: Any) -> None:
             if node in divided:
                 raise SettingsError(
-                    f"a loss outside of the recorded forward pass reads {name}, of which this rank has a"
-                    " part: compute it in the forward pass, or in the loss that parallelize() is given"
+                    f"a loss outside the recorded forward pass uses {name}, of which this rank has only a"
+                    " part: compute it in the forward pass, or in the loss= of parallelize()"
                 )
 
         return reached
@@ -181,7 +189,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         held = parameter_shards(self._graph, self._states, mesh)
         at = {traced.parameters[node.name]: (node, state) for node, state in self._holders()}
         self.held_parameters: dict[str, HeldParameter] = {}
-        self._divided: set[str] = set()  # of these, what this rank has parts of
+        self._divided: set[str] = set()  # the parameters of which this rank has only a part
         kept: dict[int, Any] = {}
         nodes: dict[int, str] = {}
         for name, tensor in tensors.items():
@@ -190,13 +198,13 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 nodes[id(tensor)] = node.name
                 kept[id(tensor)] = self._own(node, state, tensor.detach(), held.get(node.name))
         saved = module.state_dict(keep_vars=True)
-        self._node_of = {  # by the names under which the bare module saves; "": not used
+        self._node_of = {  # by the names in the bare module's state_dict; "": not used by the forward pass
             name: nodes.get(id(tensor), "")
             for name, tensor in saved.items()
             if isinstance(tensor, torch.Tensor)
         }
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # by node, where its tensor is registered
-        for name, tensor in tensors.items():  # in the bare module's order: optimizers number parameters
+        for name, tensor in tensors.items():  # in the bare module's order, by which optimizers number them
             node_name = nodes.get(id(tensor), "")
             if id(tensor) not in kept:
                 own = tensor.detach().clone()
@@ -212,11 +220,11 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         )
 
     def _holders(self) -> Iterator[tuple[Node, State]]:
-        """The parameters and buffers that the forward pass uses."""
+        """Yields the nodes of parameters and buffers that the forward pass uses, with their states."""
         return ((node, state) for node, state in self._nodes() if node.name in self._traced.parameters)
 
     def _own(self, node: Node, state: State, whole: Any, shard: ParameterShard | None) -> Any:
-        """This rank's part of a parameter or buffer, as users see it."""
+        """Returns this rank's part of a parameter or buffer, as users see it."""
         local = self._part(whole, state.outs[0]).clone()
         if shard is not None:
             parameter = torch.nn.Parameter(share_of(shard, local, self.mesh_communicator))
@@ -226,7 +234,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return torch.nn.Parameter(local, requires_grad=node.trained) if node.kind == "parameter" else local
 
     def _local_constants(self) -> dict[str, Any]:
-        """By node, this rank's parts of the tensors that the forward pass makes of nothing."""
+        """Returns this rank's parts of the constants of the forward pass, by node."""
         whole = self._traced.constants
         return {
             node.name: self._part(whole[node.name], state.outs[0])
@@ -268,11 +276,11 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         )
 
     def forward(self, *batch: Any) -> Any:
-        """The module's forward pass on this rank's part of the batch.
+        """Runs the recorded forward pass on this rank's batch.
 
         Raises:
-            ArrayError: an argument is another one than the plan was made for.
-            SettingsError: something was changed since that the recorded forward pass would not follow.
+            ArrayError: an argument does not match the example that the plan was made for.
+            SettingsError: the module was changed in a way that the recorded forward pass does not include.
         """
         training = self.training and torch.is_grad_enabled()
         self._check_modes()
@@ -296,7 +304,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     clock(each.module)
         self._run.casts.clear()
         self._goes_on = training and not self._gradients.synchronize
-        if recorded:  # computes nothing yet
+        if recorded:  # a captured pass computes nothing yet
             self._captured_passes += self.training
         else:
             self._run.step += self.training
@@ -307,7 +315,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return self._traced.unflatten(result)
 
     def _call(self, each: Instruction, values: dict[int, Any], *, again: bool = False) -> Any:
-        """Runs one operator; its results are among the values then."""
+        """Runs one operator, and adds its results to the values."""
         if not self.training and each.name in self._traced.counters:
             return None
         gathered = self._gradients.gathered_again if again else self._gradients.gathered
@@ -320,7 +328,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         result = each.function(tensors)
         if self._gradients.regathered and each.of_parameters and not again:
             self._gradients.regathered.see(result)
-        del tensors  # or a gathered parameter would stay until the next operator's are there
+        del tensors  # or a gathered parameter would stay in memory until those of the next operator arrive
         for value in each.done:
             values.pop(value, None)
         if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):
@@ -332,7 +340,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def _run_layer(
         self, layer: LayerAgain, values: dict[int, Any], clock: Callable[[str], None], *, recorded: bool
     ) -> None:
-        """Runs a layer that keeps what it is given, and runs again when the backward pass comes to it."""
+        """Runs a layer that keeps only its inputs, and is recomputed in the backward pass."""
         given, held = ([values[value] for value in each] for each in (layer.given, layer.held))
         for value in layer.done:
             values.pop(value, None)
@@ -341,7 +349,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         def run(*tensors: Any) -> tuple[Any, ...]:
             own = dict(zip((*layer.given, *layer.held), (*tensors, *held), strict=True))
             if began:
-                # Statistics of batches are taken once; what they are does not count in training.
+                # Running statistics are updated once only; their values have no effect in training.
                 own.update({value: own[value].clone() for value in layer.changed})
                 with self._run.once_more(began[0]):
                     for each in layer.instructions:
@@ -363,7 +371,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         values.update(zip(layer.left, left, strict=True))
 
     def _start(self, batch: Sequence[Any]) -> dict[int, Any]:
-        """The values that exist before the first operator."""
+        """Checks the batch, and returns the values that exist before the first operator."""
         graph, mesh = self._graph, self.plan.mesh
         tensors = iter(self._traced.tensors_of(batch))
         values: dict[int, Any] = {}
@@ -374,9 +382,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 _check_input(tensor, node, value, local_shape(state.outs[0], mesh, value.shape))
                 if node.name in self._traced.by_strides and not tensor.is_contiguous():
                     raise ArrayError(
-                        f"The forward pass reads {node.name} by strides, as a contiguous tensor; it got one"
-                        f" with the strides {list(tensor.stride())}.",
-                        remedy="Feed it .contiguous().",
+                        f"The forward pass reads {node.name} by strides, and needs a contiguous tensor; it"
+                        f" got one with the strides {list(tensor.stride())}.",
+                        remedy="Pass it as .contiguous().",
                     )
                 values[node.outputs[0]] = tensor
             elif node.name in self._constants:
@@ -386,36 +394,45 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 held = self.held_parameters.get(node.name)
                 self._check_parameter(node, tensors_here[last], held)
                 if held is not None and held.shard.regathered:
-                    continue  # until it is read
+                    continue  # gathered when it is read
                 own = self._gradients.leaf(node.name) if held is not None else tensors_here[last].detach()
                 values[node.outputs[0]] = own
         return values
 
     def _check_parameter(self, node: Node, registered: Any, held: HeldParameter | None) -> None:
-        """Whether the tensor under a parameter's name is still what the plan divides."""
+        """Checks that a parameter's tensor is still the one that the plan shards, without hooks.
+
+        Raises:
+            SettingsError: the tensor was replaced or unfrozen, or has a hook.
+        """
         name = self._traced.parameters[node.name]
         if held is not None and registered is not held.parameter:
             raise SettingsError(
-                f"{name} is another tensor now: a parallel module computes with its own, so copy into that"
-                " one (functional_call and load_state_dict(assign=True) put others in its place)"
+                f"{name} was replaced by another tensor, and a parallel module uses its own: copy the values"
+                " into it, and do not use functional_call or load_state_dict(assign=True)"
             )
         if held is None and node.kind == "parameter" and registered.requires_grad:
             raise SettingsError(f"{name} was frozen when the plan was made: unfreeze it before parallelize()")
-        own = held is not None  # the hook that _refuse_outside makes
+        own = held is not None  # the number of its own hooks: that of _refuse_outside
         if len(registered._backward_hooks or ()) > own or registered._post_accumulate_grad_hooks:
             raise SettingsError(f"{name} has a hook, {_UNMET}")
 
     def _check_modes(self) -> None:
-        """The forward pass was recorded in training mode; evaluation and the modes of parts must fit."""
+        """Checks that the recorded forward pass holds in the current modes of the module and its submodules.
+
+        Raises:
+            SettingsError: evaluation computes something else, a submodule is in another mode, or it has a
+                hook.
+        """
         if not self.training and self._traced.only_training:
             raise SettingsError(
-                f"in evaluation this module does something else ({self._traced.only_training}): evaluate the"
-                " bare module, with load_state_dict(model.full_state_dict())"
+                f"this module computes something else in evaluation ({self._traced.only_training}): evaluate"
+                " the bare module, after load_state_dict(model.full_state_dict())"
             )
         for name, part in self.named_modules():
             if part.training != self.training:
                 raise SettingsError(
-                    f"{name} is in another mode than the whole module: set the modes of parts before"
+                    f"{name} is not in the mode of the whole module: set the modes of submodules before"
                     " parallelize()"
                 )
             if part is not self and any(vars(part)[hooks] for hooks in _HOOKS):
@@ -436,7 +453,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return contextlib.nullcontext()
 
     def _clock(self, training: bool) -> Callable[[str], None]:
-        """Measures the forward pass of modules, and whole steps, for some steps after the first two."""
+        """Measures some steps after the first two; returns a function to call after each module."""
         now = time.perf_counter()
         if not training or self._steps_timed > _WARM_UP + _MEASURED or not self._gradients.synchronize:
             return lambda module: None
@@ -464,7 +481,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def capture_obstacle(self) -> str | None:
-        """Why no CUDA graph can hold a step; None: no reason is known."""
+        """The reason why a step cannot be captured as a CUDA graph; None: no reason is known."""
         drawn = [
             node.name
             for node in self._graph.nodes
@@ -473,12 +490,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return f"{drawn[0]} draws random numbers that the host seeds in each step" if drawn else None
 
     def captured_generators(self) -> list[Any]:
-        """What a CUDA graph of a step, whose capture begins now, draws from beside torch's own generator."""
+        """Returns the generators that a captured step uses in addition to torch's own; capture begins now."""
         self._captured_passes = 0
         return list(self._run.generators.values())
 
     def before_replay(self) -> None:
-        """Sets the generators to where an eager step would begin: a graph draws on from there."""
+        """Seeds the generators as an eager step does; the captured step draws from them."""
         self.mesh_communicator.replayed()
         self._run.begin()
         self._run.step += self._captured_passes
@@ -486,21 +503,21 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     uneven = False
 
     def check_step(self, *, begins: bool = False) -> None:
-        """See :class:`CapturedModel`; each forward pass checks."""
+        """Does nothing, as each forward pass checks itself; see :class:`CapturedModel`."""
 
     def uneven_batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """See :class:`CapturedModel`; a plan is for one shape."""
+        """Does nothing, as a plan takes batches of one shape only; see :class:`CapturedModel`."""
         return contextlib.nullcontext()
 
     def held_by_graphs(self) -> list[Any]:
-        """See :class:`CapturedModel`."""
+        """Returns nothing; see :class:`CapturedModel`."""
         return []
 
     def plan_for(self, communicator: Communicator) -> Plan:
-        """The plan for other ranks; the present one if there are as many of them.
+        """Returns a plan for other ranks: the current one if the world size is the same.
 
         Raises:
-            SettingsError: there is none.
+            SettingsError: there is no plan for this world size.
         """
         world = communicator.world_size
         if math.prod(self.plan.mesh) == world:
@@ -511,13 +528,17 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def can_start(self) -> bool:
-        """Whether the whole module's values are still there, which is so until training begins."""
+        """Whether the values of the whole module still exist, which is so until training begins."""
         return bool(self._whole)
 
     def start(self, plan: Plan, communicator: Communicator) -> None:
-        """Takes rank 0's values of the whole module, divided by a plan. For modules made ``elastic``."""
+        """Broadcasts rank 0's values of the whole module, and shards them by a plan.
+
+        Raises:
+            SettingsError: the module was not made with ``elastic=True``, or has begun to train.
+        """
         if not self._whole:
-            raise SettingsError("the module has begun to train, and holds no whole values: make it again")
+            raise SettingsError("training has begun, and the whole values are gone: call parallelize() again")
         whole = self._whole.pop()
         tensors = dict(whole.named_parameters(remove_duplicate=False))
         tensors.update(whole.named_buffers(remove_duplicate=False))
@@ -542,26 +563,26 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self.move(plan, communicator, values)
 
     def draws(self) -> list[int]:
-        """What dropout draws by: the seed and the number of training passes."""
+        """Returns what determines dropout: the seed and the number of training passes."""
         return [self._run.seed, self._run.step]
 
     def draw_on_from(self, draws: Sequence[int]) -> None:
-        """Goes on drawing from where :meth:`draws` was."""
+        """Continues dropout from what :meth:`draws` returned."""
         self._run.seed, self._run.step = draws
 
     def held_tensors(self) -> Iterator[tuple[str, Any]]:
-        """This rank's parts of parameters and buffers by their nodes in the graph, in its order."""
+        """Yields this rank's parts of parameters and buffers with their nodes, in the graph's order."""
         return ((node, tensors[last]) for node, (tensors, last) in self._places.items())
 
     def unused_tensors(self) -> Iterator[tuple[str, Any]]:
-        """Parameters and buffers that the forward pass does not use, by name; whole on every rank."""
+        """Yields the parameters and buffers that the forward pass does not use; they are whole everywhere."""
         used = {id(tensor) for _, tensor in self.held_tensors()}
         named = (self.named_parameters(), self.named_buffers())
         return ((name, tensor) for each in named for name, tensor in each if id(tensor) not in used)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one outside sums over ranks."""
+        """Context in which backward passes only accumulate; the next one outside sums over ranks."""
         before, self._gradients.synchronize = self._gradients.synchronize, False
         try:
             yield
@@ -569,12 +590,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             self._gradients.synchronize = before
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
-        """Scales the gradients of all ranks down to a common norm of at most ``max_norm``.
+        """Scales the gradients so that the norm over all ranks is at most ``max_norm``. All ranks call it.
 
-        Each part counts once, however many ranks hold it.
+        A part counts once, even if several ranks hold it.
 
         Returns:
-            The norm of the whole gradient before, a 0-dim tensor, the same on all ranks.
+            The norm before scaling: a 0-dim float64 tensor, the same on all ranks.
         """
         mesh = self.plan.mesh
         every = tuple(range(len(mesh)))
@@ -601,7 +622,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return norm
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers as the bare module has them, whole, on every rank. All ranks call this."""
+        """Returns the bare module's ``state_dict``: whole tensors, on every rank. All ranks call this."""
         self._gradients.gather()
         mesh = self.plan.mesh
         by_node: dict[str, Any] = {}
@@ -617,27 +638,27 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return {name: by_node[node] if node else own[name].clone() for name, node in self._node_of.items()}
 
     def _local(self, node: str) -> Any:
-        """The local part that is computed with."""
+        """Returns the local part that the forward pass uses."""
         if node in self.held_parameters:
             return self.held_parameters[node].whole
         tensors, last = self._places[node]
         return tensors[last]
 
     def load_full_state_dict(self, whole: Mapping[str, Any]) -> None:
-        """Takes parameters and buffers as :meth:`full_state_dict` or the bare module gives them.
+        """Loads what :meth:`full_state_dict`, or ``state_dict`` of the bare module, returned.
 
         Args:
-            whole: each under one of its names at least; every rank gives all of them.
+            whole: all whole tensors, on every rank; a tied parameter under at least one of its names.
 
         Raises:
-            SettingsError: one is missing, or has another shape.
+            SettingsError: a tensor is missing, or has another shape.
         """
         states = {node.name: (node, state) for node, state in self._holders()}
         own = self.state_dict(keep_vars=True)
         done = set()
         for name, node_name in self._node_of.items():
             if node_name and (node_name in done or (name not in whole and self._is_under_other(name, whole))):
-                continue  # tied: one of its names is enough
+                continue  # a tied parameter needs one of its names only
             done.add(node_name)
             value = self._graph.values[states[node_name][0].outputs[0]] if node_name else own[name]
             shape = tuple(value.shape)
@@ -659,23 +680,31 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return any(other in whole for other, its in self._node_of.items() if its == node)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses ``to()``, ``half()`` and the like, which would leave plan and parts behind."""
-        raise SettingsError("a parallel module stays what and where it is: convert it before parallelize()")
+        """Refuses ``to()``, ``half()`` and the like, as the plan and the local parts would not follow.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError("a parallel module cannot be converted or moved: do so before parallelize()")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuses copies: a module of other ranks would belong to them."""
+        """Refuses copies, as the other ranks would have no counterpart.
+
+        Raises:
+            SettingsError: always.
+        """
         raise SettingsError(
             "a parallel module cannot be copied: keep an average of its parameters as a list of tensors,"
             " [p.detach().clone() for p in model.parameters()], and update that"
         )
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that broke off, and all gradients."""
+        """Drops all gradients, and the remains of a backward pass that raised an error."""
         self._gradients.forget()
         self._goes_on = False
 
     def close(self) -> None:
-        """Ends the communicators of the mesh."""
+        """Closes the communicators of the mesh."""
         self.mesh_communicator.close()
 
 
@@ -693,7 +722,7 @@ def _check_input(tensor: Any, node: Node, value: TensorValue, shape: tuple[int, 
         )
     if tensor.requires_grad and not node.trained:
         raise ArrayError(
-            f"{node.name} requires a gradient, for which the plan has no way back.",
+            f"{node.name} requires a gradient, and the plan has no backward pass to it.",
             remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
         )
 

@@ -1,4 +1,4 @@
-"""Operators on local tensors: what a split changes about a call."""
+"""Runs operators on local tensors: how the split of a tensor changes an operator's call."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze
 _LOSSES = REDUCTION_AT.keys() | names("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss")
 _GROUPS_AT = {"convolution": 8} | dict.fromkeys(CONVOLUTIONS - {"convolution"}, 6)
 _EXACT_UP_TO = 25
-"""Rows up to which torch computes distances one by one, and not by a product, unless it is told."""
+"""Rows up to which torch by default computes distances one by one, and not by a matrix product."""
 _WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
 DRAWS_BY_GENERATOR = names("dropout scaled_dot_product_attention")
 _generators = threading.Lock()
 
 
 Where = tuple[tuple[int, ...], tuple[int, ...]]
-"""The mesh dimensions along which something is divided, and a rank's place in each."""
+"""The mesh dimensions along which a tensor is split, and a rank's place in each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """Where a layer that is computed again began in the forward pass.
+    """The random state at the beginning of a layer that will be recomputed.
 
     Attributes:
-        layer: its name.
-        step: number of training passes before.
+        layer: the name of the layer.
+        step: the number of earlier training passes.
         training: see :class:`ForwardPass`.
-        states: of its generators, as far as there were any; None: a graph was recorded, where those of the
-            second run draw on as those of the first did.
+        states: the states of the layer's generators, if it had any; None while a CUDA graph is captured, in
+            which the generators of both runs continue in step.
     """
 
     layer: str
@@ -59,20 +59,21 @@ class Began:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """A forward pass: seed, rank, mode; dropout depends on all of it.
+    """The state of a forward pass on which dropout and batch statistics depend.
 
-    A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
-    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them. A layer
-    that is computed again has two of its own, one for each run.
+    There is a random generator for each way to split a tensor. Operators use it one after the other, and it
+    is the same on all ranks that hold the same part. A CUDA graph cannot seed generators, but continues from
+    the state that the host has set. A recomputed layer has two generators, one for each run.
 
     Attributes:
-        seed: the same on all ranks.
-        step: number of training passes so far.
-        training: whether dropout and the statistics of batches count.
-        casts: of its weights.
-        generators: by what they draw for: a part, a layer ("": all that run once), and whether it runs again.
-        layer: that which runs now, if it is computed again.
-        again: its second run; None: the first.
+        seed: the seed, which is the same on all ranks.
+        step: the number of training passes so far.
+        training: whether dropout is applied and batch statistics are used.
+        casts: the casts of the pass's weights.
+        generators: the generators by part, layer ("": all layers that run once), and whether this is the
+            recomputation.
+        layer: the recomputed layer that runs now; "": none.
+        again: where that layer began, in its recomputation; None in its first run.
     """
 
     seed: int
@@ -84,12 +85,12 @@ class ForwardPass:
     again: Began | None = None
 
     def begin(self) -> None:
-        """Sets the generators to where this step begins."""
+        """Seeds the generators for this step."""
         for (where, layer, _), generator in self.generators.items():
             generator.manual_seed(self._seed(where, layer))
 
     def generator(self, where: Where, device: Any) -> Any:
-        """What draws for a part."""
+        """Returns the generator for a part; creates it at its first use."""
         key = where, self.layer, self.again is not None
         if key not in self.generators:
             self.generators[key] = torch.Generator(device).manual_seed(self._seed(where, self.layer))
@@ -98,7 +99,7 @@ class ForwardPass:
         return self.generators[key]
 
     def _go_back(self, where: Where, began: Began) -> None:
-        """Sets what draws for a part in a second run to where the first one began."""
+        """Sets a part's generator of the recomputation to the state at the beginning of the first run."""
         if began.states is None:
             return
         generator = self.generators[where, began.layer, True]
@@ -112,7 +113,7 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def within(self, layer: str, *, recorded: bool) -> Iterator[Began]:
-        """Context of a layer that will be computed again; gives what :meth:`once_more` needs."""
+        """Context for the first run of a layer that is recomputed; yields what :meth:`once_more` needs."""
         states: dict[Where, Any] | None = None
         if not recorded:
             states = {
@@ -128,7 +129,7 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def once_more(self, began: Began) -> Iterator[None]:
-        """Context in which a layer is computed again, and draws what it drew then."""
+        """Context for the recomputation of a layer, with the random numbers of its first run."""
         before = self.step, self.training, self.casts
         self.step, self.training, self.casts = began.step, began.training, products.Casts()
         self.layer, self.again = began.layer, began
@@ -154,7 +155,7 @@ def local_function(
     *,
     local_norm: bool,
 ) -> Local:
-    """The function of local inputs that gives an operator's local outputs."""
+    """Returns a function that computes an operator's local outputs from its local inputs."""
     if node.kind == FAN_OUT:
         return lambda tensors: tensors[0]
     call = LocalFunction(graph, node, state, function, mesh_communicator, run, local_norm)
@@ -162,7 +163,7 @@ def local_function(
 
 
 def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
-    """Arguments with tensors in the place of references."""
+    """Returns arguments with tensors in place of references."""
     if isinstance(arguments, Ref):
         return tensors[arguments.position]
     if isinstance(arguments, (list, tuple)):
@@ -173,20 +174,20 @@ def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
 
 
 def seed_of(run: ForwardPass, name: str, shard: Sequence[int]) -> int:
-    """The seed of what is drawn in a step; ranks with the same part have the same."""
+    """Returns the seed of a random draw in this step; ranks that hold the same part get the same seed."""
     text = f"{run.seed} {run.step} {name} {tuple(shard)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def keep_mask(run: ForwardPass, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
-    """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p); of 1 zeros are left."""
+    """Returns a part's dropout mask: 0 with probability ``p``, otherwise 1 / (1 - p); all 0 if ``p`` is 1."""
     generator = run.generator(where, like.device)
     mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
     return mask.to(like.dtype) / (1 - p if p < 1 else 1)
 
 
 class LocalFunction:
-    """One operator on this rank."""
+    """Runs one operator on this rank's parts."""
 
     def __init__(
         self,
@@ -223,13 +224,13 @@ class LocalFunction:
         self.needless = PARTIAL not in state.outs[0] and precision.feeds_a_loss(graph, node)
 
     def choose(self) -> Local:
-        """The function for this operator."""
+        """Returns the function for this operator."""
         op = self.node.op
         if op in _RESHAPES and (op != "view" or isinstance(self.node.args[1], (list, tuple))):
             return lambda tensors: tensors[0].reshape(self.shapes[0])
         if self.needless:
             return lambda tensors: tensors[0] if tensors[0].dtype.itemsize < 4 else self.plain(tensors)
-        if op in ("view", "view_as_complex"):  # a view that is no reshape is of another dtype
+        if op in ("view", "view_as_complex"):  # here view changes the dtype, and not the shape
             readable = strides.dense if op == "view" else strides.as_pairs
             return lambda tensors: self.plain([readable(tensors[0])])
         if op == "expand":
@@ -246,7 +247,7 @@ class LocalFunction:
             return lambda tensors: self.plain([*tensors[:2], tensors[2] - tensors[2][0], *tensors[3:]])
         if op == "index" and "each" in self.along:
             return lambda tensors: self.plain([tensors[0], tensors[1] - tensors[1][0], *tensors[2:]])
-        if op == "repeat_interleave" and self.split:  # the size of a result that was recorded is the whole's
+        if op == "repeat_interleave" and self.split:  # the recorded size of the result is that of the whole
             return lambda tensors: self.function(tensors[0], *self.node.args[1:3])
         if op in ("cdist", "_cdist_forward"):
             return self._distances
@@ -283,7 +284,7 @@ class LocalFunction:
     # ------------------------------------------------------------ contractions
 
     def with_bias(self, tensors: Sequence[Any]) -> Any:
-        """A bias goes into a sum once: each part of a contraction adds its share."""
+        """Runs a product with a bias; if ranks sum their results, each adds its share of the bias."""
         args = list(fill(self.node.args, tensors))
         place = 0 if self.node.op == "addmm" else 2
         if "k" in self.along and place < len(args) and isinstance(args[place], torch.Tensor):
@@ -295,7 +296,7 @@ class LocalFunction:
         return self.function(*args, **fill(self.node.kwargs, tensors))
 
     def _product(self, args: Sequence[Any]) -> Any:
-        """The operator itself, but for a product with a parameter that autocast would cast."""
+        """Runs a product; by :class:`Product` if its weight is a parameter that autocast would cast."""
         x, weight = args[self.weight - 1], args[self.weight]
         bias = args[0] if self.node.op == "addmm" else (*args, None)[2]
         if not self.has_weight or not products.applies(x, weight, bias):
@@ -305,7 +306,7 @@ class LocalFunction:
         return products.Product.apply(x, weight, bias, low, self.node.op != "linear", again)
 
     def embedding(self, tensors: Sequence[Any]) -> Any:
-        """Rows are split: ids of other ranks give zeros."""
+        """Runs an embedding whose rows are split: ids in other ranks' rows give zeros."""
         weight, ids = tensors[:2]
         rows = weight.shape[0]
         own = ids - self.mesh_communicator.index(self.along["v"]) * rows
@@ -314,7 +315,7 @@ class LocalFunction:
         return found * here.unsqueeze(-1).to(found.dtype)
 
     def _distances(self, tensors: Sequence[Any]) -> Any:
-        """Torch takes the way by their number, which is that of the whole here."""
+        """Computes distances by the method that torch would choose for the number of rows of the whole."""
         p, mode = self._argument(2, "p", 2.0), self._argument(3, "compute_mode", None)
         if not mode:
             mode = 1 if any(shape[-2] > _EXACT_UP_TO for shape in self.whole) else 2
@@ -325,12 +326,12 @@ class LocalFunction:
     def _cross_entropy(self, tensors: Sequence[Any]) -> Any:
         scores, target = tensors[:2]
         reduction = self._argument(3, "reduction", MEAN)
-        if target.is_floating_point():  # probabilities: a mean over samples, of which each rank has as many
+        if target.is_floating_point():  # probabilities: a mean over samples; each rank has as many of them
             return self.plain(tensors) / (self.summed if reduction == MEAN else 1)
         weight = tensors[2] if len(tensors) > 2 else None
         ignored = self._argument(4, "ignore_index", -100)
         fused = self.plain_loss and reduction != 0 and ("v" in self.along or losses.pays(scores))
-        if not fused and self.plain_loss:  # its cast may have been left out
+        if not fused and self.plain_loss:  # the cast of the scores may have been left out
             scores = scores.to(self.dtypes[0])
         if not fused and (reduction == 0 or "m" not in self.along):
             return self.plain([scores, *tensors[1:]])
@@ -346,13 +347,13 @@ class LocalFunction:
             )
         else:
             each = functional.nll_loss(scores, target, weight, reduction="none", ignore_index=ignored)
-        exact = torch.promote_types(each.dtype, torch.float32)  # float16 ends at 65,504
+        exact = torch.promote_types(each.dtype, torch.float32)  # float16 overflows above 65,504
         total = each.sum(dtype=exact)
         if reduction == MEAN:
             counts = target != ignored
             shares = counts if weight is None else counts * weight[target.where(counts, 0)]
             count = shares.sum().to(exact).reshape(1)
-            if "m" in self.along:  # the ranks may have ignored different numbers of targets
+            if "m" in self.along:  # ranks may ignore different numbers of targets
                 count = self.mesh_communicator.all_reduce(count, self.along["m"])
             total = total / count[0]
         return total.to(self.dtypes[1])
@@ -387,7 +388,7 @@ class LocalFunction:
         return x * keep_mask(self.run, (self.split, self._shard()), x.shape, p, x)
 
     def _attention(self, tensors: Sequence[Any]) -> Any:
-        """Attention with dropout, written out so that the mask is known."""
+        """Computes attention with dropout step by step, so that this module's mask is used."""
         args = list(fill(self.node.args, tensors))
         kwargs = dict(fill(self.node.kwargs, tensors))
         p = args[4] if len(args) > 4 else kwargs.pop("dropout_p")
@@ -406,7 +407,7 @@ class LocalFunction:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        weights = torch.ops.aten._safe_softmax(scores, -1)  # a row that is masked as a whole gives zeros
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # a fully masked row gives zeros
         kept = keep_mask(self.run, (self.split, self._shard()), weights.shape, p, weights)
         return (weights * kept) @ v
 
@@ -422,8 +423,8 @@ class LocalFunction:
         return self._seeded(lambda: self.plain(tensors))
 
     def _seeded(self, draw: Callable[[], Any]) -> Any:
-        """Calls what takes no generator with torch's own one seeded; other random numbers go on as before."""
-        # A rank uses one device; without naming it, torch would note the generators of all of them, and warn.
+        """Calls a function that takes no generator: seeds torch's default one, and restores it afterwards."""
+        # Only this rank's device: by default torch saves the generators of all devices, and warns about that.
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with _generators, torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed_of(self.run, self.node.name, self._shard()))
@@ -431,7 +432,7 @@ class LocalFunction:
 
 
 class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
-    """BatchNorm over a batch whose samples are split: statistics of all ranks' samples."""
+    """BatchNorm of a batch that is split over ranks, with the statistics of all ranks' samples."""
 
     @staticmethod
     def forward(
@@ -443,7 +444,7 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
         dims: tuple[int, ...],
         epsilon: float,
     ) -> Any:
-        """The normalised tensor, and the batch's mean and (biased) variance, of shape [channels]."""
+        """Returns the normalised tensor, and the batch's mean and biased variance, of shape [channels]."""
         over = [0, *range(2, x.dim())]
         exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
         count = x.numel() // x.shape[1]
@@ -474,7 +475,7 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any, *others: Any) -> Any:
-        """Gradients of input, weight and bias; the latter two are this rank's part of sums."""
+        """Returns the gradients of input, weight and bias; those of the last two still have to be summed."""
         normal, inverse, weight = ctx.saved_tensors
         mesh_communicator, dims, over, shape, count, has_bias = ctx.where
         exact = grad.to(normal.dtype)

@@ -1,4 +1,4 @@
-"""Keeps torch.export from writing beside the one sentence in which a failure of it is told."""
+"""Silences torch.export, as Muster reports its failures in one sentence."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LOGGERS = (
 
 @contextlib.contextmanager
 def exporter_is_quiet() -> Iterator[None]:
-    """While a forward pass is recorded inside: no warnings and graphs of the exporter, from this thread.
+    """Context in which the exporter prints no warnings and no graphs from this thread.
 
-    What it logs at lower levels, for those who set ``TORCH_LOGS``, stays.
+    Messages of lower levels, which users turn on by ``TORCH_LOGS``, are kept.
     """
     thread = threading.get_ident()
 

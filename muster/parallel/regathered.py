@@ -1,4 +1,4 @@
-"""Parameters that are whole only while they are computed with (ZeRO-3): gathered, left, gathered again."""
+"""Sharded parameters (ZeRO-3): gathered for each use in the forward and backward pass, then freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muster.parallel.planning.buckets import ParameterShard
 
 
 class _Shared(Protocol):
-    """A parameter of which each rank trains a flat share."""
+    """A parameter of which each rank trains a flat shard."""
 
     name: str
     shard: ParameterShard
@@ -26,18 +26,18 @@ class _Shared(Protocol):
 
 
 class _Arrival(torch.autograd.Function):  # type: ignore[misc]
-    """A gathered parameter in one forward pass; its gradient is handed on, and kept by nobody here."""
+    """The use of a gathered parameter in a forward pass; it passes the gradient to a callback."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, whole: Any, arrived: Callable[[Any], None]) -> Any:
-        """Returns the parameter. ``anchor``: requires a gradient, and gets none."""
+        """Returns the parameter. ``anchor`` requires a gradient, so that backward runs, but gets none."""
         ctx.arrived = arrived
         return whole.view_as(whole)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
-        """Hands the gradient on."""
+        """Passes the gradient to the callback."""
         ctx.arrived(grad)
         return None, None, None
 
@@ -48,9 +48,9 @@ class _Bucket:
     def __init__(self, members: Sequence[_Shared], mesh_communicator: MeshCommunicator) -> None:
         self.members = list(members)
         self.again: dict[str, Any] = {}
-        """What was gathered for the backward pass, and not given back."""
+        """Parameters that were gathered for the backward pass and not yet freed."""
         self.here: dict[str, Any] = {}
-        """What was gathered for the forward pass, and not taken."""
+        """Parameters that were gathered for the forward pass and not yet taken."""
         self._mesh_communicator = mesh_communicator
         self._sent: Any = None
         self._rows: Any = None
@@ -58,7 +58,7 @@ class _Bucket:
         self._mark: Any = None
 
     def start(self) -> None:
-        """Begins to gather, beside what is computed; memory is the current stream's."""
+        """Starts the all_gather on the side stream; its memory is allocated on the current stream."""
         if self._rows is not None:
             return
         first = self.members[0].shard
@@ -71,7 +71,7 @@ class _Bucket:
                 self._mark = self._mesh_communicator.mark()
 
     def finish(self) -> dict[str, Any]:
-        """The whole local parts, by name."""
+        """Waits for the all_gather, and returns the whole local parts by name."""
         self.start()
         rows = self._waited()
         found = {}
@@ -83,7 +83,7 @@ class _Bucket:
         return found
 
     def forget(self) -> None:
-        """Drops everything, when it has come; what broke on its way, the next collective tells."""
+        """Waits for a running all_gather, and drops all results; the next collective raises its error."""
         if self._rows is not None:
             with contextlib.suppress(WorkerError):
                 self._waited()
@@ -96,13 +96,13 @@ class _Bucket:
         assert work is not None
         work.wait()
         self._mesh_communicator.wait_for(mark)
-        del sent  # until then it was read
+        del sent  # the collective has read it until now
         return rows
 
 
 @dataclass(slots=True)
 class _Whole:
-    """A parameter in memory; ``views``: what of its memory is in use by somebody."""
+    """A gathered parameter in memory; ``views`` holds weak references to the tensors that use its memory."""
 
     name: str
     version: int
@@ -114,7 +114,7 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """What autograd keeps in the place of a view of a parameter."""
+    """What autograd saves in place of a view of a parameter."""
 
     name: str
     version: int
@@ -124,15 +124,14 @@ class _Again:
 
 
 class Regathered:
-    """Gathers buckets of parameters before their use, in the forward pass and again in the backward pass.
+    """Gathers buckets of parameters before they are used, in the forward pass and again in the backward pass.
 
-    While one bucket is computed with, the next one is on its way. What autograd would keep of a parameter is
-    not kept: it is gathered again when the backward pass reads it, and given back when the parameter has its
-    gradient.
+    While one bucket is in use, the next one is gathered. Autograd does not save gathered parameters: they are
+    gathered again when the backward pass reads them, and freed when they have their gradient.
 
     Args:
-        buckets: the parameters of each.
-        mesh_communicator: between the ranks.
+        buckets: the parameters of each bucket.
+        mesh_communicator: gathers the shards of the ranks.
     """
 
     def __init__(self, buckets: Sequence[Sequence[_Shared]], mesh_communicator: MeshCommunicator) -> None:
@@ -140,7 +139,7 @@ class Regathered:
         self._of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
         self._held = {each.name: each for bucket in self._buckets for each in bucket.members}
         self._order: list[_Bucket] = []
-        self._read: dict[int, _Bucket] = {}  # those that the backward pass reads, by when it is the last time
+        self._read: dict[int, _Bucket] = {}  # what the backward pass reads, in reverse order of its last use
         self._whole: dict[int, _Whole] = {}  # by address
 
     def __contains__(self, name: str) -> bool:
@@ -148,13 +147,13 @@ class Regathered:
         return name in self._of
 
     def __bool__(self) -> bool:
-        """Whether any is."""
+        """Whether any parameter is gathered here."""
         return bool(self._of)
 
     # ------------------------------------------------------------ the forward pass
 
     def begin(self, order: Sequence[str]) -> None:
-        """A forward pass begins, which reads parameters in this order."""
+        """Begins a forward pass that reads parameters in this order."""
         for bucket in self._buckets:
             if not bucket.again:
                 bucket.forget()
@@ -162,11 +161,11 @@ class Regathered:
         self._read, self._whole = {}, {}
 
     def take(self, name: str, arrived: Callable[[Any], None]) -> Any:
-        """A whole parameter for a forward pass, to be dropped after its last use.
+        """Returns a whole parameter for a forward pass; the caller drops it after its last use.
 
         Args:
-            name: its node.
-            arrived: gets its gradient.
+            name: the parameter's node.
+            arrived: called with the parameter's gradient.
         """
         bucket = self._of[name]
         if name not in bucket.here:
@@ -183,22 +182,22 @@ class Regathered:
         return whole
 
     def see(self, result: Any) -> None:
-        """Notes a tensor that may be a view of a parameter."""
+        """Notes a tensor if it is a view of a gathered parameter."""
         if isinstance(result, torch.Tensor):
             found = self._whole.get(_address(result))
             if found is not None and found.is_there():
                 found.views.append(weakref.ref(result))
 
     def saving(self) -> Any:
-        """Context of a forward pass in which autograd keeps no gathered parameter."""
+        """Returns a context for a forward pass in which autograd saves no gathered parameters."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def will_read(self, given: Sequence[str], names: Sequence[str]) -> None:
-        """Notes parameters that the backward pass will read in this order, before what was noted so far.
+        """Notes that the backward pass will read these parameters in this order, before those noted so far.
 
         Args:
-            given: to a layer that is computed again; those of which it keeps a copy are not read.
-            names: what the layer gathers again.
+            given: parameters that a recomputed layer shares with others; it reads those noted already.
+            names: parameters that only the layer reads, and gathers again.
         """
         read = [name for name in given if id(self._of[name]) in self._read]
         for name in reversed((*read, *names)):
@@ -227,20 +226,20 @@ class Regathered:
             return packed
         if self._held[packed.name].parameter._version != packed.version:
             raise WorkerError(
-                f"{packed.name} was changed between a forward pass and its backward pass, which would gather"
-                " the new values",
-                remedy="Go backward before the optimizer's step.",
+                f"{packed.name} was changed after a forward pass, and its backward pass would use the new"
+                " values",
+                remedy="Call backward() before the optimizer's step.",
             )
         return self._again(packed.name).as_strided(packed.size, packed.stride, packed.offset)
 
     def take_again(self, name: str) -> Any:
-        """A whole parameter for a layer that is computed again; it gets no gradient by that."""
+        """Returns a whole parameter for the recomputation of a layer, detached from its gradient."""
         whole: Any = self._again(name).detach().requires_grad_()
         whole.regathered = True
         return whole
 
     def _again(self, name: str) -> Any:
-        """A parameter as it was gathered for the backward pass, and not given back since."""
+        """Returns a parameter that is gathered for the backward pass; gathers its bucket if necessary."""
         bucket = self._of[name]
         if name not in bucket.again:
             bucket.again |= bucket.finish()
@@ -250,24 +249,24 @@ class Regathered:
         return bucket.again[name]
 
     def give_back(self, name: str) -> None:
-        """A parameter has its gradient: nobody reads it any more."""
+        """Frees a parameter that has its gradient, and is not read any more."""
         self._of[name].again.pop(name, None)
 
     def forget(self) -> None:
-        """A backward pass is over, or broke off."""
+        """Frees everything after a backward pass that has finished or raised an error."""
         for bucket in self._buckets:
             bucket.forget()
 
     # ------------------------------------------------------------ beside training
 
     def wholes(self) -> Iterator[tuple[str, Any]]:
-        """Each parameter whole, bucket by bucket; all ranks go through all of them."""
+        """Yields each parameter whole, bucket by bucket. All ranks must iterate to the end."""
         for bucket in self._buckets:
             yield from bucket.finish().items()
 
     @staticmethod
     def _after(bucket: _Bucket, order: Sequence[_Bucket]) -> Sequence[_Bucket]:
-        """The one that comes next."""
+        """Returns the bucket that comes next in this order, if there is one."""
         places = [number for number, each in enumerate(order) if each is bucket]
         return order[places[0] + 1 : places[0] + 2] if places else ()
 

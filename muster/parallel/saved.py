@@ -15,14 +15,14 @@ MAX_BYTES = 64 * 1024 * 1024
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Reads a regular JSON file; a FIFO or an endless device holds nobody up.
+    """Reads a JSON file; only a regular file, as a FIFO or a device might block.
 
     Args:
         path: the file.
-        what: what it should be, for the error: "the plan".
+        what: a name for the file in errors, such as "the plan".
 
     Raises:
-        SettingsError: it cannot be read, has more than 64 MiB, or is not JSON.
+        SettingsError: the file cannot be read, is larger than 64 MiB, or is not JSON.
     """
     try:
         return json.loads(read_regular(path, MAX_BYTES))
@@ -38,6 +38,6 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     """Reads a plan that :meth:`~muster.parallel.planning.plan.Plan.save` wrote.
 
     Raises:
-        SettingsError: there is none, or not in this format.
+        SettingsError: the file cannot be read, or is not a plan in this format.
     """
     return check_saved(read_json(path, "the plan"), path)

@@ -1,4 +1,4 @@
-"""The settings of a divided model, by the keywords of :func:`muster.parallelize`, checked once."""
+"""The settings of a sharded model, named as the keywords of :func:`muster.parallelize`, and their checks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NO_FLOAT16 = (
 
 @dataclass(frozen=True, slots=True)
 class ParallelSettings:
-    """What :func:`muster.parallelize` was asked for; see there.
+    """The settings of :func:`muster.parallelize`; see there.
 
     Attributes:
-        load: the file that the plan comes from; "": it is searched for.
-        save: the file in which it is saved; "": in none.
-        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        synchronised: statistics of the whole batch were asked for by name.
+        load: the file from which the plan is loaded; "": a plan is searched.
+        save: the file to which the plan is saved; "": it is not saved.
+        local_norm: whether BatchNorm takes its statistics from each rank's own part of the batch.
+        synchronised: whether the user explicitly asked for the statistics of the whole batch.
     """
 
     mode: str = "auto"
@@ -48,12 +48,12 @@ class ParallelSettings:
 
     @property
     def plain(self) -> bool:
-        """Whether the batch alone is divided."""
+        """Whether only the batch is split."""
         return self.mode in ("data_parallel", "hybrid")
 
     @property
     def simple(self) -> bool:
-        """Whether no more is asked for than DataParallel does by itself."""
+        """Whether :class:`muster.DataParallel` does all that the settings ask for."""
         return (
             self.dataset_strategy == "data_parallel"
             and not self.synchronised
@@ -69,16 +69,17 @@ def settings_of(
     batch_norm: str | None,
     **given: Any,
 ) -> ParallelSettings:
-    """The settings in force.
+    """Checks and returns the settings.
 
     Args:
-        defaults: by keyword, what holds where ``given`` is None.
-        plan: loaded if it exists, else saved; None: as the defaults say.
-        batch_norm: "local", "synchronised", or None: as the mode has it.
-        **given: :func:`muster.parallelize`'s keywords.
+        defaults: by keyword, the value for a keyword that is None in ``given``.
+        plan: the file from which the plan is loaded if it exists, and to which it is saved otherwise; None:
+            as in ``defaults``.
+        batch_norm: "local" or "synchronised"; None: the mode decides.
+        **given: the keywords of :func:`muster.parallelize`.
 
     Raises:
-        SettingsError: one has no legal value.
+        SettingsError: a value is not allowed.
     """
     found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     mode, search = found.get("mode", "auto"), found.get("search", "exact")

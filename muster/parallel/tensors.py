@@ -1,4 +1,4 @@
-"""Every tensor of a model and its optimizer that a job divides: its whole shape, and who holds which part."""
+"""The tensors of a sharded model and its optimizer: their whole shapes, and which rank holds which part."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class DividedTensor:
     """One tensor of a job.
 
     Attributes:
-        name: such as "model.fc.weight" or "optimizer.state.fc.weight.exp_avg".
-        shape: of the whole tensor.
-        own: this rank's part; contiguous, of at least as many elements.
-        parts: what each rank holds, by rank.
-        local: the shape in which a rank holds its part; flat, and padded, where the update is divided.
-        aliases: other names of the same tensor, where a module ties parameters.
+        name: the name, such as "model.fc.weight" or "optimizer.state.fc.weight.exp_avg".
+        shape: the shape of the whole tensor.
+        own: this rank's part, contiguous; it may have more elements than the part, as padding.
+        parts: the part that each rank holds, by rank.
+        local: the shape in which a rank holds its part; flat and padded if the update is sharded.
+        aliases: other names of the same tensor, if the module ties parameters.
     """
 
     name: str
@@ -38,18 +38,18 @@ class DividedTensor:
     aliases: tuple[str, ...] = ()
 
     def view(self, box: Box) -> Any:
-        """The elements of this rank's own part that are one of its boxes; shares memory."""
-        if self.own.shape == box.sizes:  # whole, in whatever memory format
+        """Returns a view of the elements of one box of this rank's part."""
+        if self.own.shape == box.sizes:  # the whole part, in any memory format
             return self.own.detach()
         flat = self.own.detach().view(-1)
         return flat[box.start : box.start + box.numel].view(box.sizes)
 
 
 def parameter_names(model: ParallelModule, optimizer: Any) -> dict[int, str]:
-    """The names of the optimizer's parameters, by their ``id``.
+    """Returns the names of the optimizer's parameters, by their ``id``.
 
     Raises:
-        SettingsError: one is not the model's.
+        SettingsError: a parameter does not belong to the model.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -66,15 +66,16 @@ def parameter_names(model: ParallelModule, optimizer: Any) -> dict[int, str]:
 def divided_tensors(
     model: ParallelModule, optimizer: Any = None, plan: Plan | None = None
 ) -> list[DividedTensor]:
-    """The model's parameters and buffers, and what the optimizer keeps, in an order that all ranks share.
+    """Returns the model's parameters and buffers and the optimizer's state, in the same order on all ranks.
 
     Args:
-        model: whose tensors.
-        optimizer: of ``model.parameters()``; None: the model's alone.
-        plan: says who holds what; None: the model's own.
+        model: the sharded model.
+        optimizer: the optimizer of ``model.parameters()``; None: only the model's tensors are returned.
+        plan: the plan by which ranks hold parts; None: the model's own plan.
 
     Raises:
-        SettingsError: a parameter is layerwise, or the optimizer's parameter is not the model's.
+        SettingsError: a parameter is layerwise, a parameter of the optimizer does not belong to the model,
+            or the optimizer keeps a tensor of another shape for a sharded parameter.
     """
     found = list(_of_model(model, plan or model.plan))
     if optimizer is None:
@@ -90,12 +91,12 @@ def divided_tensors(
                 name = f"optimizer.state.{like.name.removeprefix('model.')}.{key}"
                 if value.shape == parameter.shape and value.dim():
                     found.append(DividedTensor(name, like.shape, value, like.parts, like.local))
-                else:  # a number of steps, say: the same on all ranks
+                else:  # the same on all ranks, such as the number of steps
                     shape = tuple(value.shape)
                     if value.numel() > 1 and any(part != like.parts[0] for part in like.parts):
                         raise SettingsError(
-                            f"the optimizer keeps {key} of shape {list(shape)} for {like.name}, of which"
-                            " ranks have parts: only optimizers that treat elements one by one fit"
+                            f"the optimizer keeps {key} of shape {list(shape)} for {like.name}, which is"
+                            " sharded: use one that updates each element by itself (SGD, Adam, AdamW)"
                         )
                     parts = [whole_part(shape)] * len(like.parts)
                     found.append(DividedTensor(name, shape, value, parts, shape))
@@ -123,7 +124,7 @@ def _of_model(model: ParallelModule, plan: Plan) -> Iterator[DividedTensor]:
         if node_name in held and held[node_name].sharded:
             local = held[node_name].own_shape
         yield _named(names.pop(id(tensor)), shape, tensor, parts[node_name], local)
-    for unused in names.values():  # what the forward pass does not use is whole everywhere
+    for unused in names.values():  # tensors that the forward pass does not use are whole on all ranks
         tensor = named[unused[0]]
         shape = tuple(tensor.shape)
         yield _named(unused, shape, tensor, [whole_part(shape)] * math.prod(plan.mesh), shape)

@@ -1,4 +1,4 @@
-"""From a torch module to the graph that is searched and run: ``torch.export``, made functional and plain."""
+"""Records a torch module by ``torch.export``, and makes of it the graph that is searched and run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
 _COPIED = torch.ops.aten.lift_fresh_copy.default
 _BY_VALUES = ("DataDependent", "DynamicOutputShape", "GuardOnDataDependent")
 """What torch raises begins so where control flow or a shape depends on what is in a tensor."""
-_TENSOR = object()  # stands for a tensor among the arguments
+_TENSOR = object()  # in place of a tensor among the arguments
 _one_at_a_time = threading.Lock()  # torch.export has global state
 
 
@@ -39,17 +39,16 @@ class Traced:
     """A graph, and what is needed to run it.
 
     Attributes:
-        graph: with fan-out nodes.
-        functions: by node, what to call.
-        parameters: by node, the name of the parameter or buffer.
-        constants: by node, a tensor that the module holds without registering it.
-        unflatten: makes the module's result of them.
-        arguments: of the forward pass, leaf by leaf; tensors are None.
-        structure: of the arguments, as pytree has it.
-        only_training: where evaluation does what the graph does not say; "": it does the same, but for
-            dropout and the statistics of batches.
-        counters: names of nodes that change a buffer in training only.
-        by_strides: names of inputs whose memory is read by strides, so that they must be contiguous.
+        graph: the graph, with fan-out nodes.
+        functions: the function of each operator, by node.
+        parameters: the names of parameters and buffers, by node.
+        constants: tensors that the module holds without registering them, by node.
+        unflatten: makes the module's result from the list of its tensors.
+        arguments: the leaves of the arguments of the forward pass; a marker in place of each tensor.
+        structure: the structure of the arguments, as pytree describes it.
+        only_training: how evaluation differs from the graph; "": only in dropout and batch statistics.
+        counters: the names of nodes that change a buffer in training only.
+        by_strides: the names of inputs that are read by strides, and must therefore be contiguous.
     """
 
     graph: Graph
@@ -64,10 +63,10 @@ class Traced:
     by_strides: frozenset[str] = frozenset()
 
     def tensors_of(self, batch: Sequence[Any]) -> list[Any]:
-        """The tensors of a batch, in the order of the graph's inputs.
+        """Returns the tensors of a batch, in the order of the graph's inputs.
 
         Raises:
-            ArrayError: it has other arguments than the example.
+            ArrayError: the arguments do not match the example.
         """
         leaves, structure = pytree.tree_flatten(tuple(batch))
         if structure != self.structure:
@@ -94,13 +93,13 @@ def trace(
     """Records the forward pass on whole tensors.
 
     Args:
-        module: in training mode, on any device, meta too.
-        example: tensors of the shapes of the whole job's batch; their values do not count.
-        layerwise: names of parameters that are left out of broadcasts and reductions.
-        prefix: what names of parameters and modules begin with that users know without it.
+        module: the module, in training mode, on any device including meta.
+        example: tensors with the shapes of the whole job's batch; their values are not used.
+        layerwise: the names of parameters that are not broadcast or averaged.
+        prefix: a prefix of the names of parameters and modules that users do not know.
 
     Raises:
-        TraceError: the forward pass depends on values, or changes tensors in ways that cannot be followed.
+        TraceError: the forward pass depends on values, or does something that a graph cannot contain.
     """
     leaves, structure = pytree.tree_flatten(tuple(example))
     distinct = pytree.tree_unflatten(
@@ -193,7 +192,7 @@ class _ProgramReader:
         self._values: dict[tuple[str, int], int] = {}
         self._now: dict[str, str] = {}
         self._storages: dict[str, int] = {}
-        self._memory: dict[int, list[Any]] = {}  # by storage, whose results lie in it
+        self._memory: dict[int, list[Any]] = {}  # by storage, the nodes with results in it
         self._read: set[str] = set()
         self._functions: dict[str, Any] = {}
         self._parameters: dict[str, str] = {}
@@ -203,10 +202,13 @@ class _ProgramReader:
         self._by_strides: set[str] = set()
 
     def read(self, trained: Sequence[bool | None]) -> Traced:
-        """The graph.
+        """Reads the program.
 
         Args:
-            trained: of each argument, whether it is a tensor that requires a gradient; None: no tensor.
+            trained: whether each argument is a tensor that requires a gradient; None: it is not a tensor.
+
+        Raises:
+            TraceError: the program does something that a graph cannot contain.
         """
         self._trained = iter([each for each in trained if each is not None])
         kinds = {
@@ -237,7 +239,7 @@ class _ProgramReader:
             else:
                 raise TraceError(f"The forward pass holds {fx.op} {fx.target}, which cannot be divided.")
             self._read.add(fx.name)
-        structure = self._program.call_spec.out_spec  # without the program, which holds all parameters
+        structure = self._program.call_spec.out_spec  # not the program itself, which holds all parameters
         return Traced(
             self._prune().with_fan_outs(),
             self._functions,
@@ -298,7 +300,9 @@ class _ProgramReader:
         else:
             constant = self._constants[fx.name] = self._program.constants[spec.target]
             if constant.requires_grad:
-                raise TraceError(f"{name} is trained and no parameter.", remedy="Make it an nn.Parameter.")
+                raise TraceError(
+                    f"{name} requires a gradient, but is not a parameter.", remedy="Make it an nn.Parameter."
+                )
         self._add(node, [meta])
 
     def _current(self, fx: Any) -> str:
@@ -347,11 +351,11 @@ class _ProgramReader:
             target = fx.args[0]
             self._check_unseen(fx, target)
             maker = self._graph.nodes[self._graph.values[inputs[0]].node]
-            if maker.kind == "buffer" and maker.name not in self._constants:  # a counter, of every rank's own
+            if maker.kind == "buffer" and maker.name not in self._constants:  # a counter of each rank's own
                 maker.mutated = True
                 self._functions[fx.name] = function
                 self._add(node, metas)
-                self._values[fx.name, 0] = inputs[0]  # the buffer itself: later changes are changes of it
+                self._values[fx.name, 0] = inputs[0]  # the buffer itself: later operators change it again
                 return
             self._check_may_write(fx, maker)
             node.op, function = op[:-1], _functional(fx, function)
@@ -365,7 +369,7 @@ class _ProgramReader:
         self._functions[fx.name] = function
 
     def _node_of(self, fx: Any, op: str, function: Any) -> tuple[Node, list[bool]]:
-        """The node of a call, and for each tensor that goes in whether it is contiguous."""
+        """Returns the node of a call, and whether each of its input tensors is contiguous."""
         inputs: list[int] = []
         contiguous: list[bool] = []
 
@@ -382,7 +386,11 @@ class _ProgramReader:
         return node, contiguous
 
     def _check_may_write(self, fx: Any, maker: Node) -> None:
-        """Refuses changes in place of what others than the recorded pass have, by what it is."""
+        """Checks that an in-place operator changes a tensor of the recorded forward pass only.
+
+        Raises:
+            TraceError: it changes a parameter, an argument or another tensor that exists outside.
+        """
         remedy = "Write it without the in-place operator."
         if maker.name in self._constants:
             what = "changes a tensor in place that the module holds and has not registered"
@@ -398,7 +406,7 @@ class _ProgramReader:
         raise TraceError(f"{_line(fx)} {what}.", line=_line(fx), remedy=remedy)
 
     def _region(self, fx: Any) -> None:
-        """What runs under torch.no_grad(): its operators are the graph's, and its results are detached."""
+        """Adds the operators of a torch.no_grad() block to the graph, and detaches its results."""
         if "set_grad_enabled" not in str(fx.target):
             raise TraceError(
                 "The forward pass holds a torch.autocast of its own.",
@@ -434,7 +442,7 @@ class _ProgramReader:
         return node.outputs[0]
 
     def _broadcast(self, fx: Any, metas: Sequence[Any]) -> None:
-        """Tensors that have the shape already stay what they are; the others are expanded."""
+        """Adds an expand for each tensor that does not yet have the common shape."""
         for number, (source, meta) in enumerate(zip(fx.args[0], metas, strict=True)):
             value = self._values[self._current(source), 0]
             if self._graph.values[value].shape != tuple(meta.shape):
@@ -447,20 +455,20 @@ class _ProgramReader:
             self._values[fx.name, number] = value
 
     def _note_memory(self, fx: Any) -> None:
-        """Notes in whose memory a result lies: export's empty tensors share theirs as real ones would."""
+        """Notes in which storage a result lies: export's fake tensors share memory like real ones."""
         meta = fx.meta.get("val")
         if not isinstance(meta, torch.Tensor) or meta.layout != torch.strided:
             return
         if fx.op == "placeholder" and all(user.target is _COPIED for user in fx.users):
-            return  # written in the forward pass as a constant, and copied before use
+            return  # a constant of the forward pass, which is copied before use
         storage = meta.untyped_storage()._cdata
         if fx.target is torch.ops.aten.dropout.default and not (fx.args[1] and fx.args[2]):
-            storage = self._storages.get(fx.args[0].name, storage)  # returns what it is given, but for export
+            storage = self._storages.get(fx.args[0].name, storage)  # a real one returns its input itself
         self._storages[fx.name] = storage
         self._memory.setdefault(storage, []).append(fx)
 
     def _note_strides(self, fx: Any) -> None:
-        """Notes an input in whose memory something is read by strides: those that it was recorded with."""
+        """Notes that an input is read by the strides of the example, if this tensor lies in its memory."""
         for other in self._memory.get(self._storages.get(fx.name, 0), ()):
             if other.op == "placeholder" and (other.name, 0) in self._values:
                 maker = self._graph.nodes[self._graph.values[self._values[other.name, 0]].node]
@@ -468,7 +476,11 @@ class _ProgramReader:
                     self._by_strides.add(maker.name)
 
     def _check_unseen(self, fx: Any, target: Any) -> None:
-        """What is changed in place must not be seen under another name from then on."""
+        """Checks that a tensor that is changed in place is not read through another tensor afterwards.
+
+        Raises:
+            TraceError: a view of the tensor is read later.
+        """
         own = self._values[self._current(target), 0]
         for other in self._memory.get(self._storages.get(target.name, 0), ()):
             value = self._values.get((self._current(other), 0), own)
@@ -488,7 +500,7 @@ class _ProgramReader:
         return "" if own == self._prefix.rstrip(".") else own.removeprefix(self._prefix)
 
     def _prune(self) -> Graph:
-        """Leaves out what nothing depends on, but for the inputs."""
+        """Removes nodes on which nothing depends, except inputs."""
         needed: set[int] = set()
         keep = [False] * len(self._graph.nodes)
         for index in reversed(range(len(self._graph.nodes))):
@@ -509,13 +521,13 @@ class _ProgramReader:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments as plain values: lists of torch.fx become lists."""
+    """Converts arguments to plain values; lists of torch.fx become lists."""
     if isinstance(value, (list, tuple)):
         kind = tuple if isinstance(value, tuple) else list
         return kind(_plain(each) for each in value)
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, torch.device):  # tensors are made where the module is when it runs
+    if isinstance(value, torch.device):  # tensors are created on the module's device at run time
         return str(value)
     return value
 
@@ -525,7 +537,11 @@ def _unflatten(structure: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:
-    """What writes into its arguments must be known as an in-place operator."""
+    """Refuses operators that write to an argument and are not in-place operators.
+
+    Raises:
+        TraceError: this operator writes to an argument.
+    """
     arguments: list[Any] = list(getattr(getattr(function, "_schema", None), "arguments", ()))
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     if written and not (in_place and written == [arguments[0].name]):
@@ -537,12 +553,12 @@ def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:
 
 
 def _gives(function: Any) -> bool:
-    """Whether an operator is called for its result; one without any does something that no graph shows."""
+    """Whether an operator returns something; one that does not has effects that no graph shows."""
     return not hasattr(function, "_schema") or bool(function._schema.returns)
 
 
 def _copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """What ``x.copy_(source)`` leaves in ``x``, whose gradient is zeros; torch's own has none."""
+    """Returns the value of ``x`` after ``x.copy_(source)``; ``x`` gets zeros as its gradient, not None."""
     return torch.where(x.new_zeros((), dtype=torch.bool), x, source.to(x.dtype))
 
 

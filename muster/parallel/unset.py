@@ -1,4 +1,4 @@
-"""Makes modules of any size without their memory: large tensors are there, but nobody writes to them."""
+"""Creates modules of any size without using memory: their large tensors are never written."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGE = 2**20
-"""Elements of a tensor that gets no contents. Smaller ones are right: a forward pass may look at them."""
+"""Number of elements from which tensors get no contents; smaller ones do, as a forward pass may read them."""
 
 
 class LargeTensorsUnset(TorchDispatchMode):  # type: ignore[misc]
-    """Within it what would write a large tensor leaves it as it is: pages that nobody writes take no memory.
+    """Mode in which large tensors are allocated and never written: unwritten pages use no memory.
 
-    Tensors are on the CPU, as in a job's script: constants that a forward pass makes fit them, which those on
-    torch's meta device would not.
+    Tensors are on the CPU, as in a job's script, so that they match constants that a forward pass makes.
+    Tensors on torch's meta device would not.
     """
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator, or makes its results without contents."""
+        """Runs an operator, or allocates its results without contents."""
         kwargs = kwargs or {}
         schema = function._schema
         written = [
@@ -38,7 +38,7 @@ class LargeTensorsUnset(TorchDispatchMode):  # type: ignore[misc]
             return function(*args, **kwargs)
         try:
             shapes = function(*_meta(args), **{**_meta(kwargs), **_on_meta(schema)})
-        except Exception:  # it has none without contents, or is in the wrong: let it say so itself
+        except Exception:  # not available on meta, or a wrong call: run it for its own result or error
             return function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(shapes)
         if not any(map(_is_large, leaves)):

@@ -1,4 +1,4 @@
-"""What is said of a module whose forward pass is no graph."""
+"""The error and the plan of a module whose forward pass cannot be recorded as a graph."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from muster.errors import WorkerError
 
 
 class TraceError(WorkerError):
-    """The module's forward pass is no graph that could be divided; names the line of its source.
+    """The forward pass cannot be recorded as a graph, so that a search could shard it.
 
     Attributes:
-        line: such as ``model.py:12``, or "".
+        line: the line of the source, such as ``model.py:12``, or "".
     """
 
     def __init__(self, message: str, *, line: str = "", remedy: str = "") -> None:
@@ -18,11 +18,11 @@ class TraceError(WorkerError):
 
 
 class ForwardError(TraceError):
-    """The module's forward pass does not even run on tensors like the example's."""
+    """The module's forward pass fails on tensors like the example's."""
 
 
 class WithoutGraph:
-    """The plan of a module whose forward pass cannot be recorded: data parallelism, and why."""
+    """The plan of a module whose forward pass cannot be recorded: data parallelism, and the reason."""
 
     def __init__(self, verdict: str) -> None:
         self.verdict = verdict
@@ -32,5 +32,5 @@ class WithoutGraph:
         return self.verdict
 
     def why(self, name: str) -> str:
-        """The verdict: there are no operators to ask about."""
+        """Returns the verdict, as the plan has no operators."""
         return self.verdict

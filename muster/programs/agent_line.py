@@ -151,7 +151,9 @@ class AgentLine:
         killed = bool(ended.poll(1000 * (_END_GRACE_S + _LOOK_S)))
         os.close(self._agent)
         if killed:
-            log.error("The agent of this program was killed, and its place in the job is lost: it ends.")
+            log.error(
+                "The agent of this program was killed, and its place in the job is lost: the program ends."
+            )
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(_END_GRACE_S)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -165,7 +165,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         self._ordered = ordered
 
     def fail(self, error: Exception) -> None:
-        """Completes it with an error, which whoever reads its value gets, in C++ too."""
+        """Completes it with an error, which reading its value raises, in C++ too."""
 
         def refuse(_: Any) -> None:
             raise error

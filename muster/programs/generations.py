@@ -55,7 +55,7 @@ def on_new_generation(train: Callable[[Generation], T]) -> T:
         except Exception as error:
             if agent.failed_first():
                 raise
-            log.info("what the end of the generation brought about is dropped: %s", error)
+            log.info("ignoring an error caused by the end of the generation: %s", error)
         finally:
             _destroy_groups()
         forget_meshes()

@@ -23,11 +23,11 @@ _MEET_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks of a generation have told each other when they connected.
+    """The values that the ranks of a generation have exchanged when they connected.
 
     Attributes:
         generation: the generation's number.
-        said: what each rank has told of its state, in the order of ranks; None for an absent rank.
+        said: what each rank has reported on its state, in the order of ranks; None for an absent rank.
         active: the ranks that train; the other present ones wait for the next generation.
     """
 
@@ -54,7 +54,7 @@ def numbers_of(claimed: Sequence[int | None], size: int = 0) -> list[int]:
 
 
 class LivingProgram:
-    """A program whose process goes on when other ranks are lost: follows generations, connects its groups.
+    """A program whose process survives the loss of other ranks; connects its groups in each generation.
 
     Args:
         world: the process groups of this process, a :class:`~muster.programs.lasting_world.LastingWorld`.
@@ -88,7 +88,7 @@ class LivingProgram:
 
     @property
     def rehearses(self) -> bool:
-        """Whether this process is a replacement, which has to get its state from others that live on."""
+        """Whether this process is a replacement, which must get its state from surviving ranks."""
         return bool(self._groups.rehearses)
 
     @property
@@ -107,11 +107,11 @@ class LivingProgram:
         return self._is_resharding
 
     def begin(self, *, takes_fewer: bool = False, reshards: bool = False) -> None:
-        """Lets the program go on in the next generation; before this call it would be started again there.
+        """Lets the program continue in the next generation, in which it would otherwise be restarted.
 
         Args:
-            takes_fewer: whether it can go on with fewer ranks in the same groups.
-            reshards: whether it can go on with fewer or more ranks in new groups and modules.
+            takes_fewer: whether it can continue with fewer ranks in the same groups.
+            reshards: whether it can continue with fewer or more ranks in new groups and modules.
         """
         self._takes_fewer, self._reshards = takes_fewer, reshards
         self._line.stay()
@@ -138,7 +138,7 @@ class LivingProgram:
         self._line.restart(why)
 
     def enter_next(self) -> None:
-        """Waits for the next generation; restarts the program if it cannot go on in that."""
+        """Waits for the next generation; restarts the program if it cannot continue in it."""
         if not self._has_state and not self.rehearses:
             self.restart("The members have changed before the training had a state to go back to.")
         self._line.enter_next(self._end_if_finished)
@@ -155,7 +155,7 @@ class LivingProgram:
         """Connects all groups to this generation's members; all ranks call it.
 
         Args:
-            holds: what the others need to know of this rank's state, as JSON values.
+            holds: what the other ranks need to know about this rank's state, as JSON values.
             active_of: picks the ranks that train. It gets each rank's ``holds``, in the order of ranks, with
                 None for absent ones.
         """
@@ -171,7 +171,7 @@ class LivingProgram:
         if rank in meeting.active:
             self._groups.rehearses = False
             self._groups.connect(self._generation_store(), meeting.generation, meeting.active)
-        if self.is_over:  # while they connected
+        if self.is_over:  # it ended while groups connected
             self._groups.break_off("The generation is over.")
         return meeting
 

@@ -105,7 +105,7 @@ class LastingProcessGroup(NamedProcessGroup):
             start_thread(lambda: _abort(inner), name="muster-abort")
 
     def rest(self) -> None:
-        """Lets it rehearse again, as before the first :meth:`connect`."""
+        """Returns the group to rehearsal, as before the first :meth:`connect`."""
         with self._lock:
             self._broken = None
 

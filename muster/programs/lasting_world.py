@@ -1,4 +1,4 @@
-"""Has torch make process groups that outlive generations, and connects all of them to each generation."""
+"""Makes torch create process groups that outlive generations, and connects them to each generation."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def _serve_hooks(c10d: Any) -> None:
     def register_python(model: Any, state: object, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__module__", "").endswith(".quantization_hooks") and is_ours(model):
             raise SettingsError(
-                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend"
-                f" {BACKEND!r} has none, and with Gloo it fails, too.",
-                remedy="Take fp16_compress_hook, bf16_compress_hook or PowerSGD.",
+                f"{hook.__name__} works only with NCCL and tensors on GPUs, neither with the backend"
+                f" {BACKEND!r} nor with Gloo.",
+                remedy="Use fp16_compress_hook, bf16_compress_hook or PowerSGD.",
             )
         register(model, state, hook)
 
@@ -110,9 +110,9 @@ def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
         if used & ours and not used <= ours:
             asked = ",".join(f"{device}:{name}" for device, name in devices.items())
             raise SettingsError(
-                f"A process group of {asked} cannot be made: Muster's takes tensors on the CPU only, and"
-                " torch holds none beside it.",
-                remedy='Make one with backend="nccl", and another by new_group(backend="muster").',
+                f"A process group of {asked} cannot be made: torch cannot combine Muster's backend, which is"
+                " for tensors on the CPU, with another backend.",
+                remedy='Make one group with backend="nccl", and another by new_group(backend="muster").',
             )
         return helper(*args, **kwargs)
 

@@ -91,7 +91,7 @@ def take_secret_of_torchrun(env: MutableMapping[str, str]) -> None:
         raise CommunicatorError(
             "this worker of torchrun cannot open the secret of NCCL's encrypted connections, which its agent"
             f" holds: {getattr(error, 'strerror', None) or error}",
-            remedy="Its generation may be over; else let /proc show the agent's process to its workers.",
+            remedy="Its generation may be over. Otherwise let workers see their agent's process in /proc.",
         ) from error
     os.set_inheritable(descriptor, True)
     env[DESCRIPTOR_VARIABLE] = str(descriptor)

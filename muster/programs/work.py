@@ -56,7 +56,7 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             timeout: how long to wait; 0 for no limit.
 
         Raises:
-            CollectiveTimeoutError: it has not completed within ``timeout``; it goes on nevertheless.
+            CollectiveTimeoutError: the operation has not completed within ``timeout``; it continues to run.
             CommunicatorError: the operation failed.
         """
         with WAITS.waiting():

@@ -24,7 +24,7 @@ class CallContext(Protocol):
     """The part of a gRPC call's context that this module reads."""
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """What the TLS layer says of the peer."""
+        """Returns what the TLS layer reports on the peer."""
 
     def peer(self) -> str:
         """The peer's address, gRPC's way."""

@@ -203,8 +203,8 @@ def drain_policy(text: str) -> DrainPolicy | None:
     found = _DRAIN.fullmatch(text.strip())
     if found is None or float(found[1]) < LEAST_DRAINED or float(found[2]) > LONGEST_S:
         raise SchedulerSettingsError(
-            "MS_DRAIN_STRAGGLERS (--drain-stragglers) must be how many times as long a rank makes steps, from"
-            f" {LEAST_DRAINED}, and for how many seconds, as in 1.5x:60s; it is {text[:40]!r}."
+            "MS_DRAIN_STRAGGLERS (--drain-stragglers) must be a factor of a step's time, at least"
+            f" {LEAST_DRAINED}, and a duration in seconds, as in 1.5x:60s; it is {text[:40]!r}."
         )
     return DrainPolicy(float(found[1]), float(found[2]))
 

@@ -42,7 +42,7 @@ def notify(state: str, env: Mapping[str, str]) -> bool:
 
 
 def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
-    """How often to notify the watchdog, in seconds: twice in each allowed interval.
+    """Returns the interval of watchdog notifications in seconds: half of the allowed one.
 
     None without a watchdog.
     """

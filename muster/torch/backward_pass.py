@@ -70,8 +70,8 @@ class BackwardPass:
         """
         if self._ends or id(parameter) in self.seen:
             raise WorkerError(
-                "a gradient came twice in one backward pass, or the pass before it broke off: the ranks may"
-                " have sent different AllReduces",
+                "a gradient was computed twice in one backward pass, or the previous pass failed: ranks may"
+                " have started different AllReduces",
                 remedy="Let an error in a backward pass end the process; checkpoint shared layers with"
                 " use_reentrant=False.",
             )

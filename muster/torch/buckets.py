@@ -63,7 +63,7 @@ class GradientBucket:
         self.master: Any = None
 
     def allocate(self, ranks: int) -> None:
-        """Allocates the flat tensors with one number per rank; views from before leave the bucket."""
+        """Allocates new flat tensors, with one number per rank; older views become invalid."""
         count = len(self.parameters)
         self.flat = torch.zeros(self.size + count + ranks, dtype=self._dtype, device=self._device)
         compressed = self._wire_dtype not in (None, self._dtype) and not self._dtype.is_complex
@@ -73,7 +73,7 @@ class GradientBucket:
         self.flags, self.numbers = self.wire[self.size :].split([count, ranks])
 
     def _places(self, flat: Any) -> list[Any]:
-        """Each parameter's view into ``flat``; None for one whose gradient is reduced in place."""
+        """Returns each parameter's view of ``flat``; None for one whose gradient is reduced in place."""
         views = iter(views_of(flat, self._packed))
         return [None if index in self._large else next(views) for index in range(len(self.parameters))]
 
@@ -102,7 +102,7 @@ class GradientBucket:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise ArrayError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse",
-                    remedy="Sparse are only gradients of Embedding and EmbeddingBag layers with sparse=True.",
+                    remedy="Only Embedding and EmbeddingBag layers with sparse=True may have such gradients.",
                 )
             if index in self._large:
                 self.in_place.append(self._flat_gradient(parameter, index))
@@ -168,7 +168,10 @@ class GradientBucket:
                 parameter.grad = self.views[index]
 
     def _unused_now(self, capturing: bool) -> frozenset[int]:
-        """Positions of parameters without a gradient on any rank; reads the device only if one lacks here."""
+        """Returns the positions of parameters that have no gradient on any rank.
+
+        It reads the device only if a parameter has no gradient on this rank.
+        """
         if not self.missing:
             return frozenset()
         if not capturing:

@@ -372,7 +372,7 @@ def capture_step(
     """
     if warmup_steps < 2:
         raise SettingsError(
-            f"warmup_steps is at least 2 (optimizers make their state then), not {warmup_steps}"
+            f"warmup_steps must be at least 2, for optimizers to create their state; it is {warmup_steps}"
         )
     if accumulate < 1:
         raise SettingsError(f"accumulate is at least 1, not {accumulate}")

@@ -278,8 +278,8 @@ class DataParallel(ModuleWrapper):
         if 0 in counts and self._shares_statistics and self.module.training:
             empty = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
             raise SettingsError(
-                f"no samples on rank {empty}, and a SyncBatchNorm layer needs all ranks: drop the samples"
-                " that are left over, or divide them so that each rank has one at least."
+                f"no samples on rank {empty}, and a SyncBatchNorm layer needs all ranks: drop the incomplete"
+                " batch, or give each rank at least one sample."
             )
         total = max(1, sum(counts))
         share = samples * len(counts) / total if self._op is ReduceOp.MEAN else samples / total
@@ -536,7 +536,8 @@ class DataParallel(ModuleWrapper):
         exact = self._op is ReduceOp.MEAN and self._masters is None and self._scale is None
         if self._task < before and not exact:
             raise WorkerError(
-                "a backward pass within a backward pass: sums, masters and uneven batches cannot bear that",
+                "a backward pass was started within another one, which sums, master weights and uneven"
+                " batches do not support",
                 remedy="Use torch.utils.checkpoint with use_reentrant=False.",
             )
         self._ran = True

@@ -241,7 +241,7 @@ class InPlaceTraining:
             except Exception as error:
                 if self._program.is_own_failure():
                     raise
-                log.info("step %d is put off: %s", self._number, error)
+                log.info("step %d is postponed: %s", self._number, error)
                 self._recover()
                 continue
             step = InPlaceStep(self._number, self._program)
@@ -358,23 +358,23 @@ class InPlaceTraining:
             except Exception as error:
                 if self._program.is_own_failure():
                     raise
-                log.info("the generation was over before all had gone back: %s", error)
+                log.info("the generation ended before all ranks had restored their state: %s", error)
                 self._program.break_off()
 
     def _reshard(self) -> None:
         """Has the program create groups, modules and optimizer for the new world size."""
         if self._reshard_function is None:
-            raise SettingsError("steps: reshard is not given on all ranks.")
+            raise SettingsError("steps: reshard is given on some ranks only; give it on all or none.")
         self._program.leave_groups()
         made = self._reshard_function()
         self._hold(made)
         if made.step:  # loaded from a checkpoint, so the optimizer's state exists
             self._take(self._encode())
         self._program.settle()
-        log.info("%d ranks go on with step %d, resharded", self._size, self._number)
+        log.info("%d ranks continue with step %d, resharded", self._size, self._number)
 
     def _said(self) -> dict[str, Any]:
-        """What this rank tells the others: the copies that it holds, what its part is like, its replica."""
+        """Returns what this rank tells the others: its copies, the layout of its part, and its replica."""
         return {
             "copies": self._copies.holds,
             "like": what_it_holds(self._parts.snapshot_tensors(0, 1)),
@@ -403,7 +403,7 @@ class InPlaceTraining:
         else:
             # As a newcomer: a survivor has kept batches since its last copy only, and a checkpoint is older.
             self._put(self._from_checkpoint(_what_lacks(holds, meeting.active)), is_newcomer=True)
-        log.info("generation %d goes on with step %d in place", meeting.generation, self._number)
+        log.info("generation %d continues with step %d in place", meeting.generation, self._number)
 
     def _from_checkpoint(self, why: str) -> Found:
         """Loads the latest checkpoint, as no copy in memory is whole; without one, restarts the program."""

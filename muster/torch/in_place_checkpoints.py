@@ -94,7 +94,7 @@ class InPlaceCheckpoints:
             if copy is not None and bool(is_sound):
                 log.warning("The state is that of the checkpoint %s", self.directory / name)
                 return copy.key.snapshot.step, replace(copy, data=memoryview(bytearray(copy.data)))
-            log.warning("The checkpoint %s is damaged, or of another number of ranks", self.directory / name)
+            log.warning("The checkpoint %s is damaged, or of another world size", self.directory / name)
         return None
 
     def _own_part(self, folder: Path, rank: int, size: int) -> PartCopy | None:

@@ -71,7 +71,7 @@ class MasterWeights:
         if any(parameter.data_ptr() != place for parameter, place in self._places):
             raise SettingsError(
                 'the module was moved or converted after it was wrapped with weights="bf16": it would compute'
-                " with weights that nobody trains. Call to(...) before you wrap it."
+                " with weights that are not trained. Call to(...) before you wrap it."
             )
 
     def refresh(self) -> None:

@@ -41,12 +41,12 @@ def make_optimizer_state(optimizer: Any) -> None:
     Parameters, gradients and settings stay as they are.
 
     Args:
-        optimizer: a torch optimizer, or one that works alike: it writes ``state[parameter][name]`` when it
+        optimizer: a torch optimizer, or one that works like it: it writes ``state[parameter][name]`` when it
             first sees a gradient, and then updates in place.
 
     Raises:
-        SettingsError: this optimizer's state cannot be made beforehand, or cannot be shared: it is not all
-            tensors.
+        SettingsError: this optimizer's state cannot be created in advance, or cannot be shared, as
+            not all of it is tensors.
     """
     _check_tensors(optimizer)  # the state that exists already is not created again, only checked
     lacking = [
@@ -102,7 +102,7 @@ def _first_values(optimizer: Any, lacking: list[Any]) -> dict[Any, dict[str, Any
         optimizer.state = before
     if not all(isinstance(values, _FirstValues) for values in made.values()):
         raise SettingsError(
-            f"{_kind(optimizer)} replaces a parameter's state as a whole: what it begins with is not known.",
+            f"{_kind(optimizer)} replaces a parameter's whole state, so that its first one is not known.",
             remedy=f"{_FIRST_STEP}.",
         )
     return {parameter: values.first for parameter, values in made.items() if values.first}
@@ -155,8 +155,8 @@ def _check_tensors(optimizer: Any) -> None:
     }
     if names:
         raise SettingsError(
-            f"{_kind(optimizer)} keeps {', '.join(sorted(names))} otherwise than in tensors, so its state can"
-            " be neither shared nor undone.",
+            f"{_kind(optimizer)} keeps {', '.join(sorted(names))} outside tensors, so its state can be"
+            " neither shared nor rolled back.",
             remedy="Use another optimizer.",
         )
 

@@ -1,10 +1,10 @@
 """Counts training passes that a rank began and never finished, and compares them among ranks.
 
-A rank that catches the error of a step, or skips one, and goes on with the next batch sends the same
-all_reduces as ever: they would be combined with those of the other ranks' earlier step, and average gradients
-of different steps. So each rank counts such passes, and the count is reduced with the last bucket of
-gradients, in a place of its own. On a GPU nobody waits for the result: it is copied to the host beside the
-step, captured or not, and read before a later step.
+A rank that catches the error of a step, or skips a step, and continues with the next batch starts the same
+all_reduces as usual. They would be combined with those of the other ranks' earlier step, and would average
+gradients of different steps. So each rank counts such passes, and the count is reduced with the last bucket
+of gradients, in a separate element. On a GPU nothing waits for the result: it is copied to the host during
+the step, captured or not, and read before a later step.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _apart(communicator: Communicator, seen: Any) -> CollectiveMismatchError:
         named.append(f"{len(ranks) - len(named)} more")
     who = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
     return CollectiveMismatchError(
-        f"ranks average gradients of different steps: {who} left a training pass unfinished and went on with"
-        " the next",
-        remedy="Let an error within a step end the process, and make forward passes without a backward pass"
+        f"ranks average gradients of different steps: {who} left a training pass unfinished and began the"
+        " next",
+        remedy="Let an error within a step end the process, and run forward passes without a backward pass"
         " under torch.no_grad().",
     )

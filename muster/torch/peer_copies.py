@@ -37,7 +37,7 @@ def newest_whole(
     Args:
         holds: by rank, the (owner, generation, step) of each part that it holds; empty if it is absent.
         active: the ranks that go on.
-        like: by rank, what its part contains; the same text for replicas.
+        like: by rank, a text on what its part contains; the same for replicas.
     """
     holders: dict[Key, dict[int, int]] = {}
     for holder, parts in enumerate(holds):
@@ -224,7 +224,7 @@ def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...],
     """By rank, the partners that keep a copy of its part: on other hosts, where there are some.
 
     Args:
-        hosts: by rank, the number of its host.
+        hosts: the number of each rank's host, by rank.
         copies: partners of a rank; fewer if there are fewer other hosts, or ranks on a single host.
     """
     members = [

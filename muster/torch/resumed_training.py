@@ -52,7 +52,7 @@ def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence
         except Exception as error:
             if program.is_own_failure():
                 raise
-            log.info("what the loss of a rank brought about is dropped: %s", error)
+            log.info("ignoring an error caused by the loss of a rank: %s", error)
             program.break_off()
             enters = True
 

@@ -111,8 +111,8 @@ class _Group:
         """
         if any(each.data_ptr() != place for each, place in zip(self.parameters, self._places, strict=True)):
             raise SettingsError(
-                "the module was moved or converted after its ShardedOptimizer was made, and would compute"
-                " with weights that nobody updates. Call to(...) before you make the optimizer."
+                "the module was moved or converted after its ShardedOptimizer was made: it would compute with"
+                " weights that are not updated. Call to(...) before you make the optimizer."
             )
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
@@ -144,7 +144,7 @@ class _Group:
         """This rank's part of the parameters' states; a parameter without one counts as zeros.
 
         Args:
-            states: by parameter.
+            states: the states, by parameter.
             first: number of the first parameter, for error messages.
         """
         part: dict[str, Any] = {}
@@ -390,13 +390,13 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 the same parameters in the same groups.
 
         Raises:
-            ArrayError: it is the state of other parameters, or of other groups; nothing was changed.
+            ArrayError: the state is of other parameters or groups; nothing was changed.
         """
         theirs = [list(group["params"]) for group in state_dict["param_groups"]]
         counts, own = [len(group) for group in theirs], [len(group.parameters) for group in self._groups]
         if counts != own:
             raise ArrayError(
-                f"this state is of parameter groups of {counts} parameters, and this optimizer has {own}",
+                f"this state has parameter groups with {counts} parameters, and this optimizer {own}",
                 remedy="Load the state of an optimizer of the same module, with the same groups.",
             )
         states: dict[int, Any] = {}
@@ -417,7 +417,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         or load a state.
 
         Args:
-            communicator: of that generation.
+            communicator: the communicator of that generation.
 
         Raises:
             ArrayError: the parameters differ from another rank's.

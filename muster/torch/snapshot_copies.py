@@ -28,7 +28,7 @@ class OwnRoom:
     """Host memory for one copy, at a fixed address, so that a GPU may write there by itself.
 
     Args:
-        size: in bytes.
+        size: the size in bytes.
         pinned: pin the memory, for a GPU that writes there.
         host: use this memory, a uint8 tensor, instead of new memory.
 

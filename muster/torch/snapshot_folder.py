@@ -64,7 +64,7 @@ class SnapshotFolder:
 
         Args:
             session: the session of this generation, to which what was written is reported.
-            communicator: of all ranks.
+            communicator: the communicator of all ranks.
 
         Returns:
             The snapshot that is being written; None: no snapshot of this generation counts yet.

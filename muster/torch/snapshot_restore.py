@@ -82,7 +82,7 @@ class Restorer:
     """Decides with all ranks of a new generation which snapshot to restore, and restores it.
 
     Args:
-        communicator: of all ranks; takes arrays in host memory.
+        communicator: the communicator of all ranks; takes arrays in host memory.
         held: the copies that this rank holds.
     """
 

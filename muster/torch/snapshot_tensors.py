@@ -26,7 +26,7 @@ class SnapshotTensor:
 
     Attributes:
         name: the same on all ranks.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         tensor: this rank's part of it; its elements, row by row, begin with those of ``wanted``.
         wanted: the elements of the whole tensor that this rank holds.
         own: those of them that this rank copies: ranks that hold the same elements share them out.
@@ -121,7 +121,7 @@ class ObjectParts:
     """The parts of a state that is given as objects by name; :class:`muster.torch.Snapshots` says which.
 
     Args:
-        objects: by name.
+        objects: the objects, by name.
 
     Raises:
         SettingsError: an object cannot be part of a snapshot.

@@ -30,7 +30,7 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class SnapshotSession(Protocol):
-    """What snapshots need of a :class:`muster.worker.session.session.Session`."""
+    """The part of a :class:`muster.worker.session.session.Session` that snapshots need."""
 
     @property
     def communicator(self) -> Communicator:
@@ -179,7 +179,7 @@ class Snapshots:
         """
         if self._parts is not None:
             raise SettingsError(
-                "Snapshots are of one state: those that a training state is given are made without one"
+                "Snapshots belong to one state: give a training state some that were made without a state"
             )
         self._parts = parts
 
@@ -222,7 +222,7 @@ class Snapshots:
             return decision
         if decision.snapshot is not None and is_needed:
             _LOG.warning(
-                "There is no whole snapshot: of %s, taken by %d ranks, the parts of ranks %s are nowhere",
+                "There is no complete snapshot: of %s, taken by %d ranks, nobody holds the parts of ranks %s",
                 decision.snapshot,
                 decision.world_size,
                 ", ".join(map(str, decision.ranks)),
@@ -248,9 +248,8 @@ class Snapshots:
         endpoint = getattr(inner, "endpoint", None)
         if endpoint is None:
             raise SettingsError(
-                f"Snapshots travel over encrypted connections of their own, which the backend"
-                f" {communicator.name!r} does not have here: give certificates (MS_CONFIG_FILE), or set"
-                " MS_ALLOW_INSECURE=1"
+                f"Snapshots need encrypted connections between ranks, which the backend {communicator.name!r}"
+                " does not have here: give certificates (MS_CONFIG_FILE), or set MS_ALLOW_INSECURE=1"
             )
         with self._lock:
             change = self._retention.enter(
@@ -428,7 +427,9 @@ class Snapshots:
             try:
                 return OwnRoom.in_shared_memory(copier.size)
             except OSError as error:
-                _LOG.warning("A copy is no shared memory, and is copied to be written: %s", error)
+                _LOG.warning(
+                    "No shared memory for a snapshot, which is copied again to be written: %s", error
+                )
         return OwnRoom(copier.size, pinned=copier.device.type == "cuda")
 
     def _follow_change(self, change: RetentionChange) -> None:

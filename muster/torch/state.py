@@ -176,7 +176,7 @@ class TorchTrainingState(TrainingState):
                 self._take(each)
                 return each
         if self._copies and not self._has_room():
-            _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
+            _log.warning("no room on the GPU for a second copy of the state: training waits for each step")
             self._room = False
             self._confirm_or_undo()
             self._take(self._copies[0])
@@ -221,7 +221,7 @@ class TorchTrainingState(TrainingState):
             self._began.is_torn, self._may_copy_beside = True, False
 
     def _count_changes(self) -> int:
-        """How often torch has changed the optimizer's parameters in place."""
+        """Returns the number of times that torch has changed the optimizer's parameters in place."""
         return sum(each._version for group in self._optimizer.param_groups for each in group["params"])
 
     def _has_room(self) -> bool:
@@ -313,8 +313,8 @@ class TorchTrainingState(TrainingState):
         """
         if before.is_torn:
             raise WorkerError(
-                "a step that broke cannot be undone: its parameters were changed before its captured part",
-                remedy="Change them within that part, or between steps; go on from a checkpoint.",
+                "a failed step cannot be undone, as its parameters were changed before its captured part",
+                remedy="Change parameters in the captured part or between steps; resume from a checkpoint.",
             )
         if self._snapshots is not None and before.step != self.step:
             self._snapshots.drop_unconfirmed()
@@ -523,7 +523,7 @@ class TorchTrainingState(TrainingState):
         try:
             return self._checkpoint_copier.copy(description, tensors, more, room)
         except torch.OutOfMemoryError:
-            _log.warning("no room on the GPU for a copy that is written: the training waits for the host's")
+            _log.warning("no room on the GPU for a copy of the state: training waits for a copy to the host")
             self._checkpoint_copier = None
             return super().copy_for_checkpoint(room)
 

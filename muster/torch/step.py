@@ -82,9 +82,9 @@ class StepBody:
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
             raise ArrayError(
-                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
-                f" which must be as long in each; these have the shapes {shapes}.",
-                remedy="What is no part of the batch can be bound by the loss function.",
+                f"accumulate={self._accumulate} splits all tensors of a batch along their first axis,"
+                f" which must have the same length in each; these have the shapes {shapes}.",
+                remedy="Pass tensors that are not part of the batch by the loss function's closure.",
             )
         count = lengths.pop()
         cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)

@@ -110,7 +110,7 @@ class CopiesAside:
     """Copies of tensors, which can be taken again and put back, at little cost to the host.
 
     Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
-    So each dtype has its list, made once: making them costs as much as the copies.
+    So there is a list for each dtype, which is made once, as making it costs as much as the copies.
 
     Args:
         tensors: the tensors, which must stay the same objects.
@@ -164,7 +164,7 @@ def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[
     """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
-        ArrayError: they differ; raised on all ranks, and names the first that does.
+        ArrayError: tensors differ; raised on all ranks, with the name of the first that does.
     """
     text = "\n".join(f"{name}\t{_kind(tensor)}" for name, tensor in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

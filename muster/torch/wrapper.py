@@ -214,8 +214,8 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         """Checks before a forward pass that this is still the wrapper of the module's parameters."""
         if self._replaced:
             raise WorkerError(
-                "some of these parameters were wrapped again, in a DataParallel that lacks the others",
-                remedy="Let one DataParallel wrap one module that holds all that is trained together.",
+                "some of these parameters were wrapped again, in a DataParallel without the others",
+                remedy="Wrap one module that has all parameters that are trained together.",
             )
         if not _LENT.get() and self._structure.changed():
             self._refuse_others()
@@ -235,13 +235,12 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         if others[0] in wrapped:
             raise WorkerError(
-                f"{others[0]}{more} is another parameter than the one that was wrapped:"
-                " nobody would average its gradient",
+                f"{others[0]}{more} was replaced after the module was wrapped: its gradient would not be"
+                " averaged",
                 remedy="Load states without assign=True, or wrap the module again, on all ranks.",
             )
         raise WorkerError(
-            f"{others[0]}{more} was added after the module was wrapped: each rank would have its own,"
-            " and nobody would average its gradient",
+            f"{others[0]}{more} was added after the module was wrapped: its gradient would not be averaged",
             remedy="Add layers before you wrap the module, or wrap it again, on all ranks.",
         )
 
@@ -271,7 +270,7 @@ def _nothing() -> None:
 
 def _cannot_assign() -> SettingsError:
     return SettingsError(
-        "assign=True would exchange the parameters for others, whose gradients nobody averages."
+        "assign=True would replace the parameters by others, whose gradients would not be averaged."
         " Leave it out, or load before you wrap the module."
     )
 

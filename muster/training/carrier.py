@@ -23,10 +23,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def array_module(arrays: Mapping[str, Array]) -> Any:
-    """The module that the arrays come from, ``numpy`` or ``cupy``.
+    """Returns the module of the arrays, ``numpy`` or ``cupy``.
 
     Raises:
-        ArrayError: the arrays are of another library, or of several.
+        ArrayError: the arrays are of another library, or of more than one.
     """
     kinds = {type(array).__module__.partition(".")[0] for array in arrays.values()}
     if len(kinds) != 1 or not kinds <= {"numpy", "cupy"}:
@@ -39,7 +39,7 @@ def array_module(arrays: Mapping[str, Array]) -> Any:
 
 
 def module_for(session: Session) -> Any:
-    """CuPy if the session's collectives take arrays on a GPU, which becomes the current one; else NumPy.
+    """Returns CuPy, and selects its GPU, if the session's collectives take arrays on a GPU; else NumPy.
 
     Raises:
         ArrayError: CuPy is not installed.
@@ -72,19 +72,19 @@ class Library(Protocol):
     in_background: bool
 
     def numbers(self, values: Sequence[int], dtype: str) -> Array:
-        """A new 1-dim array of these values."""
+        """Returns a new 1-dim array of these values."""
 
     def empty(self, size: int, like: Array) -> Array:
-        """A new 1-dim array of the dtype of ``like``, uninitialised."""
+        """Returns a new, uninitialised 1-dim array of the dtype of ``like``."""
 
     def packed(self, arrays: Sequence[Array]) -> Array:
-        """A new 1-dim array of all elements of ``arrays``, which have one dtype."""
+        """Returns a new 1-dim array of all elements of ``arrays``, which have the same dtype."""
 
     def to_bytes(self, array: Array) -> bytes:
-        """The memory of a 1-dim array."""
+        """Returns the memory of a 1-dim array."""
 
     def sent(self, communicator: Communicator, flat: Array) -> Array:
-        """A 1-dim array's memory as the communicator takes it: int64, or bytes that are only moved."""
+        """Returns a 1-dim array's memory as the communicator sends it: as int64, or as bytes."""
 
 
 class NumpyLibrary:
@@ -121,7 +121,7 @@ class Carrier:
     """Sends numbers, text and arrays between ranks. The host waits for the results.
 
     Args:
-        communicator: of all ranks.
+        communicator: the communicator of all ranks.
         library: the operations on the arrays.
     """
 
@@ -130,7 +130,7 @@ class Carrier:
         self._library = library
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers (below 2**63, equally many on each), by rank."""
+        """Returns the numbers of every rank, by rank: below 2**63, and the same count on each rank."""
         library, count = self._library, len(row)
         send = library.numbers(row, "int64")
         recv = library.numbers([0] * (count * self._communicator.world_size), "int64")
@@ -140,7 +140,7 @@ class Carrier:
         return [numbers[start : start + count] for start in range(0, len(numbers), count)]
 
     def gather_texts(self, text: str, *, length: int | None = None) -> list[str]:
-        """Every rank's text, by rank; ``length``: in bytes, if it is known and the same on all ranks."""
+        """Returns every rank's text, by rank; ``length``: its size in bytes, if known and equal on all."""
         raw, library, world_size = text.encode(), self._library, self._communicator.world_size
         if length is None:
             length = max(row[0] for row in self.gather([len(raw)]))
@@ -153,7 +153,7 @@ class Carrier:
         return [everything[start : start + length].rstrip(b"\0").decode() for start in starts]
 
     def broadcast_text(self, mine: bytes, length: int, source: int) -> str:
-        """The text of ``source``, ``length`` bytes long."""
+        """Returns the text of the rank ``source``, which is ``length`` bytes long."""
         buffer = self._library.numbers(mine if self._communicator.rank == source else bytes(length), "uint8")
         self._communicator.broadcast(self._library.sent(self._communicator, buffer), source)
         self._wait()
@@ -162,7 +162,7 @@ class Carrier:
     def broadcast(self, arrays: Mapping[Key, Array], source: int) -> Iterator[tuple[Key, Array]]:
         """Yields the arrays of ``source`` by name, on every rank; this rank's arrays stay untouched.
 
-        On a GPU a broken broadcast shows only later; see :meth:`receive`.
+        On a GPU an error of a broadcast is raised only later; see :meth:`receive`.
         """
         under_way: deque[tuple[Work, list[Key], Array]] = deque()
         library, communicator = self._library, self._communicator
@@ -185,18 +185,18 @@ class Carrier:
             arrays[name][...] = part
 
     def receive(self, arrays: Mapping[Key, Array], source: int) -> dict[Key, Array]:
-        """The arrays of ``source`` by name, once all have arrived; this rank's arrays stay untouched."""
+        """Returns the arrays of ``source`` by name, once all have arrived; this rank's stay untouched."""
         received = dict(self.broadcast(arrays, source))
-        self._wait()  # nothing of a broken broadcast may be used
+        self._wait()  # the result of a failed broadcast must not be used
         return received
 
     def _wait(self) -> None:
-        """Waits for a collective; a plain read would return an aborted one's garbage, or hang."""
+        """Waits for a collective; without this, a read after an aborted one might hang or return garbage."""
         self._communicator.synchronize()
 
 
 def _pieces(arrays: Mapping[Key, Array]) -> Iterator[list[Key]]:
-    """Groups arrays into lists of one dtype, each of which is sent by one broadcast."""
+    """Groups arrays of the same dtype into lists; each list is sent by one broadcast."""
     groups: dict[Any, list[Key]] = {}
     for name, array in arrays.items():
         groups.setdefault(array.dtype, []).append(name)

@@ -47,7 +47,7 @@ _FORMAT = "1"
 
 @runtime_checkable
 class CheckpointSession(Protocol):
-    """What checkpoints need of a :class:`muster.worker.session.session.Session`."""
+    """The part of a :class:`muster.worker.session.session.Session` that checkpoints need."""
 
     @property
     def launch(self) -> int:
@@ -155,7 +155,7 @@ def _refuse_within_step(state: TrainingState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """Where a file is written, and its metadata."""
+    """The path of a file that is written, and its metadata."""
 
     root: str
     folder: str
@@ -296,7 +296,7 @@ def load(path: str | Path, state: TrainingState) -> None:
     Raises:
         DamagedCheckpointError: the file is damaged; names the last sound one beside it, if any.
         StateMismatchError: the file is of another model or optimizer.
-        CheckpointError: there is no such file.
+        CheckpointError: the file does not exist.
     """
     path = mounted_path(path)
     try:
@@ -319,7 +319,7 @@ def load_latest(
         The file that was read; None when the directory holds no checkpoint at all.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, but none is sound.
+        DamagedCheckpointError: there are checkpoints, but all are damaged.
         StateMismatchError: all sound ones are of another model or optimizer.
     """
     folder = mounted_path(directory)
@@ -335,7 +335,7 @@ def load_latest(
             say(error.message)
     if any(_files(folder)):
         raise DamagedCheckpointError(
-            f"No checkpoint in {folder} is sound.",
+            f"All checkpoints in {folder} are damaged.",
             remedy="Move them away to start over, or name another directory.",
         )
     return None
@@ -416,8 +416,8 @@ class Folder:
                 copy = self._state.copy_for_checkpoint(self._writer.room)
             except OSError as error:
                 raise CheckpointError(
-                    f"There is no memory for a copy of the state to write beside the training: {error}.",
-                    remedy="Call save() in place of save_beside(), which needs none.",
+                    f"There is not enough memory for the copy of the state by save_beside(): {error}.",
+                    remedy="Call save(), which needs no copy.",
                 ) from error
         if copy.size > self._room_bytes:
             self._room_bytes = copy.size
@@ -538,7 +538,7 @@ class Folder:
             say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
-        """Where this run has saved before; else the directory or, beside an earlier run, a subdirectory."""
+        """Returns where this run has saved before; else the directory, or a subdirectory."""
         root, launch, run = Path(self._directory), self._launch, self._state.run
         found = self._alike()
         for one in found:

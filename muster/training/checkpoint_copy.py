@@ -28,7 +28,7 @@ class CheckpointCopy:
 
     Attributes:
         description: everything of the state except the arrays' contents, as JSON.
-        places: of the arrays, by name.
+        places: the places of the arrays, by name.
         size: bytes of all arrays together.
         ready: waits until the copy is complete; until then the room must stay as it is.
     """

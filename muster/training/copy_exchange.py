@@ -78,7 +78,7 @@ class CopyExchange:
     """Sends and receives copies within one generation.
 
     Args:
-        membership: of the generation.
+        membership: the membership of the generation.
         endpoint: opens and accepts connections.
         partners: the ranks that get this one's copies.
         wards: the ranks whose copies are kept here, each with the size of its copies' data, in bytes.
@@ -307,7 +307,7 @@ class Keeper:
         agreed_on = key == expected and size <= self._most_bytes and head_size <= _MOST_HEAD_BYTES
         if not agreed_on or not 1 <= lanes <= len(self._messages):
             _LOG.warning(
-                "%s offers a copy that was not agreed on: %s, %d bytes, where %d were",
+                "%s offers an unexpected copy, which is refused: %s, %d bytes; at most %d were agreed on",
                 peer_name(here.peers[self._ward]),
                 in_words(key),
                 size,

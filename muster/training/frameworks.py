@@ -36,13 +36,13 @@ def warn_if_data_is_not_divided(world_size: int) -> None:
 
 
 def _accelerate() -> int | None:
-    """How many processes Accelerate counts; None: it is not in use."""
+    """Returns Accelerate's number of processes; None: it is not in use."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     return _number(getattr(state, "_shared_state", {}).get("num_processes"))
 
 
 def _lightning() -> int | None:
-    """How many processes the Lightning Trainer among the callers counts; None: there is none."""
+    """Returns the number of processes of a Lightning Trainer that is calling; None: there is none."""
     if not {"lightning.pytorch", "pytorch_lightning"} & sys.modules.keys():
         return None
     frame: FrameType | None = sys._getframe(1)

@@ -58,7 +58,7 @@ class GradientReducer:
 
     Args:
         session: whose communicator to use.
-        parameters: by name, in the order of the forward pass; C-contiguous, floating point.
+        parameters: the parameters, by name, in the order of the forward pass; C-contiguous, floating point.
             Gradients are expected in the opposite order; another order costs overlap, nothing else.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first bucket, in bytes; small, so that communication starts early.

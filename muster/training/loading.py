@@ -45,7 +45,7 @@ class Loading:
         self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
         if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
             raise SettingsError(
-                "the loader must deal out what the state's sampler says:"
+                "the loader must use the state's sampler:"
                 " DataLoader(dataset, batch_sampler=state.sampler, ...)"
             )
 

@@ -47,7 +47,7 @@ log = logging.getLogger("muster.worker")
 
 
 class ElasticSession(StateHolder, Protocol):
-    """What the loop needs of a :class:`muster.worker.session.session.Session`."""
+    """The part of a :class:`muster.worker.session.session.Session` that the loop needs."""
 
     @property
     def rank(self) -> int:
@@ -277,7 +277,7 @@ class ElasticLoop:
         )
 
     def _total(self) -> int:
-        """How many steps the run has in all."""
+        """Returns the total number of steps of the run."""
         whole = self._epochs * self.state.sampler.steps_per_epoch
         return min(whole, self._steps) if self._steps else whole
 

@@ -55,7 +55,7 @@ def write_safetensors(
     """Writes arrays and texts as ``safetensors.numpy.save_file`` does.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         arrays: C-contiguous, by name.
         metadata: texts by name.
         mbytes_per_s: see :class:`WritePace`.

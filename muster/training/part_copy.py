@@ -1,4 +1,4 @@
-"""Copies of one rank's part of the state at a step, in host memory, with checksums that show damage."""
+"""Copies of one rank's part of the state at a step, in host memory, with checksums that detect damage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = struct.Struct("!QQII")
 
 
 class DamagedCopyError(WorkerError):
-    """A copy does not match its checksums: flipped bits, parts of two steps, another step's bytes."""
+    """A copy does not match its checksums, as bits have flipped or bytes are of another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class PartCopy:
     """A copy of one rank's part of the state at a step.
 
     Attributes:
-        key: which part it is.
-        head: describes the data, and has the rest of the state, as JSON.
-        data: the tensors' bytes.
-        checksums: of each chunk of the data, with key and head: the first 4 bytes of a GMAC (NIST SP
-            800-38D) under a key that is no secret. A processor with AES computes it four times as fast as
-            a CRC-32, and it is to show damage only: connections have secret keys of their own.
-        is_own: this process took it.
+        key: the part's identity.
+        head: a description of the data, and the rest of the state, as JSON.
+        data: the bytes of the tensors.
+        checksums: of each chunk of the data together with key and head: the first 4 bytes of a GMAC (NIST
+            SP 800-38D) with a public key. A processor with AES computes it four times as fast as a CRC-32.
+            It detects damage only; attackers are kept out by the connections' secret keys.
+        is_own: whether this process made the copy.
     """
 
     key: PartKey
@@ -46,23 +46,23 @@ class PartCopy:
     is_own: bool = False
 
     def sealed(self, found: Mapping[int, int] | None = None) -> PartCopy:
-        """The copy with checksums of its present contents; ``found``: those known already, by chunk."""
+        """Returns the copy with checksums of its contents; ``found``: those already known, by chunk."""
         return replace(self, checksums=tuple(self._sums(found)))
 
     @property
     def announced(self) -> int:
-        """The checksums that its owner computed when it was sealed, as one number below 2**64."""
+        """The checksums of :meth:`sealed`, which its owner computed, as one number below 2**64."""
         return _in_one(self.checksums)
 
     def found(self) -> int:
-        """The checksums of its present contents, as one number below 2**64."""
+        """The checksums of its current contents, as one number below 2**64."""
         return _in_one(tuple(self._sums()))
 
     def checksum(self, number: int) -> int:
-        """The checksum of the present contents of one chunk."""
+        """Computes the checksum of the current contents of one chunk."""
         (generation, step), world_size, rank = self.key
+        # Each includes the key and the head, so that a chunk of another copy is not taken for this one.
         mac = Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12))).encryptor()
-        # Each begins with the key and the head, so that no chunk passes for one of another copy.
         mac.authenticate_additional_data(_KEY.pack(generation, step, world_size, rank))
         mac.authenticate_additional_data(hashlib.sha256(self.head).digest())
         mac.authenticate_additional_data(self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
@@ -73,10 +73,10 @@ class PartCopy:
         """Compares its contents with its checksums.
 
         Args:
-            found: checksums of its present contents that are known already, by chunk.
+            found: already known checksums of its current contents, by chunk.
 
         Raises:
-            DamagedCopyError: they differ.
+            DamagedCopyError: a checksum differs.
         """
         sums = tuple(self._sums(found))
         if len(sums) != len(self.checksums):
@@ -92,7 +92,7 @@ class PartCopy:
 
 
 def in_words(key: PartKey) -> str:
-    """Names a part in words, for messages."""
+    """Returns a name of a part, for messages."""
     return f"rank {key.rank}'s part of {key.snapshot}"
 
 
@@ -102,12 +102,12 @@ def _in_one(checksums: tuple[int, ...]) -> int:
 
 
 def chunk_count(size: int) -> int:
-    """Number of chunks, and so of checksums, that ``size`` bytes have; at least 1."""
+    """Returns the number of chunks (and of checksums) of ``size`` bytes; at least 1."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def chunks(data: memoryview) -> list[memoryview]:
-    """The data's chunks, in order; they share its memory."""
+    """Returns views of the data's chunks, in order."""
     return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
 
 
@@ -124,12 +124,12 @@ class HeldCopies:
             self._copies[copy.key] = copy
 
     def get(self, key: PartKey | None) -> PartCopy | None:
-        """The copy of that part; None: it is not held."""
+        """Returns the copy of that part; None: it is not held."""
         with self._lock:
             return None if key is None else self._copies.get(key)
 
     def all(self) -> list[PartCopy]:
-        """All copies, in the order of their parts."""
+        """Returns all copies, in the order of their parts."""
         with self._lock:
             return [self._copies[key] for key in sorted(self._copies)]
 

@@ -34,7 +34,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def part_order(copy: PartCopy, root: Path, attempt: str, mbytes_per_s: float = 0.0) -> dict[str, Any]:
-    """What :func:`write_part` is to do, as JSON values.
+    """Returns an order for :func:`write_part`, as JSON values.
 
     Args:
         copy: what is written.

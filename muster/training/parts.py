@@ -14,7 +14,7 @@ class Box:
     """A box of a whole tensor.
 
     Attributes:
-        offsets: of its first element, one for each dimension.
+        offsets: the offsets of its first element, one for each dimension.
         sizes: elements along each dimension.
         start: where its elements, row by row, begin in the flat tensor of the rank that holds it.
     """
@@ -34,8 +34,8 @@ class Part:
     """The part of a tensor that one rank holds: the elements from start to stop, row by row, of a box of it.
 
     Attributes:
-        offsets: of the box in the whole tensor.
-        sizes: of the box.
+        offsets: the offsets of the box in the whole tensor.
+        sizes: the sizes of the box.
         start: first element of the box that the rank holds; 0 unless the update is sharded.
         stop: one past the last element.
     """

@@ -20,7 +20,7 @@ from muster.errors import SettingsError, WorkerError
 
 
 class SamplerPosition(NamedTuple):
-    """The next batch, and the rank's part of it: equal positions have equal samples."""
+    """All that determines this rank's next samples: equal positions give equal samples."""
 
     epoch: int
     position: int
@@ -37,10 +37,10 @@ class Batch:
 
     Attributes:
         epoch: from 0.
-        step: number of the batch within its epoch, from 0 (counted in batches of the present size).
+        step: number of the batch within its epoch, from 0 (counted in batches of the current size).
         indices: int64, the samples of this rank; may be empty where a last batch is smaller than the world.
         global_size: samples of the batch over all ranks.
-        world_size: ranks that the batch is divided among.
+        world_size: number of ranks that share the batch.
         last: whether it ends the epoch.
     """
 
@@ -53,37 +53,40 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """This rank's part of the batch's samples. A sum over ranks of ``share * local mean`` is the mean."""
+        """This rank's share of the batch's samples, 0 to 1.
+
+        The sum over ranks of ``share * local mean`` is the mean of the batch.
+        """
         return len(self.indices) / self.global_size
 
     @property
     def weight(self) -> float:
-        """Factor for this rank's mean loss where gradients are averaged over ranks; 1 when parts are even."""
+        """The factor for this rank's mean loss if gradients are averaged over ranks; 1 if parts are equal."""
         return self.share * self.world_size
 
     def split(self, parts: int) -> list[NDArray[np.int64]]:
-        """Divides this rank's samples into ``parts`` pieces of nearly equal size, some maybe empty."""
+        """Splits this rank's samples into ``parts`` pieces of nearly equal size; some may be empty."""
         return np.array_split(self.indices, parts)
 
 
 class ShardedSampler:
-    """Deals the samples of a data set out to ranks, epoch by epoch.
+    """Distributes the samples of a data set to ranks, epoch by epoch.
 
-    ``batch()`` returns the next batch, repeatedly; only ``advance()`` consumes it. A step that
-    broke is thus redone by doing nothing. All ranks must call ``advance()`` for the same batches.
+    ``batch()`` returns the same batch until ``advance()`` moves to the next one, so that a failed step can be
+    repeated. All ranks must call ``advance()`` for the same batches.
 
-    It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating gives this rank's samples of
-    each batch from the present position to the epoch's end, and consumes nothing, however far a loader looks
-    ahead. An :class:`~muster.training.loop.ElasticLoop` drives such a loader; without one, call
+    It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating yields this rank's samples of
+    each batch from the current position to the end of the epoch, and does not move the position, even if the
+    loader prefetches. An :class:`~muster.training.loop.ElasticLoop` drives such a loader. Without one, call
     ``advance()`` after each step, and set ``drop_last``: otherwise a last batch without samples for this rank
-    is left out here, and other ranks have one batch more.
+    is skipped here, and other ranks have one batch more.
 
     Args:
         size: samples in the data set, > 0.
         batch_size: samples of a global batch, over all ranks, > 0.
         rank: this process's rank.
         world_size: number of ranks.
-        seed: of the shuffle, >= 0.
+        seed: seed of the shuffle, >= 0.
         shuffle: False keeps the data set's own order in every epoch.
         drop_last: leaves out a last batch that is smaller than ``batch_size``.
 
@@ -130,7 +133,7 @@ class ShardedSampler:
         return full + bool(rest and not self.drop_last)
 
     def batch(self) -> Batch:
-        """This rank's part of the next global batch, which is not consumed."""
+        """Returns this rank's part of the next global batch; the position stays."""
         start = self.position
         stop = min(start + self.batch_size, self._end)
         count = stop - start
@@ -160,24 +163,24 @@ class ShardedSampler:
 
     @property
     def place(self) -> SamplerPosition:
-        """Everything that ``batch()`` depends on."""
+        """Returns everything on which the result of ``batch()`` depends."""
         return SamplerPosition(
             self.epoch, self.position, self.batch_size, self.rank, self.world_size, self.seed, self.shuffle
         )
 
     def following(self) -> ShardedSampler:
-        """A copy of the sampler that is one batch further."""
+        """Returns a copy of the sampler that is one batch ahead."""
         ahead = copy.copy(self)
         ahead.advance()
         return ahead
 
     def advance(self) -> None:
-        """Consumes the batch that ``batch()`` returns; after the last one the next epoch begins."""
+        """Moves to the next batch; after the last batch of an epoch the next epoch begins."""
         self.position = min(self.position + self.batch_size, self._end)
         self._normalize()
 
     def state(self) -> dict[str, Any]:
-        """The position, as plain numbers, for :meth:`restore` from a checkpoint or on a newcomer."""
+        """Returns the position as plain numbers, for :meth:`restore` from a checkpoint or on a new rank."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -187,10 +190,10 @@ class ShardedSampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken, whatever the number of ranks and the batch size were then.
+        """Continues from where ``state`` was taken; world size and batch size may differ.
 
         Raises:
-            WorkerError: the state is of a data set of another size.
+            WorkerError: the state belongs to a data set of another size.
         """
         if state["size"] != self.size:
             raise WorkerError(
@@ -203,7 +206,7 @@ class ShardedSampler:
 
     @property
     def _end(self) -> int:
-        """The position where the epoch ends; with ``drop_last``, behind its last full batch."""
+        """Returns the position at which the epoch ends; with ``drop_last``, after the last full batch."""
         if not self.drop_last:
             return self.size
         return self.position + (self.size - self.position) // self.batch_size * self.batch_size

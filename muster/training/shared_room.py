@@ -26,7 +26,7 @@ class SharedRoom:
         """The memory's first ``size`` bytes, to write to; its contents are lost if it has to grow.
 
         Args:
-            size: in bytes.
+            size: the size in bytes.
 
         Raises:
             OSError: there is not enough memory.

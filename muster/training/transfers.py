@@ -14,7 +14,7 @@ class TensorSpan(NamedTuple):
     """One tensor in a part's data.
 
     Attributes:
-        name: of the tensor.
+        name: the name of the tensor.
         part: which elements of it these are.
         start: first byte.
         stop: one past the last byte.

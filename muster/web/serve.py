@@ -57,7 +57,7 @@ class Listener(socket.socket):
     If no file descriptor is left, connections are accepted with a spare one and closed.
 
     Attributes:
-        not_accepted: the number of connections that were closed for want of descriptors.
+        not_accepted: the number of connections that were closed for lack of descriptors.
     """
 
     def __init__(self, family: int, kind: int) -> None:
@@ -112,7 +112,7 @@ class Listener(socket.socket):
         """Accepts and closes the next connection with the spare descriptor; returns False without one."""
         if not self.not_accepted:
             logging.getLogger("muster.web").warning(
-                "connections are turned away: this process has as many files open as it may"
+                "connections are turned away: this process has reached its limit of open files"
             )
         self.not_accepted += 1
         self._keep_spare()
@@ -153,7 +153,7 @@ def bind(host: str, port: int) -> Listener:
 
 @dataclass(frozen=True)
 class Transport:
-    """How browsers reach the pages.
+    """The transport by which browsers reach the pages.
 
     Attributes:
         names: the host names that browsers may use.

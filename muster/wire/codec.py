@@ -1,7 +1,7 @@
 """Encodes the values of :mod:`muster.wire.messages` as protobuf, and decodes and checks them.
 
-Nothing malformed gets past a decoder: every number has its bounds, what workers send has a limit on every
-string and count, names hold no blanks or control characters, and free text is made fit for one log line.
+Decoders refuse all malformed messages: every number has bounds, workers' messages have a limit for every
+string and count, names have no blanks or control characters, and free text is made to fit one log line.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _probe(probe: messages.Probe) -> pb.Probe:
 
 
 def _assignment(assignment: messages.Assignment) -> pb.Assignment:
-    """Encodes an assignment: each host once, however many of its devices take part."""
+    """Encodes an assignment; each host is encoded once, even if several of its devices take part."""
     hosts = list(dict.fromkeys(member.host for member in assignment.members))
     index = {host: i for i, host in enumerate(hosts)}
     members = [_member(each, index[each.host]) for each in assignment.members]
@@ -157,14 +157,14 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 class AssignmentEncoder:
-    """Encodes messages for many receivers; what they share is encoded once.
+    """Encodes messages for many receivers; their common part is encoded once.
 
-    Assignments of a generation differ in the rank alone. Encoding the members once makes 1,000 assignments of
-    1,000 members a matter of milliseconds each, not of minutes together. A receiver that holds the generation
-    before gets only the members that changed.
+    Assignments of a generation differ only in the rank. If the members are encoded once, 1,000 assignments of
+    1,000 members take milliseconds each, instead of minutes together. A receiver that has the generation
+    before gets only the members that have changed.
 
     Args:
-        delta_from: the least number of members for which only changes are sent.
+        delta_from: the number of members from which on only changes are sent.
     """
 
     def __init__(self, *, delta_from: int = DELTA_FROM_MEMBERS) -> None:
@@ -176,22 +176,22 @@ class AssignmentEncoder:
         self._other: tuple[messages.SchedulerMessage | None, bytes] = (None, b"")
 
     def encode(self, message: messages.SchedulerMessage) -> bytes:
-        """Encodes any message; assignments that share their members share the work."""
+        """Encodes any message; the members of an assignment are encoded once for all its receivers."""
         return b"".join(self.encode_parts(message))
 
     def encode_parts(self, message: messages.SchedulerMessage, held: int = 0) -> tuple[bytes, ...]:
-        """Encodes any message in pieces to be joined; an assignment's receivers share the large piece.
+        """Encodes any message in pieces to be concatenated; an assignment's receivers share the large piece.
 
-        The small piece repeats the assignment's field with the rank alone: protobuf merges the two
+        The small piece repeats the assignment's field, with only the rank in it; protobuf merges the two
         (Protocol Buffers, "Encoding": last one wins, and sub-messages are merged).
 
         Args:
-            message: what to encode.
-            held: the generation of the assignment that came last on the receiver's stream; 0: none, or the
+            message: the message.
+            held: the generation of the last assignment on the receiver's stream; 0: there was none, or the
                 receiver takes no deltas.
         """
         if not isinstance(message, messages.Assignment):
-            if self._other[0] is not message:  # what all members are sent, unique ids say, is one value
+            if self._other[0] is not message:  # a message to all members, such as unique ids, is one value
                 self._other = (message, encode(message))
             return (self._other[1],)
         last = self._last
@@ -217,7 +217,7 @@ class AssignmentEncoder:
 
 
 def _changes(before: messages.Assignment, new: messages.Assignment) -> pb.Assignment | None:
-    """Encodes only the members that differ from the assignment before; None where too many do."""
+    """Encodes only the members that differ from the previous assignment; returns None if too many do."""
     ranks = {member.node_id: member.rank for member in before.members}
     changed: list[messages.Member] = []
     kept: list[int] = []
@@ -252,11 +252,11 @@ _LARGE: tuple[Literal["members", "hosts", "lost"], ...] = ("members", "hosts", "
 
 
 def _unpacked(body: pb.Assignment) -> pb.Assignment:
-    """Returns an assignment with all its fields, whether they came compressed or not.
+    """Returns an assignment with all its fields, decompressed if necessary.
 
     Raises:
-        WireError: the compressed part is no assignment or too large, or its fields are there uncompressed,
-            too.
+        WireError: the compressed part is not an assignment or is too large, or its fields also exist
+            uncompressed.
     """
     if not body.packed:
         return body
@@ -267,7 +267,7 @@ def _unpacked(body: pb.Assignment) -> pb.Assignment:
         large = stream.decompress(body.packed, MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise WireError(f"packed must be a zlib stream: {error}.") from error
-    if not stream.eof:  # it is cut, or there is more than was taken
+    if not stream.eof:  # truncated, or larger than allowed
         raise WireError(f"packed must be a whole zlib stream of at most {MAX_UNPACKED_BYTES} bytes.")
     if stream.unused_data:
         raise WireError("something follows the zlib stream in packed.")
@@ -325,7 +325,7 @@ def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
 
 
 def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
-    """Reads where the time of steps went; None where nothing is reported. Checks all durations at once."""
+    """Reads the time of steps by cause; None if not reported. Checks all durations at once."""
     if not body:
         return None
     if len(body) != 2 + TIMED:
@@ -339,7 +339,7 @@ def _step_times(field: str, body: Sequence[float]) -> messages.StepTimes | None:
 
 
 def _numbers(field: str, body: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Reads the script's own numbers, in order of their names."""
+    """Reads the script's own numbers, in the order of their names."""
     if not body:
         return ()
     found = sorted(body.items())
@@ -359,7 +359,7 @@ def _first_loss(_: str, body: pb.FirstLoss) -> messages.FirstLoss | None:
 def _refusal_code(_: str, value: int) -> messages.RefusalCode:
     try:
         return messages.RefusalCode(value)
-    except ValueError:  # a newer scheduler's reason: its sentence says what matters
+    except ValueError:  # a newer scheduler's reason, which its sentence explains
         return messages.RefusalCode.UNSPECIFIED
 
 
@@ -544,7 +544,7 @@ def decode_scheduler_message(
 
     Args:
         data: a serialized SchedulerMessage.
-        held: the assignment that came last on the same stream, on which another may build.
+        held: the last assignment on the same stream, to which the message may refer.
 
     Raises:
         WireError: not protobuf, no known body, or a field out of bounds.
@@ -569,7 +569,7 @@ def parse(kind: Any, data: bytes) -> Any:
     """Parses a protobuf message of this kind.
 
     Raises:
-        WireError: it is none.
+        WireError: the bytes are not such a message.
     """
     try:
         return kind.FromString(data)
@@ -657,10 +657,10 @@ def _read_assignment(body: pb.Assignment, held: messages.Assignment | None) -> m
 def _with_kept(
     changed: tuple[messages.Member, ...], body: pb.Assignment, held: messages.Assignment | None
 ) -> tuple[messages.Member, ...]:
-    """Returns all members of an assignment that lists only those that changed since the one before.
+    """Returns all members of an assignment that lists only those that have changed since the previous one.
 
     Raises:
-        WireError: the one before was not received, or lacks members that this one keeps.
+        WireError: the previous one was not received, or lacks members that this one keeps.
     """
     if held is None or held.generation != body.base:
         raise WireError(

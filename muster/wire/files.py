@@ -41,7 +41,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         its descriptor, not inherited by children.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; ``strerror`` says what it is.
+        OSError: the file cannot be opened, or is not a regular file; ``strerror`` says what it is.
     """
     # O_NONBLOCK: a FIFO opens at once, or fails at once. It means nothing for regular files.
     try:

@@ -227,7 +227,7 @@ class Sayings:
     """Limits log lines about C code's output: the first of each place at once, then counts.
 
     Args:
-        lines: of each place in gRPC's sources, or of all else, that are written within ten seconds.
+        lines: number of lines from each place in gRPC's sources, or of all others, per ten seconds.
     """
 
     def __init__(self, lines: int = 1) -> None:

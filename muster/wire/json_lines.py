@@ -57,7 +57,7 @@ def incident_of(job: str, generation: int) -> str:
 
 @dataclass(slots=True)
 class LineContext:
-    """What is known in a process about all its lines: which process of which job this is, and in which state.
+    """The facts that all log lines of a process share: its job, its role and its state.
 
     Attributes:
         component: scheduler, worker, agent, program, launcher, uplink or web.
@@ -142,7 +142,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object.
 
     Args:
-        context: of the process.
+        context: the context of the process.
     """
 
     def __init__(self, context: LineContext) -> None:

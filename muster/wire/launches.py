@@ -54,12 +54,12 @@ class Launched:
 
     Attributes:
         job_id: its job.
-        host: where the job's scheduler listens.
-        port: likewise.
+        host: the address of the job's scheduler.
+        port: the port of the job's scheduler.
         config: the job's config.json; empty: none.
-        password_file: of the certificates; empty: not known.
-        directory: of its logs.
-        pid: of the launcher.
+        password_file: the file with the certificates' password; empty: not known.
+        directory: the directory of its logs.
+        pid: the process id of the launcher.
         began: when that process was started, in the kernel's ticks: another may get its number.
     """
 
@@ -78,7 +78,7 @@ class LaunchDirectory:
 
     Args:
         job_id: the job.
-        directory: of the logs, which exists.
+        directory: the directory of the logs, which exists.
     """
 
     def __init__(self, job_id: str, directory: Path) -> None:
@@ -97,7 +97,7 @@ class LaunchDirectory:
             shared: the job has other hosts, which may share the file system: this one's name is added.
 
         Raises:
-            OSError: it cannot be made, or not be written to.
+            OSError: the directory cannot be made, or not be written to.
         """
         if log_dir is None:
             return cls(job_id, _new_directory(job_id, os.uname().nodename if shared else ""))
@@ -173,10 +173,10 @@ def _read(file: Path) -> Launched:
 
 
 def _own_directory(env: Mapping[str, str]) -> Path:
-    """A directory that is this user's alone.
+    """Returns a directory that only this user can use.
 
     Raises:
-        OSError: there is none, and none can be made.
+        OSError: the directory does not exist, and cannot be made.
     """
     runtime, temporary = env.get("XDG_RUNTIME_DIR", ""), env.get("TMPDIR") or "/tmp"
     directory = Path(runtime) / "muster" if runtime else Path(temporary) / f"muster-{os.getuid()}"
@@ -234,8 +234,8 @@ class RunRecord:
     No file is held open, so that a fork has nothing to let go of.
 
     Args:
-        directory: of the run, which exists.
-        host: of the launcher.
+        directory: the directory of the run, which exists.
+        host: the host of the launcher.
         wall_clock: seconds since 1970.
         clock: seconds since whenever, by which figures are apart: nobody puts it back.
     """

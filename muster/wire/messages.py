@@ -210,14 +210,14 @@ class SnapshotReport(Value):
     """The snapshots that a worker keeps in its own and its partners' memory, in one generation.
 
     Attributes:
-        generation: in which they were taken.
+        generation: the generation in which they were taken.
         agreed: step of the newest one that the scheduler has called complete everywhere; -1: none.
         taken: step of the one taken after that; -1: none.
         complete: whether this worker's part of ``taken`` is whole here and at its partners.
         passed: the newest step at which a snapshot was due and none was taken; -1: none.
         age_s: seconds since the newest snapshot was taken whose part is whole here and at the partners. This
             and what follows is for status only.
-        size_bytes: of this worker's part of that snapshot.
+        size_bytes: the size in bytes of this worker's part of that snapshot.
         seconds: that copying and sending it took.
         partners: the ranks that keep a copy of it.
     """
@@ -256,12 +256,12 @@ MAX_NUMBERS, MAX_NUMBER_NAME = 16, 40
 
 
 class StepTimes(Value):
-    """Where the time of some of a worker's steps went.
+    """The time that some of a worker's steps took, by cause.
 
     Attributes:
-        steps: how many they were.
-        seconds: sum and longest of one step for each of: computed, waited for others, waited for data. Then
-            for how long data could not leave for the rank to which they took longest.
+        steps: the number of these steps.
+        seconds: for each of computing, waiting for others and waiting for data, the sum and the longest of
+            one step. Then the time for which data could not be sent to the rank with the slowest link.
         link: that rank, from 1; 0: not known.
     """
 
@@ -271,27 +271,27 @@ class StepTimes(Value):
 
 
 def step_times_apart_s(members: int) -> float:
-    """How long a member waits before it says again where the time of its steps went, in seconds.
+    """Returns the interval at which a member reports the time of its steps, in seconds.
 
-    Members of a large group wait longer, so that this stays a small part of what their heartbeats cost.
+    It is longer in a large group, so that reports stay a small part of the cost of heartbeats.
     """
     return min(10.0, max(1.0, members / 200))
 
 
 class GpuReport(Value):
-    """What the driver says of a worker's GPU; None: it does not tell.
+    """The driver's report on a worker's GPU. A value that the driver does not report is None.
 
     Attributes:
         state: well, suspect or ill.
-        reasons: what speaks against it, the worst first.
-        busy_percent: of the time in which a kernel ran.
-        used_mb, total_mb: of its memory, in units of 10^6 bytes.
-        clock_mhz: of its multiprocessors.
+        reasons: what is wrong with it, the worst first.
+        busy_percent: the share of time in which a kernel ran.
+        used_mb, total_mb: its used and total memory, in units of 10^6 bytes.
+        clock_mhz: the clock of its multiprocessors.
         celsius: its temperature.
-        uncorrected_errors: of ECC, since the driver was loaded.
-        nvlink_errors: replays and recoveries of all links, since then.
-        remapped_rows: of its memory, in all.
-        xids: of critical errors since this worker began to read, the newest last.
+        uncorrected_errors: number of uncorrected ECC errors since the driver was loaded.
+        nvlink_errors: number of replays and recoveries of all links since then.
+        remapped_rows: number of remapped rows of its memory.
+        xids: Xids of critical errors since this worker began to read them, the newest last.
     """
 
     state: str
@@ -308,7 +308,7 @@ class GpuReport(Value):
 
 
 class StepShares(Value):
-    """Where the time of a worker's last steps went, in seconds a step."""
+    """The mean time of a worker's last steps, by cause, in seconds."""
 
     computed: float
     waited: float
@@ -320,12 +320,12 @@ class Straggler(Value):
 
     Attributes:
         node_id, rank: of that rank.
-        kind: computing, data, link or one-off. A one-off is a single long step, and no straggler.
-        since_s: seconds for which it has done so.
-        excess_s: by how many seconds a step takes longer because of it; of a one-off, that step.
-        slowdown: how many times as long a step takes because of it.
-        peer_rank: of a link the other end; else -1.
-        sentence: all that in words, with a full stop.
+        kind: computing, data, link or one-off. A one-off is a single long step, not a straggler.
+        since_s: seconds for which it has slowed others down.
+        excess_s: seconds by which a step is longer because of it; of a one-off, only that step.
+        slowdown: the factor by which a step is longer because of it.
+        peer_rank: the rank at the other end of a slow link; otherwise -1.
+        sentence: the same facts in words, with a full stop.
     """
 
     node_id: str
@@ -339,15 +339,15 @@ class Straggler(Value):
 
 
 class DrainOrder(Value):
-    """What an operator wants of a drain.
+    """An operator's order of a drain.
 
     Attributes:
         job_id: the job.
-        node_ids, hosts: whose workers.
+        node_ids, hosts: the workers to drain.
         reason: why.
-        at_s: when, in seconds since 1970; 0: now.
-        cancel: undo what is planned for them; with neither node ids nor hosts, all that is planned.
-        preview: only say what it would cost.
+        at_s: the time, in seconds since 1970; 0: now.
+        cancel: whether to cancel their planned drains; all planned drains without node ids and hosts.
+        preview: whether only to report what the drain would cost.
     """
 
     job_id: str
@@ -363,7 +363,7 @@ class PlannedDrain(Value):
     """A drain that is to happen.
 
     Attributes:
-        number: by which it is known.
+        number: the number by which it is known.
         at_s: when, in seconds since 1970.
         node_ids, hosts: whose workers leave.
         reason: why.
@@ -382,7 +382,7 @@ class RefusedGpu(Value):
     Attributes:
         gpu: its uuid; else its host's name and its index.
         host_name, host_id, address: where it is.
-        node_id: of the worker that had it.
+        node_id: the node id of the worker that had it.
         device_index: among the host's; -1: not known.
         reason: how it failed.
     """
@@ -404,9 +404,9 @@ class JobCopies(Value):
     """The copies from which a job's state could be recovered: in its members' memory, and on disk.
 
     Attributes:
-        snapshot_step: of the snapshot that all members keep; None: there is none yet.
+        snapshot_step: the step of the snapshot that all members keep; None: there is none yet.
         snapshot_age_s: since it was taken.
-        snapshot_bytes: of all its parts.
+        snapshot_bytes: the size of all its parts, in bytes.
         snapshot_seconds: that copying and sending took the slowest rank.
         checkpoint: the newest that a worker says it has written; None: there is none.
         checkpoint_rank: who wrote it.
@@ -421,11 +421,11 @@ class JobCopies(Value):
 
 
 class Heartbeat(Value):
-    """Says that this worker is alive, and its progress; ``generation`` is the newest that it knows of.
+    """Says that this worker is alive, and reports its progress.
 
-    ``checkpoints_s``: seconds in all for which its training has waited for checkpoints; ``numbers``: the
-    script's own, by name; ``steps``: how many the training is to have, 0: not known; ``epoch``, from 1, and
-    ``epochs`` likewise.
+    ``generation`` is the newest one that it knows. ``checkpoints_s`` is the total time in seconds for which
+    its training has waited for checkpoints. ``numbers`` are the script's own numbers, by name. ``steps`` and
+    ``epochs`` are the totals of the training (0: unknown); ``epoch`` counts from 1.
     """
 
     generation: int
@@ -663,7 +663,7 @@ class SnapshotWord(Value):
     """The scheduler's word on which snapshot is complete, and from which step on the next is taken.
 
     Attributes:
-        generation: in which.
+        generation: the generation.
         complete: step of the newest snapshot of which every member's part is kept, here and at its partners;
             -1: none.
         next: the next is taken at the first step from here on at which one is due. Older incomplete ones

@@ -47,5 +47,5 @@ def takeover_patience_s(node_timeout_s: float) -> float:
 
 
 def verdict_margin_s(node_timeout_s: float) -> float:
-    """How long past the scheduler's node time-out a worker whose collective failed waits for its verdict."""
+    """Returns for how many seconds beyond MS_NODE_TIMEOUT a failed collective waits for the verdict."""
     return takeover_patience_s(node_timeout_s) - node_timeout_s + _VERDICT_S

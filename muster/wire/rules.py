@@ -1,4 +1,4 @@
-"""What a field of a message may hold: rules that read it, or say in a sentence what is wrong with it.
+"""Rules for the fields of messages: each reads a field, or says in a sentence what is wrong with it.
 
 Numbers have their bounds, what workers send has a limit on every string and count, names hold no blanks or
 control characters, and free text is made fit for one log line.

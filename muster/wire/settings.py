@@ -1,4 +1,4 @@
-"""Settings that scheduler and workers share: typed, checked reads of environment variables; gRPC's options.
+"""Common settings of scheduler and workers: typed, checked reads of environment variables; gRPC's options.
 
 MindSpore's names and meanings are kept. A wrong value is refused in one sentence that names the variable, the
 value and the legal range.
@@ -30,11 +30,11 @@ _STARTS = {
 class Environment:
     """Typed, checked reads of environment variables; an empty value counts as unset.
 
-    Range and default of each are those of :data:`muster.wire.variables.TABLE`.
+    :data:`muster.wire.variables.TABLE` gives the range and default of each.
 
     Args:
         env: the environment.
-        error: what a wrong value raises; made of a message, and a keyword ``remedy``.
+        error: the exception class for wrong values; it takes a message, and a keyword ``remedy``.
     """
 
     def __init__(self, env: Mapping[str, str], error: Any) -> None:
@@ -104,7 +104,7 @@ class Environment:
         return path_of(raw) if raw else None
 
     def name(self, variable: str, *, blanks: bool = False) -> str:
-        """Reads a short text, without blanks in it unless they are allowed."""
+        """Reads a short text; blanks within it are refused unless allowed."""
         row = TABLE[variable]
         value = self.text(variable) or str(row.default)
         if len(value) > row.length or (not blanks and " " in value):
@@ -131,11 +131,11 @@ class Environment:
         return canonical_address(host)
 
     def hosts(self, name: str) -> tuple[str, ...]:
-        """Reads addresses or host names with commas between, each once, without ports."""
+        """Reads addresses or host names, separated by commas, without ports; duplicates are refused."""
         return self.checked_hosts(name, self.text(name) or str(TABLE[name].default))
 
     def checked_hosts(self, name: str, raw: str) -> tuple[str, ...]:
-        """Reads addresses or host names with commas between; ``name`` is used in errors."""
+        """Reads addresses or host names, separated by commas; ``name`` is used in errors."""
         parts = [part.strip() for part in raw.split(",")]
         if not all(parts) or len(parts) > MAX_SCHEDULERS:
             raise self.error(
@@ -157,10 +157,10 @@ class Environment:
         return value
 
     def worker_counts(self, table: RankTable | None = None) -> tuple[int, int]:
-        """MS_WORKER_NUM and MS_WORKER_MIN; where the first is not set, a rank table says it.
+        """Reads MS_WORKER_NUM and MS_WORKER_MIN; if the former is unset, a rank table gives it.
 
         Args:
-            table: the rank table, where it has been read; it is read here if it is needed.
+            table: the rank table, if it was read already; otherwise it is read here if needed.
         """
         worker_num = self.integer("MS_WORKER_NUM")
         name, file = self.rank_table_file()
@@ -179,7 +179,7 @@ class Environment:
         return worker_num, self.integer("MS_WORKER_MIN", default=worker_num, high=worker_num)
 
     def rank_table(self) -> RankTable | None:
-        """The rank table that the environment names, read and checked; None: it names none."""
+        """Reads and checks the rank table that the environment names; None: it names none."""
         import json
 
         from muster.wire.rank_table import RankTableError, parse_rank_table
@@ -204,7 +204,7 @@ class Environment:
         return table
 
     def rank_table_file(self) -> tuple[str, str]:
-        """The variable that names a rank table, by its present or its old name, and the file; empty: none."""
+        """Returns the variable (new or old name) that names a rank table, and the file; empty: none."""
         name, old_name = "RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"
         file, old = self.text(name), self.text(old_name)
         if file and old and file != old:
@@ -216,7 +216,7 @@ class Environment:
 
 
 def shared_settings(read: Environment, role: str) -> dict[str, Any]:
-    """Checks the process's role, and reads what scheduler and workers are both given.
+    """Checks the process's role, and reads the common settings of scheduler and workers.
 
     Args:
         read: the environment.
@@ -226,7 +226,7 @@ def shared_settings(read: Environment, role: str) -> dict[str, Any]:
         job_id, topo_timeout_s, node_timeout_s, allow_insecure, log_level and log_format.
 
     Raises:
-        read.error: a value is out of its range, or the role is another.
+        read.error: a value is out of range, or the environment has another role.
     """
     _check_role(read, role)
     return {
@@ -259,7 +259,7 @@ def _check_role(read: Environment, own: str) -> None:
 
 
 def canonical_address(host: str) -> str:
-    """An IPv6 address in its one short form, because gRPC compares it with the certificate's as text."""
+    """Returns an IPv6 address in its canonical form, as gRPC compares it with the certificate's as text."""
     if ":" not in host:
         return host
     import ipaddress
@@ -271,12 +271,12 @@ def canonical_address(host: str) -> str:
 
 
 def show_address(host: str, port: int) -> str:
-    """Writes an address for people and gRPC: IPv6 in brackets."""
+    """Returns an address as people and gRPC write it: IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name can mean nothing but this machine."""
+    """Whether an address or name can only refer to this machine."""
     import ipaddress
 
     if host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
@@ -314,10 +314,10 @@ _SERVER_LEAST_ANSWER_S = 60.0
 
 
 def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
-    """The gRPC options of every server.
+    """Returns the gRPC options of every server.
 
-    A process that pauses answers no ping, nor does anybody that a flooded server does not hear. So the server
-    ends no connection for that: heartbeats say who is silent, and the kernel which host is gone.
+    A paused process does not answer pings, and a flooded server does not receive the answers. So the server
+    does not close a connection for a lack of them: heartbeats show silent peers, the kernel shows lost hosts.
 
     Args:
         node_timeout_s: MS_NODE_TIMEOUT; see :func:`client_options`.
@@ -328,11 +328,11 @@ def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tupl
 def client_options(
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S, *, schedulers: int = 1
 ) -> tuple[tuple[str, int], ...]:
-    """The gRPC options of every channel.
+    """Returns the gRPC options of every channel.
 
     Args:
-        node_timeout_s: MS_NODE_TIMEOUT; no connection ends because its other end paused for so long.
-        schedulers: how many there are; of several, one that pauses is left for the next.
+        node_timeout_s: MS_NODE_TIMEOUT; a pause of this length at the other end does not close a connection.
+        schedulers: the number of schedulers; if there are several, a paused one is left for the next.
     """
     if schedulers > 1:
         answer_ms = round(1000 * ping_answer_s(node_timeout_s))
@@ -352,8 +352,8 @@ def _keepalive(node_timeout_s: float, *, least_answer_s: float) -> tuple[tuple[s
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", round(1000 * after_s)),
-        # The socket's TCP_USER_TIMEOUT: how long the other kernel may acknowledge nothing.
+        # The socket's TCP_USER_TIMEOUT: for how long the other kernel may acknowledge nothing.
         ("grpc.keepalive_timeout_ms", round(1000 * timeout_s)),
-        # How long the other process may answer no ping; gRPC sends some of its own, whenever data comes.
+        # For how long the other process may not answer pings; gRPC also sends its own when data arrives.
         ("grpc.http2.ping_timeout_ms", round(1000 * max(least_answer_s, timeout_s))),
     )

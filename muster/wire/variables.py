@@ -425,12 +425,10 @@ TABLE = {
     "MS_COLLECTIVE_TIMEOUT": Variable(
         "seconds",
         "worker, scheduler",
-        "Time after which a collective gives up and"
-        " names who it waited for, and the job waits for those in a next generation; with NCCL"
-        " only where the host"
-        " waits (`barrier`, `create_group`, `synchronize`, each step of a torch model in an"
-        " `ElasticLoop`): the rest"
-        " is reported after `MS_STALL_TIMEOUT`.",
+        "Time after which a collective fails and names the ranks for which it waited; the job then waits for"
+        " these in a next generation. With NCCL it applies only where the host waits (`barrier`,"
+        " `create_group`, `synchronize`, each step of a torch model in an `ElasticLoop`); other collectives"
+        " are reported after `MS_STALL_TIMEOUT`.",
         600.0,
         0.1,
         LONGEST_S,

@@ -1,4 +1,4 @@
-"""The session of a script with an agent, which is the member: the result of ``muster.init()`` there."""
+"""The result of ``muster.init()`` in a script that has an agent: the agent is the job's member."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ data_waits: list[Callable[[float], None]] = []
 
 
 class AdoptedSession:
-    """A worker's place in its generation, held by its agent: ranks and reports, but no communicator.
+    """A session whose membership the agent holds: it has ranks and reports, but no communicator.
 
     The agent joins before the script starts and leaves when it has ended; a change of members ends or renews
-    the script (see :mod:`muster.programs.agent`). So there is nothing to open and little to release.
+    the script (see :mod:`muster.programs.agent`). So there is nothing to open, and little to release.
 
     Args:
         env: the environment set by the agent; read at each call, because
@@ -83,7 +83,7 @@ class AdoptedSession:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return int(self._env["WORLD_SIZE"])
 
     @property
@@ -93,11 +93,11 @@ class AdoptedSession:
 
     @property
     def local_world_size(self) -> int:
-        """How many workers its host has."""
+        """Number of workers on its host."""
         return int(self._env["LOCAL_WORLD_SIZE"])
 
     def __getattr__(self, name: str) -> object:
-        """Raises an error that names the attribute, for what only a process's own session has."""
+        """Raises an error that names an attribute which only other sessions have."""
         if name in _NOT_HERE:
             raise NotInitializedError(
                 f"This program's agent holds its session, which has no {name} for it.",
@@ -124,7 +124,7 @@ class AdoptedSession:
     ) -> None:
         """Reports the training's progress through the agent; see :meth:`muster.Session.report`.
 
-        Reports that the agent has no time to read are dropped. So are those of a process that the script has
+        Reports are dropped if the agent is too slow to read them, or if this is a process that the script has
         started without the connection to the agent.
         """
         for note in data_waits:
@@ -162,7 +162,7 @@ class AdoptedSession:
             line.close()
 
     def end(self, error: BaseException | None) -> None:
-        """Like :meth:`release`: the agent sees how the script ends."""
+        """Does the same as :meth:`release`, as the agent sees how the script ends."""
         self.release()
 
     def __enter__(self) -> AdoptedSession:
@@ -175,7 +175,7 @@ class AdoptedSession:
 
 
 def line_to_agent(env: Mapping[str, str]) -> socket.socket | None:
-    """This process's connection to its agent.
+    """Returns this process's connection to its agent.
 
     None if a parent process kept it and the descriptor is something else.
     """

@@ -251,8 +251,8 @@ def neighbor_exchange(
     with the same dtype and size. Arrays on GPUs are exchanged in one launch, arrays on the CPU separately.
 
     Args:
-        send: by rank of the group, the array to send to it.
-        recv: by rank of the group, the array to fill with what it sends.
+        send: the array to send to each rank of the group, by its rank there.
+        recv: the array to fill from each rank of the group, by its rank there.
         group: name of a group; None: all ranks.
 
     Returns:
@@ -309,7 +309,7 @@ def get_rank(group: str | None = None) -> int:
 
 
 def get_group_size(group: str | None = None) -> int:
-    """How many ranks a group has; None: all."""
+    """Returns the number of ranks in a group; None: in the whole job."""
     return current().world_size if group is None else len(current().groups.world_ranks(group))
 
 
@@ -319,12 +319,12 @@ def get_local_rank() -> int:
 
 
 def get_local_rank_size() -> int:
-    """How many workers there are on this host."""
+    """Returns the number of workers on this host."""
     return current().local_world_size
 
 
 def get_local_size() -> int:
-    """How many workers there are on this host; another name of :func:`get_local_rank_size`."""
+    """Returns the number of workers on this host; another name of :func:`get_local_rank_size`."""
     return current().local_world_size
 
 

@@ -1,4 +1,4 @@
-"""What a worker's process records for its launcher, and hooks for the end of its script.
+"""The records of a worker's process for its launcher, and hooks for the end of its script.
 
 The launcher sees only exit codes and signals, in the order in which processes end, which is not the order in
 which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. The first bytes hold

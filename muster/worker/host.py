@@ -1,4 +1,4 @@
-"""What a worker reports about its machine: identity, address, devices, facts that must agree.
+"""Reads the facts that a worker reports about its machine: identity, address, devices, and others.
 
 The facts are versions, drivers and NCCL's settings. :func:`join_facts` is part of every join and takes very
 little time; :func:`all_facts` looks everything up, for ``muster check``. Nothing here imports torch, CuPy or

@@ -242,10 +242,10 @@ def release() -> None:
 
 
 def current() -> Session:
-    """The default session.
+    """Returns the default session.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: there is no session.
     """
     if process.session is None or process.session.released:
         raise NotInitializedError("There is no session.", remedy="Call muster.init() first.")

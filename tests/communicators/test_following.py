@@ -365,7 +365,7 @@ def test_the_first_call_on_the_cpu_is_logged_once(
     total(comm, on_cpu(1, 2))
     total(comm, on_cpu(1))
     assert [record.message for record in caplog.records] == [
-        "all_reduce of 8 bytes on the CPU: over tcp, not NCCL, as all arrays on the CPU"
+        "all_reduce of 8 bytes on the CPU uses tcp, not NCCL, as all arrays on the CPU do"
     ]
 
 

@@ -58,7 +58,7 @@ def test_the_loss_that_is_shown_is_the_mean_over_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"warmup_steps": 1}, r"at least 2 \(optimizers make their state then\), not 1"),
+        ({"warmup_steps": 1}, r"at least 2, for optimizers to create their state; it is 1"),
         ({"accumulate": 0}, "at least 1, not 0"),
     ],
 )

@@ -244,7 +244,7 @@ def test_collectives_follow_the_array(keys: Path, tmp_path: Path, library: str) 
     output = launch(keys, tmp_path, "--tail=all", "--program=muster", "--", sys.executable, str(script))
     assert output.count("mixed 1") == RANKS, output
     logs = [(tmp_path / f"muster-runs/latest/worker_{rank}.log").read_text() for rank in range(RANKS)]
-    assert all(log.count("on the CPU: over tcp, not NCCL") == 1 for log in logs), logs
+    assert all(log.count("on the CPU uses tcp, not NCCL") == 1 for log in logs), logs
 
 
 CAPTURED = """

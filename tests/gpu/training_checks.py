@@ -460,7 +460,7 @@ def check_what_changes_parameters_before_a_captured_step(comm: Any) -> None:
             for parameter in job.model.parameters():
                 parameter.mul_(0.5)
 
-    with pytest.raises(WorkerError, match="cannot be undone: its parameters were changed before"):
+    with pytest.raises(WorkerError, match="cannot be undone, as its parameters were changed before"):
         job.train(undo=True, before=decay)
     job.state.commit()
     assert job.train(undo=True, before=decay)  # from now on it waits for copies

@@ -62,7 +62,7 @@ def test_a_host_list_is_filled_in_order() -> None:
     assert counts_of(Request(hosts=HOSTS, workers=5), here="b") == WorkerCounts(
         5, 1, 4, "a", first_host=False
     )
-    with pytest.raises(SettingsError, match="nothing to start here"):
+    with pytest.raises(SettingsError, match="none is left for it"):
         counts_of(Request(hosts=HOSTS, workers=4), here="b")
     with pytest.raises(SettingsError, match="room for 6"):
         counts_of(Request(hosts=HOSTS, workers=7))

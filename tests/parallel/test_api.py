@@ -94,7 +94,7 @@ def test_control_flow_is_named_by_its_line_and_falls_back_to_data_parallelism(
         ({"mesh": "1"}, "a mesh is the ranks along each of its dimensions"),
         ({"mode": "stand_alone", "strategies": {"up": {"n": 2}}}, "the strategy of 'up' needs"),
         ({"strategies": {"up": 2}}, "a strategy is a tuple of slices for each input"),
-        ({"strategies": {"nobody": {"n": 1}}}, "nothing is called 'nobody'"),
+        ({"strategies": {"nobody": {"n": 1}}}, "there is no operator or module 'nobody'"),
         ({"dataset_strategy": ((1, 1),) * 3}, "dataset_strategy has 3 tuples, and the batch 2 tensors"),
         ({"machine": "none.json"}, "the measured machine none.json cannot be read"),
         ({"autocast": torch.float16}, "a GradScaler sees the gradients of one rank's parts"),

@@ -174,7 +174,7 @@ def test_other_parameters_under_the_same_names_are_refused() -> None:
     def functional(model: Any, x: Any, y: Any) -> list[Any]:
         return [torch.func.functional_call(model, {n: p * 0 for n, p in model.named_parameters()}, (x, y))]
 
-    refused(SettingsError, "weight is another tensor now", Two, (X, Y), functional)
+    refused(SettingsError, "weight was replaced by another tensor", Two, (X, Y), functional)
     refused(
         SettingsError,
         "cannot be copied",
@@ -204,7 +204,7 @@ def regularised(model: Any, x: Any, y: Any) -> list[Any]:
 )
 def test_losses_outside_read_whole_parameters_or_none(settings: dict[str, Any]) -> None:
     same(Two, (X, Y), regularised, mode="data_parallel", batch_norm="synchronised")
-    words = "a loss outside of the recorded forward pass reads b.bias, of which this rank has a part"
+    words = "a loss outside the recorded forward pass uses b.bias, of which this rank has only a part"
     refused(SettingsError, words, Two, (X, Y), regularised, **settings)
     refused(
         SettingsError,
@@ -524,7 +524,7 @@ class InstanceNormed(nn.Module):
     ids=["training flag", "dropout", "whole channels", "alpha dropout", "rrelu", "instance norm"],
 )
 def test_an_evaluation_that_is_another_graph_is_refused(make: Any) -> None:
-    refused(SettingsError, "in evaluation this module does something else", make, (X, Y), evaluated)
+    refused(SettingsError, "this module computes something else in evaluation", make, (X, Y), evaluated)
 
 
 def test_modes_that_a_recorded_pass_would_not_follow_are_refused() -> None:
@@ -532,5 +532,5 @@ def test_modes_that_a_recorded_pass_would_not_follow_are_refused() -> None:
         model.norm.eval()
         return train(model, x, y)
 
-    refused(SettingsError, "norm is in another mode than the whole module", Normed, (X, Y), later)
-    refused(SettingsError, r"call net.train\(\) before", lambda: Normed().eval(), (X, Y))
+    refused(SettingsError, "norm is not in the mode of the whole module", Normed, (X, Y), later)
+    refused(SettingsError, r"call net.train\(\) first", lambda: Normed().eval(), (X, Y))

@@ -158,8 +158,8 @@ def test_a_mesh_is_kept(models: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("text", "words"),
     [
         ("{}", "flops_per_s is missing"),
-        ("[]", "it holds no names and values, but list"),
-        ('{"speed": 1}', "there is nothing called 'speed'"),
+        ("[]", "it must be a JSON object, not list"),
+        ('{"speed": 1}', "it has the unknown key 'speed'"),
         ('{GOOD, "latency_s": -1}', "latency_s is -1"),
         ('{GOOD, "exposed": 7}', "exposed is 7"),
         ('{GOOD, "name": 3}', "name is 3"),
@@ -206,11 +206,11 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["models:make", "--survive", "1", "--hosts", "1"], "which share 8 GPUs evenly"),
+        (["models:make", "--survive", "1", "--hosts", "1"], "--survive 1 needs 2 hosts or more"),
         (["models:none"], "models:none cannot be found"),
         (["models"], "a model is named MODULE:FUNCTION, not 'models'"),
         (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),
-        (["models:make", "--strategy", "fd={'n': 8}"], "nothing is called 'fd'"),
+        (["models:make", "--strategy", "fd={'n': 8}"], "there is no operator or module 'fd'"),
         (["models:make", "--gpus", "0"], "--gpus is at least 1"),
         (["models:make", "--machine", "none.json"], "the measured machine none.json cannot be read"),
         ([], "name a model"),
@@ -231,13 +231,13 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
         (["models:make", "--strategy", "fc={'n': 2}", "--strategy", "fc={'n': 8}"], "twice for 'fc'"),
         (
             ["models:make", "--strategy", "fc={'n': 2}", "--strategy", "linear_1={'n': 8}"],
-            "two strategies are for the operator linear_1 of fc",
+            "two strategies apply to the operator linear_1 of fc",
         ),
         (
             ["models:make", "--strategy", "fc={'n': 8}", "--mode", "data_parallel"],
             "the strategy of 'fc' needs",
         ),
-        (["models:make", "--hosts", "3"], "--hosts are some that share 8 GPUs evenly, not 3"),
+        (["models:make", "--hosts", "3"], "--hosts must share 8 GPUs evenly; it is 3"),
         (["models:make", "--optimizer-states", "-1"], "--optimizer-states is at least 0"),
         (["models:make", "--out", "none/plan.json"], "none/plan.json cannot be written"),
     ],

@@ -325,7 +325,7 @@ def test_schedulers_are_part_of_the_state(tmp_path: Path) -> None:
 
     assert run_ranks(3, second) == [(4, 0.0025)] * 3
     worker = workers[0]
-    with pytest.raises(SettingsError, match="average is a Linear, whose tensors the plan does not divide"):
+    with pytest.raises(SettingsError, match="average is a Linear, and the plan does not shard its tensors"):
         fresh = run_ranks(1, lambda communicator: Worker(NET, communicator))[0]
         ParallelTrainingState(
             fresh.model, fresh.optimizer, worker.state.sampler, also={"average": nn.Linear(2, 2)}
@@ -337,7 +337,7 @@ def test_a_state_of_the_other_kind_is_refused() -> None:
         model = muster.parallelize(copy.deepcopy(NET), (X[:4],), communicator=communicator)
         optimizer = torch.optim.AdamW(model.parameters())
         sampler = ShardedSampler(SAMPLES, BATCH)
-        with pytest.raises(SettingsError, match=r"takes what parallelize\(elastic=True\) made"):
+        with pytest.raises(SettingsError, match=r"needs a model of parallelize\(elastic=True\)"):
             ParallelTrainingState(model, optimizer, sampler)
         with pytest.raises(SettingsError, match="not a ParallelModule"):
             muster.torch.TorchTrainingState(model, optimizer, sampler)

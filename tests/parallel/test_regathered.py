@@ -103,7 +103,7 @@ def test_weights_that_changed_before_the_backward_pass_are_refused() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2)
-        with pytest.raises(WorkerError, match="was changed between a forward pass and its backward pass"):
+        with pytest.raises(WorkerError, match="was changed after a forward pass, and its backward pass"):
             loss.backward()
 
     run_ranks(2, train)

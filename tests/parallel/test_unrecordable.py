@@ -86,9 +86,9 @@ def casts(model: Any, x: Any, y: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (heats, "temperature was recorded as it was"),
-        (damps, "a.weight has a hook, which nothing passes"),
-        (listens, "a has a hook, which nothing passes"),
+        (heats, "temperature was recorded with its old value"),
+        (damps, "a.weight has a hook, which a recorded graph cannot run"),
+        (listens, "a has a hook, which a recorded graph cannot run"),
         (casts, "a GradScaler sees the gradients of one rank's parts"),
     ],
 )
@@ -183,11 +183,11 @@ class Cast(Two):
         (Complex, "The parameter c is complex"),
         (Written, "writes into its argument out"),
         (Cast, r"holds a torch.autocast of its own"),
-        (Skipping, "draws random numbers of Python or NumPy"),
-        (Noisy, "draws random numbers of Python or NumPy"),
-        (TiedByMemory, r"a\.weight and b\.weight share their memory"),
+        (Skipping, "draws random numbers by Python or NumPy"),
+        (Noisy, "draws random numbers by Python or NumPy"),
+        (TiedByMemory, r"a\.weight and b\.weight share memory"),
         (Selecting, r"as_written\.py:\d+ makes a tensor whose shape depends on values"),
-        (Unregistered, "c is trained and no parameter"),
+        (Unregistered, "c requires a gradient, but is not a parameter"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -159,6 +159,6 @@ def goes_on_after_an_error(place: Place) -> str:
 def test_a_rank_that_goes_on_after_an_error_is_found_in_that_step(pool: tuple[Agents, Path]) -> None:
     words = (
         "2 CollectiveMismatchError: ranks average gradients of different steps: rank 1 (node-1 on localhost)"
-        " left a training pass unfinished and went on with the next"
+        " left a training pass unfinished and began the next"
     )
     assert pool[0].run("tcp-plain", RANKS, goes_on_after_an_error) == [words] * RANKS

@@ -256,8 +256,8 @@ def frozen_layer(net: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (new_head, r"3\.weight \(and 1 more\) is another parameter than the one that was wrapped"),
-        (new_layer, r"4\.weight \(and 1 more\) was added|3\.weight \(and 1 more\) is another parameter"),
+        (new_head, r"3\.weight \(and 1 more\) was replaced after the module was wrapped"),
+        (new_layer, r"4\.weight \(and 1 more\) was added|3\.weight \(and 1 more\) was replaced"),
         (adapters, r"1\.down\.weight \(and 1 more\) was added after the module was wrapped"),
         (new_parameter, r"1\.scale was added"),
         (frozen_layer, r"4\.weight \(and 1 more\) was added"),
@@ -310,10 +310,10 @@ def test_states_are_not_assigned(nested: bool) -> None:
     def one(communicator: ThreadCommunicator) -> None:
         model = DataParallel(linear_net(), communicator=communicator)
         loads = torch.nn.Sequential(model) if nested else model
-        with pytest.raises(SettingsError, match="assign=True would exchange the parameters"):
+        with pytest.raises(SettingsError, match="assign=True would replace the parameters"):
             loads.load_state_dict(loads.state_dict(), assign=True)
         model.module.load_state_dict(linear_net().state_dict(), assign=True)
-        with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) is another parameter"):
+        with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) was replaced"):
             loss_of(model, 0, communicator)
 
     run_ranks(1, one)
@@ -607,7 +607,7 @@ def test_two_wrappers_of_one_layer_are_refused() -> None:
             DataParallel(torch.nn.Sequential(shared, torch.nn.Linear(3, 3)), communicator=communicator)
             for _ in range(2)
         )
-        with pytest.raises(WorkerError, match="wrapped again, in a DataParallel that lacks the others"):
+        with pytest.raises(WorkerError, match="wrapped again, in a DataParallel without the others"):
             first(torch.ones(1, 3))
         second(torch.ones(1, 3)).sum().backward()
 

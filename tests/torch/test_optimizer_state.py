@@ -93,7 +93,7 @@ def test_what_cannot_be_made_or_shared_is_refused(name: str) -> None:
         make_optimizer_state(optimizer)
     assert not optimizer.state
     step_once(optimizer)
-    with pytest.raises(SettingsError, match=f"{name} keeps .* otherwise than in tensors"):
+    with pytest.raises(SettingsError, match=f"{name} keeps .* outside tensors"):
         make_optimizer_state(optimizer)
 
 

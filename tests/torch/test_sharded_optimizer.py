@@ -151,7 +151,7 @@ def test_the_state_of_another_module_is_refused() -> None:
             (torch.nn.Linear(4, 3), r"exp_avg of parameter 0 has the shape \[3, 3\] there and \[3, 4\] here"),
             (
                 torch.nn.Linear(3, 3, bias=False),
-                r"of parameter groups of \[2\] parameters, and this optimizer has \[1\]",
+                r"has parameter groups with \[2\] parameters, and this optimizer \[1\]",
             ),
         ):
             fresh = ShardedOptimizer(other, communicator=communicator, make=MAKERS["adamw"])

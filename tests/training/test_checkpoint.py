@@ -536,7 +536,7 @@ def test_resuming_passes_over_damaged_files_and_says_so(tmp_path: Path, how: str
 def test_when_nothing_is_sound_resuming_is_refused(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 10)
     damage(path, "half of the file")
-    with pytest.raises(DamagedCheckpointError, match=r"No checkpoint in .* is sound"):
+    with pytest.raises(DamagedCheckpointError, match=r"All checkpoints in .* are damaged"):
         checkpoint.load_latest(tmp_path, make())
     with pytest.raises(DamagedCheckpointError, match="There is no sound one beside it"):
         checkpoint.load(path, make())

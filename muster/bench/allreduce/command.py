@@ -1,14 +1,14 @@
-"""AllReduce: how long one takes, by size, between processes of this machine, on the CPU or on its GPUs.
+"""Measures the time of an AllReduce by size, between processes of this machine, on the CPU or on its GPUs.
 
-Every round begins with a barrier; a round's time is that of its slowest rank, and the median counts.
-Sums are checked by value. The backend tcp runs with mutual TLS unless --plain is given.
+A round begins with a barrier, and its time is that of the slowest rank; the result is the median. Sums are
+checked. The backend tcp runs with mutual TLS unless --plain is given.
 
   muster bench allreduce --workers 2 --json allreduce.json
   muster bench allreduce --peer gloo --peer-python /path/to/python-with-torch
   muster bench allreduce --backend nccl --workers 4 --nccl-tests build/all_reduce_perf --json nccl.json
 
-With --backend nccl there is one worker per GPU; torch.distributed is measured in the same run, and NVIDIA's
-nccl-tests where you have built it. Bus bandwidth is then as nccl-tests defines it.
+With --backend nccl there is one worker per GPU. The same run measures torch.distributed, and with
+--nccl-tests NVIDIA's nccl-tests. Bus bandwidth is then given as nccl-tests defines it.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size_in_bytes,
         nargs="+",
         metavar="BYTES",
-        help="as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
+        help="buffer sizes, such as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
     )
-    parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what it costs")
+    parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what TLS costs")
     parser.add_argument("--tls-only", action="store_true", help="tcp with data in TLS's own records")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
-    parser.add_argument("--peer", choices=("gloo",), help="measure torch's gloo in turns with ours")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="number of turns (3)")
+    parser.add_argument("--peer", choices=("gloo",), help="also measure torch's gloo, in turns")
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torch"
     )
-    parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
+    parser.add_argument(
+        "--nccl-tests", type=Path, metavar="PROGRAM", help="also run NVIDIA's all_reduce_perf"
+    )
 
 
 def run(options: argparse.Namespace) -> int | dict[str, Any]:

@@ -1,8 +1,9 @@
-"""AllReduce on the GPUs of this host: ours, torch.distributed, and NVIDIA's nccl-tests where it was built.
+"""Measures AllReduce on the GPUs of this host: Muster, torch.distributed, and NVIDIA's nccl-tests.
 
-This is what ``muster bench allreduce --backend nccl`` runs.
+``muster bench allreduce --backend nccl`` runs this.
 
-Bus bandwidth as nccl-tests defines it: ``size / time * 2 * (n - 1) / n``, in place, in GB/s (10**9 bytes).
+Bus bandwidth is defined as in nccl-tests: ``size / time * 2 * (n - 1) / n``, in place, in GB/s (10**9
+bytes).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process of torch's own gloo AllReduce: measured beside ours. Needs torch and NumPy only.
+"""One process of an AllReduce by torch's own gloo, for comparison. Needs torch and NumPy only.
 
     python allreduce_peer.py RANK WORLD_SIZE PORT SIZE:ROUNDS ...
 

@@ -1,16 +1,18 @@
-"""Three schedulers on three members of etcd, all on this host, and six workers that train.
+"""Kills and stops schedulers, etcd and workers of a job, and measures how long the job is disturbed.
 
-muster bench failover --json results.json              # all that follows
-muster bench failover --only leader --kills 20         # the leader killed: who is next, and when
-muster bench failover --only etcd --etcd-kills 3       # etcd's own leader killed
-muster bench failover --only quorum --outage-s 30      # two of etcd's three members gone
-muster bench failover --only mourning --outage-s 150   # the same, and a worker killed at its beginning
-muster bench failover --only worker --times 3          # a worker killed while nobody leads
-muster bench failover --only together --times 10       # the leader and a launcher's worker in one moment
-muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
-muster bench failover --only leader quorum             # several, on one job
-muster bench failover --only space --shortages 10 60   # no space in etcd, by turns; and a worker dies
-muster bench failover --only disk --shortages 10 60    # the same of one scheduler's disk; as root
+The job has three schedulers, three members of etcd and six workers that train, all on this host.
+
+muster bench failover --json results.json              # leader, etcd, quorum, worker and stopped
+muster bench failover --only leader --kills 20         # kill the leading scheduler: when does another lead?
+muster bench failover --only etcd --etcd-kills 3       # kill etcd's own leader
+muster bench failover --only quorum --outage-s 30      # stop two of etcd's three members for a while
+muster bench failover --only mourning --outage-s 150   # the same, and kill a worker when they stop
+muster bench failover --only worker --times 3          # kill a worker while no scheduler leads
+muster bench failover --only together --times 10       # kill leader and worker at once; workers in launchers
+muster bench failover --only stopped --stops 10        # stop the leader past its lease, self-check disabled
+muster bench failover --only leader quorum             # several parts, on one job
+muster bench failover --only space --shortages 10 60   # fill etcd's quota for 10 s and 60 s; kill a worker
+muster bench failover --only disk --shortages 10 60    # the same with one scheduler's disk; requires root
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     parts = (*PARTS, *LAUNCHED, *SPACE)
-    option("--only", choices=parts, nargs="+", metavar="PART", help=f"of {', '.join(parts)}: these alone")
+    option("--only", choices=parts, nargs="+", metavar="PART", help=f"only these: {', '.join(parts)}")
     option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
     option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
     option("--stops", type=int, default=10, metavar="N", help="leaders to stop and continue (10)")
@@ -67,21 +69,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="workers to kill while nobody leads, or with the leader (3)",
     )
-    option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd's to kill (3)")
-    option("--outage-s", type=float, default=30.0, metavar="S", help="how long etcd has no quorum (30)")
+    option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd to kill (3)")
+    option("--outage-s", type=float, default=30.0, metavar="S", help="seconds without a quorum in etcd (30)")
     option(
         "--shortages",
         type=float,
         nargs="+",
         default=[10.0],
         metavar="S",
-        help="how long there is no space for the journal, once each (10)",
+        help="seconds without space for the journal, one test for each (10)",
     )
+    option("--impatient", action="store_true", help="use 1 s as the default of MS_RECONNECT_TIMEOUT")
     option(
-        "--impatient", action="store_true", help="let MS_RECONNECT_TIMEOUT, unset, be 1 s of a lone scheduler"
+        "--serve",
+        choices=("with", "without", "both"),
+        default="both",
+        help="space and disk: schedulers with --serve, without, or both in turn (both)",
     )
-    option("--serve", choices=("with", "without", "both"), default="both", help="of space and disk (both)")
-    option("--pace-ms", type=float, default=50.0, help="least time of a step (50)")
+    option("--pace-ms", type=float, default=50.0, help="least time of a step in ms (50)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A flood of ClientHellos from one address, beside a job that trains under mutual TLS.
+"""Floods a job's scheduler with TLS ClientHellos from one address, while the job trains under mutual TLS.
 
-Everything runs in a network namespace of its own: the flood comes from 127.0.0.9, the workers are 127.0.0.1.
-With the kernel rules of deploy/nftables (the default) or without (``--rules none``).
+Everything runs in a separate network namespace: the flood comes from 127.0.0.9, the workers use 127.0.0.1.
+The kernel rules of deploy/nftables protect the scheduler by default; --rules none turns them off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--joins", type=int, default=3, metavar="N", help="joins during the flood (3)")
     parser.add_argument(
-        "--rules", choices=("nftables", "none"), default="nftables", help="what stands before the scheduler"
+        "--rules",
+        choices=("nftables", "none"),
+        default="nftables",
+        help="kernel rules that protect the scheduler",
     )
 
 

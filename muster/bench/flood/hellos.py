@@ -1,7 +1,8 @@
 """Floods a port with ClientHellos from one address, as fast as one core can; started by ``bench flood``.
 
-Each connection says a whole hello, so that the server computes its part of the handshake, and then nothing
-more. The newest 2,000 stay open. Connections that the other side does not take up are given up, oldest first.
+Each connection sends a complete ClientHello, so that the server computes its part of the handshake, and then
+nothing more. The newest 2,000 connections stay open. Connections that the server does not accept are closed,
+oldest first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Joins a job as a spare after some seconds, and prints how long that took; started by ``bench flood``.
 
-The time is that from the first look at the scheduler, TLS included, to its welcome; not that of imports.
+The time is measured from the first attempt to connect, TLS included, to the scheduler's welcome; without
+imports.
 """
 
 from __future__ import annotations

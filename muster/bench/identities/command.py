@@ -1,12 +1,13 @@
-"""``muster bench identities``: a job trains on certificates that an agent of SPIFFE changes all the time.
+"""Trains a job while a stand-in for SPIRE's agent rotates all of its certificates.
 
-A stand-in for SPIRE's agent serves the Workload API to a scheduler and four workers of this host, and gives
-all of them new certificates every few seconds; each third time a new authority signs them, and the time after
-that the old one is forgotten. Every step of every worker is compared with that of an undisturbed run, and the
-connections to the scheduler are counted: those of the beginning must be there at the end.
+The stand-in serves the SPIFFE Workload API to a scheduler and four workers on this host, and issues new
+certificates every few seconds. At every third rotation a new authority signs them; at the rotation after
+that the old authority is no longer trusted. Every step of every worker is compared with an undisturbed run,
+and no connection to the scheduler may be lost.
 
-Then workers lose their identity, by ``identity_map`` and by a revocation list in turns, and strangers come
-that no rule fits: each must end within five seconds and say why, and the others must train on.
+Then workers lose their identity, by ``identity_map`` and by a revocation list in turns, and workers come
+whose identity no rule maps. Each of them must end within five seconds and say why, and the others must train
+on.
 
   muster bench identities --minutes 10 --every 10 --json identities.json
 """
@@ -53,9 +54,9 @@ Connection = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--minutes", type=float, default=10.0, metavar="M", help="of rotations (10)")
+    option("--minutes", type=float, default=10.0, metavar="M", help="how long to rotate (10)")
     option("--every", type=float, default=10.0, metavar="S", help="seconds between two rotations (10)")
-    option("--ends", type=int, default=3, metavar="N", help="workers that lose their identity, each way (3)")
+    option("--ends", type=int, default=3, metavar="N", help="lost identities of each kind (3)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A worker of ``bench identities``: trains as those of the soak do, each step with one right result."""
+"""A worker of ``bench identities``: trains like workers of the soak, each step has one right result."""
 
 from muster.bench.soak.job import train
 

@@ -1,10 +1,12 @@
-"""Torch programs that live on when ranks are killed: bit for bit, and how soon.
+"""Kills ranks of torch programs whose other processes continue, and measures the time to the next good step.
+
+The results after each loss must be those of an undisturbed run, bit for bit.
 
 muster bench in-place --json results.json                # CPU: six kinds of programs, 20 kills each
-muster bench in-place --kinds ddp fsdp2 --kills 5        # some of them
+muster bench in-place --kinds ddp fsdp2 --kills 5        # two of these kinds
 muster bench in-place --gpu --kinds fsdp2 hsdp           # over NCCL, all ranks on the first GPU
 muster bench in-place --kinds ddp hsdp --one-at-a-time --peer torchft --peer-python /path/to/its/python
-muster bench in-place --group-cost                       # what such a group costs a step of GPT-2
+muster bench in-place --group-cost                       # GPT-2's step time over a group that survives losses
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from muster.bench.launches import stopwatch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--gpu", action="store_true", help="over NCCL, with all ranks on the first GPU")
+    option("--gpu", action="store_true", help="use NCCL, with all ranks on the first GPU")
     option(
-        "--group-cost", action="store_true", help="a GPT-2 step over torch's own group and over a lasting one"
+        "--group-cost", action="store_true", help="compare GPT-2 steps over torch's own group and Muster's"
     )
-    option("--steps", type=int, default=30, metavar="N", help="steps of a turn, --group-cost (30)")
-    option("--turns", type=int, default=6, metavar="N", help="turns of each group, --group-cost (6)")
-    option("--tiny", action="store_true", help="--group-cost with a small net, also on a CPU")
-    option("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which programs (all)")
-    option("--kills", type=int, default=20, metavar="N", help="kills of each (20)")
-    option("--one-at-a-time", action="store_true", help="each kill is of one rank, as with a peer")
-    option("--peer", choices=("torchft",), help="the same with torchft, for ddp and hsdp")
+    option("--steps", type=int, default=30, metavar="N", help="with --group-cost: steps per turn (30)")
+    option("--turns", type=int, default=6, metavar="N", help="with --group-cost: turns of each group (6)")
+    option("--tiny", action="store_true", help="with --group-cost: a small net, also on a CPU")
+    option("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="the programs to test (all)")
+    option("--kills", type=int, default=20, metavar="N", help="kills per program (20)")
+    option("--one-at-a-time", action="store_true", help="kill one rank at a time, as with a peer")
+    option("--peer", choices=("torchft",), help="also test torchft, with ddp and hsdp")
     option("--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torchft")
     option("--every", type=int, default=10, metavar="N", help="steps between two copies (10)")
     option("--copies", type=int, default=2, metavar="N", help="copies of each rank's part (2)")
-    option("--pace-ms", type=float, default=100, help="a pause in each step, at changing moments (100)")
-    option("--seed", type=int, default=0, help="of who is killed, and when")
+    option("--pace-ms", type=float, default=100, help="pause in each step in ms, at changing moments (100)")
+    option("--seed", type=int, default=0, help="seed of the kills: which ranks, and when (0)")
     option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
 
 

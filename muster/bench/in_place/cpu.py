@@ -1,4 +1,4 @@
-"""Kills ranks of torch programs at random moments: the others' processes and the numbers must stay."""
+"""Kills ranks of torch programs at random moments; other processes must survive, numbers stay the same."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Measures the same kills with torchft: steps dropped, and the time until the others and until all go on.
+"""Measures the same kills with torchft: dropped steps, and the time until others and until all train again.
 
-Its replica groups are single ranks for DDP, and halves of the ranks for HSDP. A lost rank ends its group,
-which is restarted at once, because torchft cannot replace a single rank. The other groups go on without the
-group until it is back.
+The replica groups of torchft are single ranks for DDP, and halves of the ranks for HSDP. If a rank is lost,
+its whole group ends and is restarted at once, because torchft cannot replace a single rank. The other groups
+continue without it until it is back.
 """
 
 from __future__ import annotations

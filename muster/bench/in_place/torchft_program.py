@@ -1,10 +1,10 @@
-"""One rank of a torch program with torchft, measured beside ours. Needs torch and torchft only.
+"""One rank of a torch program with torchft, for comparison. Needs torch and torchft only.
 
     python torchft_program.py --lighthouse               # prints its address, and runs until it is ended
     python torchft_program.py --kind hsdp --replica 1 --rank 0 --size 2 --port P --at ADDRESS --record FILE
 
-It trains the net of :mod:`muster.bench.in_place.program` with AdamW, and notes each step that all have agreed
-is good, or that they have dropped.
+It trains the net of :mod:`muster.bench.in_place.program` with AdamW, and records which steps all ranks have
+committed, and which they have dropped.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""``muster bench nccl-plugin``: measures what sealing costs NCCL's network plug-in, over loopback."""
+"""``muster bench nccl-plugin``: measures what encryption costs NCCL's network plug-in, over loopback."""

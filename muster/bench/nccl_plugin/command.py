@@ -1,15 +1,16 @@
-"""What sealing costs: NCCL's network plug-in over loopback, sealed, unsealed, and TCP without it, in turns.
+"""Measures what encryption costs NCCL's network plug-in, between two processes of this host.
 
-Two processes of one host, as two ranks on two hosts would be but for the network. The unsealed plug-in is
-built for this benchmark alone: the same threads and connections, without ciphers. Each turn measures all
-variants one after the other; medians are compared. It compiles what it needs, with a C compiler and the
-headers of OpenSSL.
+It compares three variants over loopback: Muster's plug-in with encryption ("sealed"), the same plug-in
+without ciphers ("plain", built for this benchmark alone), and bare TCP ("bare"). Each turn measures all
+variants one after the other; medians are compared. The plug-in is compiled first, by a C compiler with
+OpenSSL's headers.
 
   muster bench nccl-plugin --json FILE
   muster bench nccl-plugin --json FILE --check plain/bare=0.9 sealed/plain=0.8 sealed=10 latency=5
 
-What --check takes: a ratio of bandwidths with the most connections up to 4, sealed GB/s with the most
-connections, and how many microseconds a small message may take longer sealed.
+--check takes bounds: A/B=R, the least ratio of two bandwidths with the most connections up to 4; sealed=N,
+the least bandwidth in GB/s with the most connections; and latency=N, the most microseconds that encryption
+may add to a small message.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(1, 2, 4, 8),
         metavar="N",
-        help="of one communicator (1 2 4 8)",
+        help="connections of a communicator (1 2 4 8)",
     )
     parser.add_argument(
-        "--bytes", type=size_in_bytes, default=4 << 20, metavar="BYTES", help="a message (4M)"
+        "--bytes", type=size_in_bytes, default=4 << 20, metavar="BYTES", help="size of a large message (4M)"
     )
     parser.add_argument(
-        "--small", type=size_in_bytes, default=1024, metavar="BYTES", help="there and back (1K)"
+        "--small", type=size_in_bytes, default=1024, metavar="BYTES", help="size of a small message (1K)"
     )
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="times that all is run (5)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="each figure of a turn (1)")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="number of turns (5)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time per measurement (1)")
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="BOUND", help="exit with 1 where a bound is missed"
+        "--check", nargs="+", default=[], metavar="BOUND", help="exit with 1 if a bound is missed"
     )
 
 

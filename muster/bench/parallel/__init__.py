@@ -1,1 +1,1 @@
-"""Compares models that a plan splits with data parallelism and with what users would write by hand."""
+"""Compares sharding by a plan with data parallelism, and with sharding that a user would write by hand."""

@@ -1,11 +1,11 @@
-"""Divided models: a plan of ``muster.parallelize`` against data parallelism, FSDP2 and a split by hand.
+"""Compares a plan of ``muster.parallelize`` with data parallelism, FSDP2 and hand-written sharding.
 
     muster bench parallel --gpus 2 --json results.json
 
-All variants train the same model with AdamW on one batch that lies on the GPU, with bfloat16 autocast and
-the same loss in one pass. Each variant has processes of its own, one after the other, in several passes over
-all; the median of the passes counts. The machine's costs are measured before, and a plan's prediction stands
-beside its step. ``--plans`` runs five other plans beside the one that is chosen.
+All variants train the same model by AdamW on one batch in GPU memory, with bfloat16 autocast and the same
+fused loss. Variants run one after the other in separate processes, in several passes; the result is the
+median of the passes. The machine's costs are measured first, and the predicted step time is shown with the
+measured one. ``--plans`` compares the chosen plan with five other plans.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gpus", type=int, default=2)
     option("--only", nargs="+", metavar="MODEL", choices=MODELS, default=list(MODELS), help=", ".join(MODELS))
     option("--variants", nargs="+", choices=[*PLANS, *PEERS], default=["auto", *PEERS])
-    option("--plans", action="store_true", help="five other plans beside the chosen one, and no peers")
-    option("--passes", type=int, default=2, help="how often each variant is made and measured")
-    option("--seconds", type=float, default=2.0, help="how long each is measured in a pass")
+    option("--plans", action="store_true", help="compare the chosen plan with five others, not with peers")
+    option("--passes", type=int, default=2, help="how often each variant is started and measured (2)")
+    option("--seconds", type=float, default=2.0, help="how long each is measured per pass (2)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models that ``muster bench parallel`` trains beside those of the examples."""
+"""Models of ``muster bench parallel``, in addition to those of the examples."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Plans of well-known models on 8, 64 and 512 GPUs: predictions, made without any.
+"""Predicts plans of well-known models on 8, 64 and 512 GPUs; needs no GPU.
 
     python -m muster.bench.parallel.recipes --json recipes.json
 
-docs/parallel.md shows them beside what published recipes choose. Each search is told in seconds of processor
-time, of this process and its threads.
+docs/parallel.md compares them with published recipes. The time of each search is given in seconds of
+processor time, of this process and its threads.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def planned(model: str, ranks: int) -> dict[str, Any]:
 
 
 def described(plan: Plan) -> dict[str, Any]:
-    """What of a plan stands in the table."""
+    """Returns the facts of a plan that the table shows."""
     trained = [
         state for node, state in zip(plan.graph.nodes, plan.states, strict=True) if node.kind == "parameter"
     ]
@@ -255,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m muster.bench.parallel.recipes", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
-    parser.add_argument("--json", metavar="FILE", help="where rows go")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
     options = parser.parse_args(argv)
     rows = []
     for model in options.only:

@@ -1,10 +1,10 @@
-"""Twenty models on two CPU ranks: the plan that a search chooses, and data parallelism, in turns.
+"""Trains twenty models on two CPU ranks by the plan that a search chooses and by data parallelism, in turns.
 
     python -m muster.bench.parallel.turns --json turns.json
 
-The machine's costs are measured on the same ranks first. For each model both ways live in the same processes,
-and train one after the other, a few steps at a time, so that what disturbs the machine disturbs both. A row
-has what was predicted of both, and the medians of what was measured. Two idle cores are needed.
+The machine's costs are measured first, on the same ranks. Both variants of a model run in the same
+processes, and train a few steps each in turn, so that disturbances affect both. The results are both
+predicted times, and the medians of the measured ones. Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ MODELS: dict[str, Task] = {
 
 
 def measured_machine(communicator: Any) -> dict[str, Any]:
-    """What things cost on these ranks."""
+    """Measures the costs of a machine on these ranks."""
     torch.set_num_threads(1)
     return measure(communicator).to_json()
 
@@ -227,11 +227,11 @@ def compare(
     """A row, as this rank sees it.
 
     Args:
-        communicator: of two ranks.
-        name: of the model.
-        turns: how often each way trains.
-        seconds: how long, about, each time.
-        costs: of this machine.
+        communicator: a communicator of two ranks.
+        name: the name of the model.
+        turns: the number of turns of each variant.
+        seconds: the approximate length of a turn.
+        costs: the costs of this machine.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def _step(model: Any, loss: Callable[[], Any]) -> Callable[[], None]:
 
 
 def _timed(step: Callable[[], None], count: int) -> float:
-    """Seconds of a step."""
+    """Returns the mean time of a step in seconds."""
     began = time.perf_counter()
     for _ in range(count):
         step()
@@ -292,7 +292,7 @@ def _timed(step: Callable[[], None], count: int) -> float:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many were called faster, how many of these are, and which are slower than is tolerated."""
+    """Returns the models predicted to be faster, those that are, and those that are intolerably slower."""
     called = [row for row in rows if _ratio(row) >= CALLED_FASTER]
     faster = [row["model"] for row in called if row["step_ms"] < row["data_parallel_step_ms"]]
     slower = [row["model"] for row in called if row["step_ms"] > TOLERATED * row["data_parallel_step_ms"]]
@@ -300,18 +300,18 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ratio(row: dict[str, Any]) -> float:
-    """How often faster a plan is predicted than data parallelism."""
+    """Returns the predicted speedup of a plan over data parallelism; 0 if that is not possible."""
     base = row["data_parallel_predicted_ms"]
     return base / row["predicted_ms"] if base else 0.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; prints a line for each model, and what came of all."""
+    """Measures all models; prints a line for each, and a summary."""
     parser = argparse.ArgumentParser(prog="python -m muster.bench.parallel.turns", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--turns", type=int, default=7, help="how often each way trains")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long, about, each time")
-    parser.add_argument("--json", metavar="FILE", help="where rows go")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each variant (7)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="approximate length of a turn (1)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
     options = parser.parse_args(argv)
     costs = run_ranks(RANKS, measured_machine)[0]
     rows = []

@@ -1,6 +1,8 @@
-"""Loss of a worker, or of the scheduler, to the next good step, with real processes and mutual TLS.
+"""Kills workers and schedulers of a job, and measures the time from each loss to the next good step.
 
-muster bench recovery --json results.json                 # CPU: 20 workers and 20 schedulers killed
+The processes are real, and use mutual TLS.
+
+muster bench recovery --json results.json                 # CPU: kill 20 workers and 20 schedulers
 muster bench recovery --backend nccl --json results.json  # all GPUs: ResNet-50 with captured steps
 """
 
@@ -19,7 +21,7 @@ from muster.launch.command import count_gpus
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--backend", choices=("tcp", "nccl"), default="tcp", help="tcp: on the CPU (the default)")
+    option("--backend", choices=("tcp", "nccl"), default="tcp", help="tcp: on the CPU; nccl: on GPUs (tcp)")
     option("--workers", type=int, default=4, metavar="N", help="workers of the job on the CPU (4)")
     all_gpus = max(2, count_gpus())
     option("--gpus", type=int, default=all_gpus, metavar="N", help="workers of the job on GPUs (one on each)")
@@ -28,22 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="let N workers share a GPU, to try it with fewer: its times mean nothing then (1)",
+        help="let N workers share a GPU, to try it with fewer GPUs; the times are then meaningless (1)",
     )
     option("--kills", type=int, metavar="N", help="workers to kill (20, or 5 on GPUs)")
-    option("--scheduler-kills", type=int, default=20, metavar="N", help="schedulers to kill, tcp (20)")
+    option("--scheduler-kills", type=int, default=20, metavar="N", help="tcp: schedulers to kill (20)")
+    option("--chaos-s", type=float, default=0, metavar="S", help="tcp: then kill at random for S seconds (0)")
+    option("--epochs", type=int, default=0, metavar="N", help="tcp: epochs (10 per kill, at least 20)")
     option(
-        "--chaos-s", type=float, default=0, metavar="S", help="then kill without mercy for so long, tcp (0)"
-    )
-    option("--epochs", type=int, default=0, metavar="N", help="of the digits, tcp (10 a kill, at least 20)")
-    option(
-        "--pace-ms", type=float, default=20, help="least time of a step while there is harm to do, tcp (20)"
+        "--pace-ms", type=float, default=20, help="tcp: least time of a step in ms, until the last kill (20)"
     )
     option("--images", type=int, default=32, metavar="N", help="images per GPU and step (32)")
-    option("--seed", type=int, default=0, help="of what is killed, and when")
-    option(
-        "--limit-s", type=float, default=540, help="stop after this many seconds, and say what was seen (540)"
-    )
+    option("--seed", type=int, default=0, help="seed of the kills: which process, and when (0)")
+    option("--limit-s", type=float, default=540, help="stop and report after this many seconds (540)")
     option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
     option("--tiny", action="store_true", help="try the script for GPUs on a CPU, with a small net")
 

@@ -200,7 +200,7 @@ class MeasuredJob:
         """Polls until ``condition`` holds; returns its value.
 
         Raises:
-            RuntimeError: it did not hold in time, or a worker ended with an error before.
+            RuntimeError: the condition was not met in time, or a worker ended with an error before.
         """
         deadline = time.monotonic() + timeout_s
         while not (found := condition()):

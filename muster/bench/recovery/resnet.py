@@ -1,8 +1,8 @@
-"""ResNet-50 on CIFAR-like images with captured steps, noting each step. Started by the recovery benchmark.
+"""Trains ResNet-50 on CIFAR-like images with captured steps, and records them, for ``bench recovery``.
 
-In each generation it checks the values: after the first step, that all ranks hold the same bits and that an
-AllReduce of known numbers comes out right; in the second, that the step is the one that a plain average of
-the ranks' gradients gives.
+In each generation it checks values: after the first step that all ranks hold the same bits, and that an
+AllReduce of known numbers is right; in the second, that the step equals that of a plain average of the
+ranks' gradients.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def check(loop: RecordingLoop, trainer: Trainer, expected: Any, since: int) -> N
 def main() -> int:
     """Trains as one worker; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=32, help="per rank and step")
+    parser.add_argument("--images", type=int, default=32, help="images per rank and step (32)")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--tiny", action="store_true", help="a small net, for trying this on a CPU")

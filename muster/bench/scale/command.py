@@ -1,8 +1,8 @@
-"""How many workers one scheduler carries: simulated workers, real TLS sessions, no training.
+"""Measures how many workers one scheduler can serve: simulated workers, real TLS sessions, no training.
 
-Load processes shake hands twice for each stream, as a worker does, and play the workers' part of the
-protocol: each worker on a connection of its own or, with --uplinks, all of a host on one. The scheduler is
-the product's own, in a process of its own, and all share this machine.
+Load processes perform two TLS handshakes per stream, as workers do, and play the workers' part of the
+protocol. Each worker has its own connection or, with --uplinks, all workers of a host share one. The real
+scheduler runs in a separate process on the same machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="MS_NODE_TIMEOUT; few processes play all workers, and are late more easily than they are (30)",
+        help="MS_NODE_TIMEOUT; high, as a few busy processes simulate all workers (30)",
     )
     parser.add_argument(
         "--limit-s", type=float, default=300.0, metavar="S", help="give up after this time (300)"
@@ -54,48 +54,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="S",
-        help="how long to hold heartbeats, as often as the scheduler asks for",
+        help="how long to measure heartbeats, at the interval that the scheduler asks for (10)",
     )
     parser.add_argument(
         "--figures",
         type=int,
         default=0,
         metavar="TURNS",
-        help="hold heartbeats so many times without what they carry of steps, GPUs and the script's own "
-        "numbers, and as often with it, in turns (0: once, without)",
+        help="turns to measure heartbeats without and with the values that they carry: steps, GPUs, "
+        "own numbers (0: one turn without)",
     )
     parser.add_argument(
-        "--beat-s", type=float, default=0.0, metavar="S", help="pause between two heartbeats, as if asked for"
+        "--beat-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="interval of heartbeats, instead of the scheduler's",
     )
     parser.add_argument(
-        "--dying", type=float, default=1.0, metavar="PERCENT", help="share that dies at once at the end (1)"
+        "--dying",
+        type=float,
+        default=1.0,
+        metavar="PERCENT",
+        help="share of workers that are killed together at the end (1)",
     )
     parser.add_argument(
         "--uplinks", action="store_true", help=f"one stream for each host of {WORKERS_PER_HOST} workers"
     )
     parser.add_argument(
-        "--loads", type=int, default=2, metavar="N", help="processes that play the workers (2)"
+        "--loads", type=int, default=2, metavar="N", help="processes that simulate the workers (2)"
     )
     parser.add_argument(
         "--scheduler-cores",
         type=int,
         default=0,
         metavar="N",
-        help="give the scheduler N processors of its own, and the load the others (0: they share all)",
+        help="reserve N cores for the scheduler, and the others for the load (0: both share all)",
     )
     parser.add_argument(
         "--sweep",
         type=_sizes,
         default=(),
         metavar="N,...",
-        help="one run for each of these numbers; writes RESULTS/scale_N.json, or uplinks_N.json",
+        help="one run for each of these numbers of workers; writes DIR/scale_N.json or DIR/uplinks_N.json",
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=Path("muster/bench/results"),
         metavar="DIR",
-        help="default: muster/bench/results",
+        help="directory for the results of --sweep (muster/bench/results)",
     )
 
 

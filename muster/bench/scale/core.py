@@ -1,4 +1,4 @@
-"""What a job costs the scheduler's core alone: CPU seconds by kind of event, without network, disk and TLS.
+"""Measures the scheduler's core alone: CPU seconds by kind of event, without network, disk and TLS.
 
 ``python -m muster.bench.scale.core 500 5000 --json muster/bench/results/core.json``; see docs/scale.md.
 """
@@ -99,7 +99,7 @@ def measure(size: int) -> dict[str, float]:
 def main() -> None:
     """Measures each size and prints, or writes, the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sizes", type=int, nargs="+", metavar="N", help="how many workers")
+    parser.add_argument("sizes", type=int, nargs="+", metavar="N", help="numbers of workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
     figures = {str(size): measure(size) for size in args.sizes}

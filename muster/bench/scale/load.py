@@ -1,7 +1,7 @@
-"""One of the processes that play a scheduler's workers: real handshakes and streams, no training.
+"""One of the processes that simulate a scheduler's workers: real handshakes and streams, no training.
 
-It takes its orders as lines of JSON on standard input and says on standard output what it has seen, with
-times of the system's monotonic clock, which all processes share.
+It reads commands as lines of JSON from standard input and reports on standard output, with times of the
+system's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations

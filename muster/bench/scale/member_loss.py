@@ -1,7 +1,7 @@
-"""How soon the scheduler reports a killed worker to the others: directly, and by an uplink.
+"""Measures the time until the scheduler reports a killed worker to the others, directly and by an uplink.
 
-Real processes on this machine, over mutual TLS: a scheduler, a worker that is killed by SIGKILL, and this
-process, which waits for the message. Each loss is measured on workers that have just joined.
+The processes are real and use mutual TLS: a scheduler, a worker that is killed by SIGKILL, and this process,
+which waits for the message. Each loss is measured with workers that have just joined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ for _ in messages:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="losses of each kind (20)")
+    parser.add_argument("--runs", type=int, default=20, metavar="N", help="killed workers, for each way (20)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

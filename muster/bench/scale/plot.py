@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m muster.bench.scale.plot", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="JSON")
     parser.add_argument("--out", type=Path, default=Path("docs/scale.png"), metavar="PNG")
-    parser.add_argument("--page", type=Path, metavar="MD", help="put the table into this page too")
+    parser.add_argument("--page", type=Path, metavar="MD", help="also put the table into this page")
     options = parser.parse_args(argv)
     reports = read(options.files)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""A process that runs workers of a host by real sessions, and reports when each is disconnected or steps.
+"""Runs real sessions of a host's workers in one process; reports each disconnection and step.
 
-Its argument is JSON: the ``indices`` of its workers, and whether a direct connection works, is refused or is
-silent (``direct``).
+Its argument is JSON: the ``indices`` of its workers, and whether a direct connection works, is refused or
+gets no answer (``direct``).
 """
 
 from __future__ import annotations

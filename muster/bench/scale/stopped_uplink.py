@@ -1,8 +1,9 @@
-"""How soon a host's workers are all there again after their uplink was stopped for a while.
+"""Measures how soon all workers of a host are connected again after their uplink was stopped for a while.
 
-Real sessions over mutual TLS on this machine, without collectives: each asks for a step every 50 ms, and
-opens its streams by one uplink, which is stopped by SIGSTOP and goes on. Workers go to the scheduler directly
-until then; ``--direct`` keeps them from that, as if only the uplink could reach it. Each trial has a job.
+The workers are real sessions over mutual TLS on this machine, without collectives; each asks for a step
+every 50 ms. They connect by one uplink, which SIGSTOP stops and SIGCONT continues. While it is stopped,
+workers connect to the scheduler directly; ``--direct`` prevents that, as if only the uplink could reach the
+scheduler. Each trial is a new job.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     option("--workers", type=int, default=64, metavar="N", help="workers of the host (64)")
-    option("--processes", type=int, default=4, metavar="N", help="processes that they share (4)")
+    option("--processes", type=int, default=4, metavar="N", help="processes that run the workers (4)")
     option(
         "--stops-s",
         type=float,
         nargs="+",
         default=[2.0, 25.0],
         metavar="S",
-        help="how long it is stopped (2 25)",
+        help="how long the uplink is stopped (2 25)",
     )
-    option("--times", type=int, default=5, metavar="N", help="trials of each (5)")
+    option("--times", type=int, default=5, metavar="N", help="trials for each duration (5)")
     option("--node-timeout-s", type=float, default=5.0, metavar="S", help="MS_NODE_TIMEOUT (5)")
     option(
         "--direct",
         choices=("works", "refused", "silent"),
         default="works",
-        help="what becomes of workers' own connections to the scheduler (works)",
+        help="what happens to direct connections to the scheduler (works)",
     )
     option("--limit-s", type=float, default=120.0, metavar="S", help="give up a trial after this time (120)")
 
@@ -112,7 +113,7 @@ def _trial(args: argparse.Namespace, stop_s: float) -> dict[str, Any]:
 
 @dataclass
 class _WorkerSeen:
-    """What a worker has reported, with times on the monotonic clock.
+    """The reports of one worker, with times of the monotonic clock.
 
     Attributes:
         away: whether it has no stream on which it was welcomed.
@@ -197,7 +198,7 @@ class _Host:
         """Waits until all workers have been connected and making steps for ``SETTLED_S``.
 
         Raises:
-            RuntimeError: they were not within ``limit_s``.
+            RuntimeError: they were not connected within ``limit_s``.
         """
         until = time.monotonic() + limit_s
         self._quiet_since = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measures what a durable checkpoint costs the training: written beside it, and while it waits."""
+"""Measures what durable checkpoints cost: written while training continues, and written while it waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Snapshots in other ranks' memory: hosts killed on the CPU, and what snapshots cost a step on one GPU.
+"""Tests snapshots in other ranks' memory: kills hosts on the CPU, or measures their cost on one GPU.
 
-muster bench snapshots --json results.json         # CPU: 20 hosts killed, the state compared
-muster bench snapshots --gpu --json results.json   # one GPU: GPT-2 with snapshots and without
+muster bench snapshots --json results.json         # CPU: kill 20 hosts, and compare the restored state
+muster bench snapshots --gpu --json results.json   # one GPU: GPT-2 with and without snapshots
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from muster.bench.launches import stopwatch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--gpu", action="store_true", help="what a step pays on one GPU; else kills on the CPU")
-    option("--kills", type=int, default=20, metavar="N", help="hosts to kill, for each kind, CPU (20)")
-    option("--kinds", nargs="+", choices=("sharded", "parallel"), default=["sharded"], help="what is divided")
-    option("--loss", choices=("kill", "cut"), default="kill", help="its workers are killed, or it is cut off")
-    option("--namespaces", action="store_true", help="hosts are network namespaces, CPU; takes root")
+    option("--gpu", action="store_true", help="measure steps on one GPU; default: kill hosts on the CPU")
+    option("--kills", type=int, default=20, metavar="N", help="CPU: hosts to kill, for each kind (20)")
+    option("--kinds", nargs="+", choices=("sharded", "parallel"), default=["sharded"], help="kinds of state")
+    option("--loss", choices=("kill", "cut"), default="kill", help="kill a host's workers, or disconnect it")
+    option("--namespaces", action="store_true", help="CPU: hosts are network namespaces; requires root")
     option("--every", type=int, default=10, metavar="N", help="steps between two snapshots (10)")
-    option("--pace-ms", type=float, default=30, help="least time of a step, CPU (30)")
-    option("--seed", type=int, default=0, help="of what is killed, and when")
-    option("--batch", type=int, default=16, metavar="N", help="windows of 1,024 bytes a step, GPU (16)")
-    option("--rounds", type=int, default=6, metavar="N", help="turns of each, GPU (6)")
-    option("--seconds", type=float, default=5.0, metavar="S", help="how long a turn is, GPU (5)")
-    option("--mbytes-per-s", type=float, default=0.0, help="most that is sent, or written, GPU (0: any)")
-    option("--checkpoints", type=int, default=4, metavar="N", help="turns with checkpoints, GPU (4; 0: none)")
+    option("--pace-ms", type=float, default=30, help="CPU: least time of a step in ms (30)")
+    option("--seed", type=int, default=0, help="seed of the kills: which hosts, and when (0)")
+    option("--batch", type=int, default=16, metavar="N", help="GPU: windows of 1,024 bytes per step (16)")
+    option("--rounds", type=int, default=6, metavar="N", help="GPU: turns of each variant (6)")
+    option("--seconds", type=float, default=5.0, metavar="S", help="GPU: length of a turn (5)")
+    option("--mbytes-per-s", type=float, default=0.0, help="GPU: limit of sending and writing (0: none)")
+    option("--checkpoints", type=int, default=4, metavar="N", help="GPU: turns with checkpoints (4; 0: none)")
     option("--tiny", action="store_true", help="try the script for GPUs on a CPU, with a small net")
     option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
 

@@ -1,4 +1,4 @@
-"""Trains examples/gpt2.py in turns with snapshots and without; started by ``muster bench snapshots``."""
+"""Trains examples/gpt2.py with and without snapshots, in turns; started by ``muster bench snapshots``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ExampleRunner:
 
     Args:
         arguments: the example's command line.
-        session: of the training.
+        session: the session of the training.
         snapshots: the snapshots of the example's state.
     """
 

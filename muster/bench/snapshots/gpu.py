@@ -1,4 +1,4 @@
-"""Measures what snapshots cost a step on one GPU: GPT-2 as in examples/gpt2.py, in turns with and without."""
+"""Measures what snapshots cost a step on one GPU: examples/gpt2.py with and without them, in turns."""
 
 from __future__ import annotations
 

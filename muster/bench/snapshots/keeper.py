@@ -1,4 +1,4 @@
-"""A second process of the host, which receives, checks and keeps snapshots as a partner does."""
+"""A second process on the host that receives, checks and keeps snapshots, as a partner rank does."""
 
 from __future__ import annotations
 

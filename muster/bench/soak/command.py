@@ -1,17 +1,19 @@
-"""``muster bench soak``: hours of faults in a job of six workers and two spares, with every step checked.
+"""Disturbs a job of six workers and two spares for hours, and checks the result of every step.
 
-A schedule that the seed decides kills and stops workers, cuts their connections and those to the scheduler
-or makes them bad, floods the scheduler and its page with TLS hellos, kills the scheduler, lets clocks jump by
-an hour, takes the space of the journal's disk (where one can be mounted), and has a member lie about others.
-Some harms come in bursts, others once the job has gone on, so that a busy machine is not harmed faster than
-it computes. Each step has one right result, computed here again. One worker is never killed, and after a
-third of the time the scheduler is not, so that their memory and their descriptors can be watched, and those
-of a ``muster web`` beside them, at which somebody looks. In a run of over a quarter of an hour both are
-flooded until they have taken the memory that floods cost them, and watched from then on.
+The seed determines the schedule. It kills and stops workers; cuts or degrades their connections, with each
+other and with the scheduler; floods the scheduler and its page with TLS hellos; kills the scheduler; moves
+clocks by an hour; fills the journal's disk (where one can be mounted); and lets a member send false reports
+about others. Some faults come in bursts; others wait until the job has made progress, so that a busy machine
+gets fewer of them. Each step has one right result, which the benchmark computes, too.
+
+One worker is never killed, and the scheduler is not killed after a third of the time. The benchmark watches
+the memory and descriptors of these two, and of a ``muster web`` with a viewer. In runs of over a quarter of
+an hour, scheduler and page are first flooded until they have allocated the memory that floods need.
 
   muster bench soak --hours 2 --seed 1 --json soak.json --keep logs
 
-With ``--snapshots`` each rank has a part of the weights, and copies of it in others' memory and on disk:
+With ``--snapshots`` each rank holds a part of the weights, and copies of it are in other ranks' memory and
+on disk:
 
   muster bench soak --snapshots --hours 0.17 --seed 1 --json soak.json
 """
@@ -110,11 +112,11 @@ Say = Callable[[str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--hours", type=float, default=2.0, metavar="H", help="of harm; 0.05 are three minutes (2)")
-    option("--seed", type=int, default=0, help="of what is done to which process, and when (0)")
-    option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step (50)")
-    option("--snapshots", action="store_true", help="each rank has a part, with snapshots; takes torch")
-    option("--keep", type=Path, metavar="DIR", help="keep logs there; where something is wrong, always kept")
+    option("--hours", type=float, default=2.0, metavar="H", help="duration; 0.05 is three minutes (2)")
+    option("--seed", type=int, default=0, help="seed of the faults: which process, and when (0)")
+    option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step in ms (50)")
+    option("--snapshots", action="store_true", help="shard the weights, with snapshots; needs torch")
+    option("--keep", type=Path, metavar="DIR", help="keep logs there; after a failure they are always kept")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

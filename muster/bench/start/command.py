@@ -1,8 +1,8 @@
-"""How long a GPU job takes from its start command to the end of its first AllReduce on all ranks.
+"""Measures the time of a GPU job from its start command to the end of its first AllReduce on all ranks.
 
-Muster's side is ``muster run -n N --scheduler`` with mutual TLS, the scheduler's start included, and
-CuPy arrays. The peers are ``torchrun`` and ``mpirun`` with CuPy, which encrypt nothing. All are measured in
-turn, run by run. ``--cpu`` tries the same without GPUs (embedded TCP against torchrun with Gloo).
+Muster's command is ``muster run -n N --scheduler``, with mutual TLS and CuPy arrays; its time includes the
+start of the scheduler. It is compared with ``torchrun`` and with ``mpirun`` and CuPy, which do not encrypt.
+Runs of all are made in turns. ``--cpu`` does the same without GPUs (embedded TCP, and torchrun with Gloo).
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ JOB = str(Path(__file__).with_name("job.py"))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
-        "--workers", type=int, default=max(2, count_gpus()), metavar="N", help="workers (one per GPU; else 2)"
+        "--workers",
+        type=int,
+        default=max(2, count_gpus()),
+        metavar="N",
+        help="workers (one per GPU, at least 2)",
     )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measured runs (3)")
-    parser.add_argument("--warmups", type=int, default=1, metavar="N", help="runs before those (1)")
-    parser.add_argument("--cpu", action="store_true", help="no GPUs; leaves mpirun out")
+    parser.add_argument(
+        "--warmups", type=int, default=1, metavar="N", help="runs before the measured ones (1)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use no GPUs, and leave out mpirun")
     parser.add_argument("--mpirun", default="mpirun", metavar="PROGRAM")
     parser.add_argument("--peers", nargs="*", choices=("torchrun", "mpirun"), default=["torchrun", "mpirun"])
 

@@ -1,10 +1,10 @@
-"""How long a short job takes: from the start command, through one AllReduce of all workers, to its end.
+"""Measures the time of a short CPU job, from its start command through one AllReduce to its end.
 
-Muster's side is ``muster run -n N --scheduler`` with mutual TLS on every connection, the scheduler's
-start included. The peer's is ``mpirun -n N python`` with mpi4py, which encrypts nothing. Both are measured
-in turn, run by run, so that whatever else the machine does meets both; by the clock, and by the processor
-time of all processes, on which a busy machine has less influence. Both find their modules compiled, as
-installed ones are.
+Muster's command is ``muster run -n N --scheduler``, with mutual TLS on every connection; its time includes
+the start of the scheduler. The peer's is ``mpirun -n N python`` with mpi4py, which does not encrypt. Runs of
+both are made in turns, so that disturbances affect both. Results are wall-clock time and the processor time
+of all processes, which depends less on how busy the machine is. Both use compiled modules, as after an
+installation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=int, default=5, metavar="N", help="measured runs; the median counts (5)"
     )
-    parser.add_argument("--warmups", type=int, default=1, metavar="N", help="runs before those (1)")
+    parser.add_argument(
+        "--warmups", type=int, default=1, metavar="N", help="runs before the measured ones (1)"
+    )
     parser.add_argument(
         "--start", choices=("auto", "fork", "exec"), default="auto", help="how the launcher starts workers"
     )
-    parser.add_argument("--peer", choices=("openmpi",), help="run the same job under this one too")
+    parser.add_argument("--peer", choices=("openmpi",), help="also run the same job under this launcher")
     parser.add_argument("--mpirun", default="mpirun", metavar="PROGRAM", help="the peer's launcher")
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has mpi4py and NumPy"

@@ -1,7 +1,7 @@
-"""Time from ``init_process_group()`` to the end of the first AllReduce: Muster's store against a file.
+"""Compares Muster's store with a file: time from ``init_process_group()`` to the end of the first AllReduce.
 
-Both are unmodified torch programs under ``muster run`` with mutual TLS, in turns: one meets by ``env://``,
-which goes over Muster's store, the other by ``file://``, which needs no network.
+Both are unmodified torch programs under ``muster run`` with mutual TLS, in turns. One uses ``env://``, which
+is Muster's store; the other uses ``file://``, which needs no network.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ dist.destroy_process_group()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, or GPUs (2)")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="of torch (nccl)")
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="launches of each (5)")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="torch's backend (nccl)")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="launches of each program (5)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

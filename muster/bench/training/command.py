@@ -1,18 +1,18 @@
-"""Training speed: the example's own loop, the bare step, and DistributedDataParallel, in one run.
+"""Measures training speed: an example's own loop, the bare training step, and DistributedDataParallel.
 
     muster bench train --gpus 1 2 --batch 32 --json results.json --check example/muster=0.8
     muster bench train --model gpt2 --gpus 1 2 --batch 8 --json results.json
 
-``example`` is examples/resnet50_cifar10.py itself, imported: its job, its step and its loop, in a session of
-a job with a scheduler, on files in CIFAR-10's format that are made for the purpose, with random crops and
-resizing, and with the speed that it prints. All others train on one batch of 224x224 images that lies on the
-GPU; bfloat16, channels_last and fused SGD with momentum are everybody's. All variants are made first, then
-each round runs every one for a while, so that a machine that changes its speed changes all alike.
+The variant ``example`` runs examples/resnet50_cifar10.py itself, in a job with a scheduler. It trains on
+generated files in CIFAR-10's format, with random crops and resizing, and its result is the speed that it
+prints. All other variants train on one batch of 224x224 images in GPU memory. All use bfloat16,
+channels_last and fused SGD with momentum. All variants are created first; then each round runs every variant
+for a while, so that a machine that changes its speed affects all.
 
-With ``--model gpt2`` it is examples/gpt2.py, on a file of bytes, with windows of 1,024; everybody's are
-autocast to bfloat16, fused AdamW and clipped gradients.
+With ``--model gpt2`` the example is examples/gpt2.py, on a file of bytes, with windows of 1,024 bytes. All
+variants use autocast to bfloat16, fused AdamW and clipped gradients.
 
---check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
+--check A/B=R ends with exit code 1 if the median ratio of A's speed to B's, over rounds, is below R.
 """
 
 from __future__ import annotations
@@ -273,15 +273,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's arguments."""
     parser.add_argument("--model", choices=MODELS, default="resnet50", help="what to train (resnet50)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", help="images, or windows, per GPU (32 256; of gpt2 8 32)"
-    )
+    parser.add_argument("--batch", type=int, nargs="+", help="images or windows per GPU (32 256; gpt2: 8 32)")
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         metavar="VARIANT",
-        help=f"what to measure, of {', '.join(VARIANTS)} ({' '.join(DEFAULTS)}; of gpt2 all it has:"
+        help=f"what to measure: {', '.join(VARIANTS)} ({' '.join(DEFAULTS)}; gpt2: all that it has,"
         f" {' '.join(gpt2.VARIANTS)})",
     )
     parser.add_argument(
@@ -296,7 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="A/B=R",
-        help="end with 1 if A is slower than R times B; both must be among the variants",
+        help="exit with 1 if A is slower than R times B; both must be among the variants",
     )
 
 

@@ -1,11 +1,12 @@
-"""A training step on CPUs: DataParallel over encrypted TCP and DistributedDataParallel over gloo, in turns.
+"""Compares a training step on CPUs: DataParallel over encrypted TCP, and DistributedDataParallel over gloo.
 
     muster bench train-cpu --json results.json --check muster/ddp=0.87
 
-All variants train the same net, of 25 million parameters, on the same batches, in the same processes: each
-round runs every one for some steps, in another order each time. DistributedDataParallel's gloo is not
-encrypted. ``alone`` sends nothing, and shows how much of a step is computed.
---check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
+All variants train the same net of 25 million parameters on the same batches in the same processes. Each
+round runs every variant for some steps, in a new order. The gloo of DistributedDataParallel does not
+encrypt. The variant ``alone`` does not communicate, and shows which share of a step is computation.
+
+--check A/B=R ends with exit code 1 if the median ratio of A's speed to B's, over rounds, is below R.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=0,
-        help="torch's threads of a rank (half of a rank's cores, at least 1)",
+        help="torch's threads per rank (half of a rank's cores, at least 1)",
     )
-    parser.add_argument("--batch", type=int, default=32, help="samples of a rank (32)")
-    parser.add_argument("--width", type=int, default=_WIDTH, help=f"of the {_LAYERS} layers ({_WIDTH})")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank (32)")
+    parser.add_argument("--width", type=int, default=_WIDTH, help=f"width of the {_LAYERS} layers ({_WIDTH})")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each variant (15)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a turn (5)")
+    parser.add_argument("--steps", type=int, default=5, help="steps per turn (5)")
     parser.add_argument(
         "--check",
         type=bounds_of(VARIANTS, "muster/ddp=0.87"),
         nargs="+",
         default=[],
         metavar="A/B=R",
-        help=f"end with 1 if A is slower than R times B, of {', '.join(VARIANTS)}",
+        help=f"exit with 1 if A is slower than R times B; variants: {', '.join(VARIANTS)}",
     )
     parser.set_defaults(cores=cores)
 

@@ -1,9 +1,9 @@
-"""ResNet-50's loss, step by step: ours and DistributedDataParallel's, several times each.
+"""Compares the loss curve of ResNet-50 with Muster's and with DistributedDataParallel, several runs each.
 
-Same seeds, same batches of scikit-learn's handwritten digits (real data), enlarged to 64x64. Rounding to
-bfloat16 alone makes two runs differ, the more the longer they train. How much is measured: some runs are
-*turned*, that is, each rank's images come in another order, which changes nothing but the order of additions.
-Ours is DistributedDataParallel's curve if runs of the two differ by no more than runs of the same kind do.
+All runs have the same seeds and the same batches of scikit-learn's handwritten digits (real data), enlarged
+to 64x64. Rounding to bfloat16 alone makes runs differ, the more the longer they train. To measure by how
+much, some runs are "turned": each rank's images come in another order, which changes only the order of
+additions. The curves count as equal if runs of the two kinds differ by no more than runs of the same kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=max(1, count_gpus()), help="world size (all of this host)"
     )
     parser.add_argument(
-        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU; slow (1)"
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU, which is slow (1)"
     )
     parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
     parser.add_argument("--batch", type=int, default=32, help="images per GPU (32)")

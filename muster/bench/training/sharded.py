@@ -1,7 +1,7 @@
-"""Measures a GPU's memory and a step's time with AdamW's state on every rank, and with it sharded (ZeRO-1).
+"""Compares optimizer state of AdamW on every rank with sharded state (ZeRO-1): GPU memory and step time.
 
-The model is a stack of square linear layers in float32. The figures are the bytes that torch has allocated
-between two steps, and the peak during one.
+The model is a stack of square linear layers in float32. The results are the bytes that torch has allocated
+between two steps, and the peak during a step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=max(1, count_gpus()), help="world size (all of this host)"
     )
     parser.add_argument(
-        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU: slow (1)"
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU, which is slow (1)"
     )
     parser.add_argument("--layers", type=int, default=16, help="linear layers (16)")
-    parser.add_argument("--width", type=int, default=8192, help="inputs and outputs of each (8192)")
+    parser.add_argument("--width", type=int, default=8192, help="inputs and outputs of each layer (8192)")
 
 
 def measure(communicator: Any, *, kind: str, layers: int, width: int) -> dict[str, Any]:

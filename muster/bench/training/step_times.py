@@ -1,11 +1,11 @@
-"""What it costs a torch program that its steps are measured: GPT-2 with MS_STEP_TIMES on and off, in turns.
+"""Measures what MS_STEP_TIMES costs a torch program: GPT-2 with and without it, in turns.
 
     muster bench step-times --json results.json --check 0.3
 
-Two jobs of one rank each run the same program of torch: GPT-2 of 124 million parameters in
-DistributedDataParallel over NCCL, autocast to bfloat16, fused AdamW, clipped gradients. Both are on one GPU;
-while one makes steps, the other waits. --check P ends with 1 where a step that is measured takes over P %
-longer than one that is not, round by round, in the median.
+Two jobs of one rank each run the same torch program on one GPU: GPT-2 of 124 million parameters in
+DistributedDataParallel over NCCL, with autocast to bfloat16, fused AdamW and clipped gradients. While one
+job trains, the other waits. --check P ends with exit code 1 if the measured steps are more than P % longer,
+in the median over rounds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ KINDS = {"on": "1", "off": "0"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
-    parser.add_argument("--batch", type=int, default=32, help="windows of 1,024 a step (32)")
-    parser.add_argument("--rounds", type=int, default=21, help="turns of each (21)")
-    parser.add_argument("--steps", type=int, default=25, help="steps of a turn (25)")
+    parser.add_argument("--batch", type=int, default=32, help="windows of 1,024 per step (32)")
+    parser.add_argument("--rounds", type=int, default=21, help="turns of each job (21)")
+    parser.add_argument("--steps", type=int, default=25, help="steps per turn (25)")
     parser.add_argument("--tiny", action="store_true", help="a small net on CPUs, to try this benchmark")
-    parser.add_argument("--check", type=float, metavar="P", help="end with 1 if it costs over P percent")
+    parser.add_argument(
+        "--check", type=float, metavar="P", help="exit with 1 if it costs more than P percent"
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

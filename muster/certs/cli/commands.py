@@ -76,7 +76,7 @@ def init(options: argparse.Namespace, env: Environment) -> None:
 
 
 def etcd(options: argparse.Namespace, env: Environment) -> None:
-    """Makes an authority for etcd, and certificates of its members and the scheduler; says what to run."""
+    """Makes an authority for etcd, with certificates of its members and the scheduler; prints what to run."""
     password = _password(options, env)
     open_authority(options.dir, password)  # only who may issue here names the files in config.json
     hosts, job = [*_own_hosts(), *_hosts(options)], options.job
@@ -143,7 +143,7 @@ def issue(options: argparse.Namespace, env: Environment) -> None:
 
 
 def show(options: argparse.Namespace, env: Environment) -> None:
-    """Prints what certificates and revocation lists say, and who SPIFFE IDs stand for."""
+    """Prints the facts in certificates and revocation lists, and the identities of SPIFFE IDs."""
     now = utc_now()
     named = options.config or (not options.files and env.get("MS_CONFIG_FILE"))
     config = load_config(named) if named else None
@@ -162,11 +162,11 @@ def show(options: argparse.Namespace, env: Environment) -> None:
 
 
 def _from_workload_api(config: SecurityConfig | None, now: datetime.datetime) -> list[dict[str, object]]:
-    """Facts about the certificates and authorities that the SPIFFE Workload API gives this process.
+    """Returns facts about the certificates and authorities that the SPIFFE Workload API gives this process.
 
     Raises:
         ConfigError: config.json names no such API.
-        WorkloadIdentityError: it gave none.
+        WorkloadIdentityError: the API gave no identity.
     """
     if config is None or not config.spiffe_endpoint_socket:
         raise ConfigError(
@@ -228,7 +228,7 @@ def _directory_of_authority(options: argparse.Namespace) -> Path:
     """Returns the authority's directory: --dir, else that of the named files, else the default.
 
     Raises:
-        FileError: none of these holds ``ca.key``. No new authority is made: no peer would trust it.
+        FileError: no such directory has a ``ca.key``. No new authority is made, as no peer would trust it.
     """
     beside = dict.fromkeys(path.parent for path in options.files)
     looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]
@@ -253,7 +253,7 @@ def _check_revocable(certificate: x509.Certificate, authority: Authority) -> Non
 
 
 def _own_authority(certificate: x509.Certificate) -> ConfigError:
-    """The error for a revocation of the authority itself, which its own list cannot express."""
+    """Returns the error for a revocation of the authority itself, which its own list cannot express."""
     return ConfigError(
         f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
         remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
@@ -293,7 +293,7 @@ def _open_p12(
 
 
 def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
-    """Yields the passwords that may open a .p12 file; the one that is asked for comes last."""
+    """Yields the passwords that may open a .p12 file; the one that the user must type comes last."""
     if known is not None:
         yield known
     elif (
@@ -342,7 +342,7 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
 
 
 def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:
-    """The option or variable for a role's password in an example: the way in which this command got it."""
+    """Returns the option or variable of a role's password for an example, as this command was given it."""
     file = _role_file(variable, options) or options.password_file
     if file is None and env.get(variable):
         return f"{variable}=... (as set here)"
@@ -351,7 +351,7 @@ def _source(variable: str, options: argparse.Namespace, env: Environment) -> str
 
 
 def _role_file(variable: str, options: argparse.Namespace) -> Path | None:
-    """The file that an option names for a role's password."""
+    """Returns the file that an option names for a role's password."""
     scheduler = variable == "MS_SERVER_PASSWORD"
     named: Path | None = options.server_password_file if scheduler else options.client_password_file
     return named
@@ -375,7 +375,7 @@ def _file_name(text: str) -> str:
 
 
 def _password(options: argparse.Namespace, env: Environment, *, new: bool = False) -> bytes:
-    """The authority's password; ``new`` makes one where --password-file names a file that is not there."""
+    """Returns the authority's password; with ``new``, makes one if the file of --password-file is missing."""
     file: Path | None = options.password_file
     if file is None:
         asker = _ask_twice if new else prompt_on_terminal

@@ -35,13 +35,13 @@ def describe_file(
     now: datetime.datetime,
     identity_map: IdentityMap | None = None,
 ) -> list[dict[str, Any]]:
-    """Facts about each certificate and revocation list of a file.
+    """Returns facts about each certificate and revocation list of a file.
 
     Args:
         path: the file.
-        certificates: what was in it if it is PKCS#12; None for PEM.
-        now: the time that "time left" counts from.
-        identity_map: which identities SPIFFE IDs stand for; None: it is not known.
+        certificates: the certificates of a PKCS#12 file; None for PEM.
+        now: the time from which "time left" is counted.
+        identity_map: the map of SPIFFE IDs to identities; None: it is not known.
 
     Raises:
         FileError: the file is neither PKCS#12 nor PEM.
@@ -95,7 +95,7 @@ def describe(
 
 
 def describe_list(crl: x509.CertificateRevocationList, now: datetime.datetime) -> dict[str, Any]:
-    """Facts about a revocation list. Its signature is not checked here."""
+    """Returns facts about a revocation list. Its signature is not checked here."""
     until = crl.next_update_utc
     serials = [f"{entry.serial_number:x}" for entry in crl]
     return {
@@ -110,7 +110,7 @@ def describe_list(crl: x509.CertificateRevocationList, now: datetime.datetime) -
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Facts as aligned lines below the file's name."""
+    """Returns the facts as aligned lines below the file's name."""
     lines = [str(facts["file"])]
     for key, value in facts.items():
         if key == "file" or value == []:
@@ -121,7 +121,7 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def _who(peer: PeerCertificate) -> dict[str, Any]:
-    """Who a certificate names, as one identity and taken apart."""
+    """Returns the identity in a certificate, as a URI and by its parts."""
     identity = peer.identity
     facts: dict[str, Any] = {"identity": identity.uri(), "role": identity.role, "job": identity.job}
     if len(identity.bound_to) == 1:
@@ -130,7 +130,7 @@ def _who(peer: PeerCertificate) -> dict[str, Any]:
 
 
 def _span(left: datetime.timedelta) -> str:
-    """A time span in its two largest units; ``none`` where it is not positive."""
+    """Returns a time span in its two largest units; ``none`` if it is not positive."""
     minutes = left // datetime.timedelta(minutes=1)
     if minutes < 0:
         return "none"

@@ -1,4 +1,4 @@
-"""A certificate authority: a directory with its key, its certificate, what it issued and what it revoked.
+"""A certificate authority: a directory with its key, its certificate, and all that it issued and revoked.
 
     ca.crt      what peers trust (ca_cert_path)
 ca.key      the authority's key, PKCS#8, encrypted with the password
@@ -64,10 +64,10 @@ class Authority:
     """An authority opened for issuing.
 
     Attributes:
-        directory: where its files are.
+        directory: the directory with its files.
         certificate: its own certificate.
-        chain: its certificate and those above it that are no roots; empty for a root.
-        roots: what peers trust.
+        chain: its certificate and the intermediate ones above it; empty for a root.
+        roots: the certificates that peers trust.
     """
 
     directory: Path
@@ -87,9 +87,9 @@ class Authority:
         """Issues a certificate with a new P-256 key, and keeps a copy of it (not of the key) in ``issued/``.
 
         Args:
-            identity: who it is for.
-            hosts: names and addresses that a server may be reached by.
-            days: its validity in days, cut at the authority's own end.
+            identity: the identity of its holder.
+            hosts: names and addresses by which a server may be reached.
+            days: its validity in days; it ends with the authority at the latest.
             now: the beginning of its validity; by default the current time.
 
         Raises:
@@ -125,17 +125,17 @@ class Authority:
         days: int = LEAF_DAYS,
         now: datetime.datetime | None = None,
     ) -> int:
-        """Signs a new revocation list with the entries so far and more, and puts it into crl.pem.
+        """Adds entries to the revocation list, signs it, and writes it to crl.pem.
 
-        Lists of other authorities in that file stay. Two at once take turns, so that none loses an entry.
+        Lists of other authorities in that file stay. A lock keeps two calls at once from losing an entry.
 
         Args:
             serials: serial numbers of certificates to revoke.
-            days: after how many days the list goes out of date, and everybody is refused.
+            days: the days after which the list is out of date, and everybody is refused.
             now: the moment of revocation.
 
         Returns:
-            the number of revoked certificates in the list.
+            The number of revoked certificates in the list.
         """
         with locked(self.directory):
             return self._replace_list(serials, days, now or utc_now())
@@ -186,11 +186,11 @@ class Issued:
     key: ec.EllipticCurvePrivateKey = field(repr=False)
 
     def key_pem(self) -> bytes:
-        """The key, PKCS#8 PEM, not encrypted, for programs that read nothing else."""
+        """Returns the key as unencrypted PKCS#8 PEM, for programs that can read nothing else."""
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
     def p12(self, password: bytes) -> bytes:
-        """Key, certificate and intermediates as PKCS#12 (PBES2, AES-256)."""
+        """Returns key, certificate and intermediates as PKCS#12 (PBES2, AES-256)."""
         encryption = BestAvailableEncryption(password)
         return pkcs12.serialize_key_and_certificates(
             b"muster", self.key, self.certificate, list(self.chain) or None, encryption
@@ -210,16 +210,16 @@ def create_authority(
     """Makes a new authority: key, certificate and an empty revocation list.
 
     Args:
-        directory: where; made if missing.
+        directory: its directory, which is made if missing.
         password: encrypts the key.
         name: its common name; by default "Muster CA" and a number, so that names differ.
-        days: how long it is good.
+        days: its validity in days.
         parent: the authority above; None makes a root.
-        force: overwrite an authority that is there.
-        now: the first moment.
+        force: whether to overwrite an existing authority.
+        now: the beginning of its validity.
 
     Raises:
-        FileError: there is one already, or the directory cannot be written.
+        FileError: the directory has an authority already, or cannot be written.
     """
     now = now or utc_now()
     subject = authority_name(name)
@@ -259,10 +259,10 @@ def create_authority(
 def renew_authority(
     authority: Authority, *, days: int = AUTHORITY_DAYS, now: datetime.datetime | None = None
 ) -> Authority:
-    """Gives a root a new certificate for the same name and key; what it has issued stays good.
+    """Gives a root a new certificate for the same name and key; certificates that it has issued stay valid.
 
     Raises:
-        ConfigError: it is not a root: the authority above must issue it again.
+        ConfigError: the authority is not a root; the authority above must issue it again.
     """
     if authority.chain:
         raise ConfigError(
@@ -282,7 +282,7 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     """Opens an authority for issuing and revoking.
 
     Raises:
-        FileError: there is none, or its files are damaged.
+        FileError: there is no authority, or its files are damaged.
         PasswordError: the password does not open its key.
         KeyMismatchError: key and certificate do not belong together.
     """
@@ -308,10 +308,10 @@ def open_authority(directory: Path, password: bytes) -> Authority:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory for its owner alone, and those above it.
+    """Makes a directory that only its owner can use, and its parents.
 
     Raises:
-        FileError: it cannot be made.
+        FileError: the directory cannot be made.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ UNREADABLE = (
 
 
 def utc_now() -> datetime.datetime:
-    """Now, with time zone."""
+    """Returns the current time, with time zone."""
     return datetime.datetime.now(datetime.UTC)
 
 
@@ -59,7 +59,7 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
 
     Args:
         pem: the text.
-        source: what it is, for messages: a file name or "the peer's certificate".
+        source: a name of the text for messages: a file name, or "the peer's certificate".
 
     Raises:
         FileError: the text has no certificate, or a malformed one.
@@ -81,10 +81,10 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
 
 
 def check_readable(certificate: x509.Certificate) -> None:
-    """Reads the fields that the library reads late, so that a malformed one shows here.
+    """Reads the fields that the library decodes late, so that a malformed one is noticed here.
 
     Raises:
-        Exception: one of :data:`UNREADABLE`: a field is malformed.
+        Exception: a field is malformed; the class is one of :data:`UNREADABLE`.
     """
     for name in (certificate.subject, certificate.issuer):
         name.rfc4514_string()
@@ -94,22 +94,22 @@ def check_readable(certificate: x509.Certificate) -> None:
 
 
 def to_pem(certificates: Iterable[x509.Certificate]) -> bytes:
-    """The certificates as one PEM text."""
+    """Returns the certificates as one PEM text."""
     return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
 
 
 def fingerprint(certificate: x509.Certificate) -> str:
-    """SHA-256 fingerprint, written as openssl does."""
+    """Returns the SHA-256 fingerprint, in openssl's form."""
     return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
 
 
 def name_of(certificate: x509.Certificate) -> str:
-    """A name for messages: the subject, or the serial number where that is empty."""
+    """Returns a name for messages: the subject, or the serial number if that is empty."""
     return printable(certificate.subject.rfc4514_string()) or f"serial {certificate.serial_number:x}"
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """The subject's common name; empty where there is none."""
+    """Returns the subject's common name; empty if there is none."""
     found = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     return str(found[0].value) if found else ""
 
@@ -138,7 +138,7 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime, what: str
 def check_period(
     not_before: datetime.datetime, not_after: datetime.datetime, now: datetime.datetime, what: str
 ) -> None:
-    """As :func:`check_dates`, for dates already read."""
+    """Does the same as :func:`check_dates`, for dates that were already read."""
     if now > not_after:
         raise ExpiredError(
             f"{what} expired at {not_after:%Y-%m-%d %H:%M} UTC; {clock_here(now)}.",
@@ -152,7 +152,7 @@ def check_period(
 
 
 def clock_here(now: datetime.datetime | None = None) -> str:
-    """What this host's clock says, for a refusal beside the dates that another's clock gave."""
+    """Returns a phrase with this host's time, for errors about the dates of a certificate."""
     return f"here it is {now or utc_now():%Y-%m-%d %H:%M} UTC"
 
 
@@ -160,7 +160,7 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
     """Refuses small keys, unusual curves and, unless self-signed, SHA-1 and MD5 signatures.
 
     Raises:
-        WeakCertificateError: the message names the least that is accepted.
+        WeakCertificateError: the certificate is too weak; the message names the minimum.
     """
     least = f"Use EC P-256 or RSA of {MIN_RSA_BITS} bits or more, signed with SHA-256."
     try:
@@ -188,10 +188,10 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
 def extension(
     of: x509.Certificate | x509.CertificateRevocationList, kind: type[ExtensionT]
 ) -> ExtensionT | None:
-    """The extension of this kind; None if there is none.
+    """Returns the extension of this kind; None if there is none.
 
     Raises:
-        Exception: one of :data:`UNREADABLE`: it is malformed.
+        Exception: the extension is malformed; the class is one of :data:`UNREADABLE`.
     """
     try:
         return of.extensions.get_extension_for_class(kind).value
@@ -212,7 +212,7 @@ def is_authority(certificate: x509.Certificate) -> bool:
 
 
 def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> None:
-    """Refuses a certificate that may not be used as asked.
+    """Refuses a certificate that must not be used for this purpose.
 
     Args:
         certificate: the leaf.
@@ -220,7 +220,7 @@ def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> Non
         what: how to call it in the message.
 
     Raises:
-        UsageError: it is an authority's, or its extended key usage leaves the purpose out.
+        UsageError: the certificate is an authority's, or its extended key usage lacks the purpose.
     """
     oids = ExtendedKeyUsageOID
     needed = oids.SERVER_AUTH if purpose == "server" else oids.CLIENT_AUTH
@@ -249,7 +249,7 @@ def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 def build_chain(
     leaf: x509.Certificate, extra: Sequence[x509.Certificate], roots: Sequence[x509.Certificate], what: str
 ) -> list[x509.Certificate]:
-    """Finds the way from a leaf to a trusted authority.
+    """Finds the chain of certificates from a leaf to a trusted authority.
 
     Args:
         leaf: the certificate to trust.
@@ -261,7 +261,7 @@ def build_chain(
         leaf, intermediates..., trusted authority.
 
     Raises:
-        UntrustedError: there is no such way.
+        UntrustedError: no chain leads to a trusted authority.
         WeakCertificateError: a key or signature on it is too weak.
     """
     chain = [leaf]
@@ -292,7 +292,7 @@ def check_chain(chain: Sequence[x509.Certificate], now: datetime.datetime, what:
 
     Raises:
         ExpiredError, NotYetValidError: one is not valid now.
-        WeakCertificateError: one has a small key or a broken hash.
+        WeakCertificateError: a certificate has a small key or a broken hash.
     """
     for depth, certificate in enumerate(chain):
         name = what if depth == 0 else f"The authority {name_of(certificate)}"
@@ -304,8 +304,8 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
     """Reads the trusted authorities.
 
     Raises:
-        FileError: not readable.
-        UsageError: one of them is not an authority's certificate.
+        FileError: the file cannot be read.
+        UsageError: a certificate is not an authority's.
     """
     roots = parse_certificates(pem, source)
     for root in roots:
@@ -319,7 +319,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """What a revocation list needs to know of one certificate of a chain."""
+    """The facts about one certificate of a chain that a check against revocation lists needs."""
 
     name: str
     subject: bytes
@@ -329,7 +329,7 @@ class ChainLink:
 
 
 def link_of(certificate: x509.Certificate) -> ChainLink:
-    """Reads from a certificate what a revocation list needs."""
+    """Reads from a certificate the facts for a check against revocation lists."""
     try:
         key = extension(certificate, x509.AuthorityKeyIdentifier)
     except UNREADABLE:
@@ -344,6 +344,6 @@ def link_of(certificate: x509.Certificate) -> ChainLink:
 
 
 def list_number(crl: x509.CertificateRevocationList | None) -> int:
-    """The number of a revocation list; 0 if there is none."""
+    """Returns the number of a revocation list; 0 if there is none."""
     number = None if crl is None else extension(crl, x509.CRLNumber)
     return 0 if number is None else number.crl_number

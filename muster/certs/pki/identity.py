@@ -1,8 +1,8 @@
 """The identity in a certificate: a job, a role and, if bound, node ids.
 
 The identity is a URI in the subject alternative name, ``muster://<job>/<role>[/<node>]``, each part
-percent-encoded. The job ``*`` stands for any job. A host names all of its nodes, ``muster://<job>/host/<node>/...``,
-in ascending order of their characters: it acts as a worker, as one of them.
+percent-encoded. The job ``*`` stands for any job. The certificate of a host lists all of its node ids in
+ascending order, ``muster://<job>/host/<node>/...``; its holder may act as a worker with any of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Identity:
         job: the job's id, or ``*`` for any job.
         role: ``scheduler``, ``worker``, ``operator`` or ``host``; ``*`` for a legacy certificate.
         node: the only node id that the holder may take; None if it is not bound to one.
-        legacy: the certificate carries no identity, and the configuration lets such ones in.
-        nodes: of a host, all node ids that its workers may take, in ascending order; of others empty.
-        spiffe_id: the SPIFFE ID that stands for this identity; empty: the certificate names it itself.
+        legacy: whether the certificate has no identity, and the configuration accepts such certificates.
+        nodes: for the role ``host``, all node ids that its workers may take, in ascending order.
+        spiffe_id: the SPIFFE ID that is mapped to this identity; empty: the certificate has the URI itself.
 
     Raises:
         IdentityError: a part is empty, too long, or has characters that are not allowed; a host names no
@@ -85,14 +85,14 @@ class Identity:
     def may(
         self, *, role: str | Sequence[str] | None = None, job: str | None = None, node: str | None = None
     ) -> str | None:
-        """Whether the holder may act in a role, a job and as a node; None is not checked.
+        """Checks whether the holder may act in a role, in a job and as a node; None is not checked.
 
-        A host acts as a worker, as each of its nodes.
+        A holder with the role ``host`` may act as a worker with any of its node ids.
 
         Args:
             role: the role needed, or several of which one is enough.
             job: the job concerned.
-            node: the node id that the holder claims.
+            node: the node id that the holder claims to have.
 
         Returns:
             None if it may, otherwise one sentence that says why not.
@@ -123,7 +123,7 @@ def check_name(kind: str, name: str) -> None:
     """Refuses a job or node name that could be mistaken for another one.
 
     Raises:
-        IdentityError: empty, longer than 128 characters, unprintable, or ``.`` or ``..``.
+        IdentityError: the name is empty, longer than 128 characters, unprintable, ``.`` or ``..``.
     """
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise IdentityError(f"A {kind} name has 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.")
@@ -134,7 +134,7 @@ def check_name(kind: str, name: str) -> None:
 
 
 def parse_uri(uri: str) -> Identity:
-    """Reads an identity URI; only the canonical spelling is taken, so that no two spell one identity.
+    """Reads an identity URI. Only the canonical spelling is accepted, so that each identity has one URI.
 
     Raises:
         IdentityError: the URI is not a well-formed identity.

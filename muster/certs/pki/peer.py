@@ -1,6 +1,6 @@
 """The certificate at the other end of a connection: identity, dates, revocation.
 
-For interceptors: :func:`peer_of_pem` remembers what it parsed, and
+For interceptors: :func:`peer_of_pem` caches its results, and
 :meth:`PeerCertificate.check` costs microseconds.
 """
 
@@ -40,7 +40,7 @@ class PeerCertificate:
 
     Attributes:
         identity: job, role and node.
-        name: the subject, fit for a log line.
+        name: the subject, in a form for log lines.
         fingerprint: SHA-256, as openssl writes it.
         not_before: first moment of validity.
         not_after: last moment of validity.
@@ -63,7 +63,8 @@ class PeerCertificate:
     def check(self, revocations: Revocations | None = None, now: datetime.datetime | None = None) -> None:
         """Refuses a certificate that is out of date or revoked.
 
-        A resumed TLS session skips the date check and gRPC knows no revocation, so every call needs this.
+        A resumed TLS session skips the check of dates, and gRPC has no revocation lists, so every call needs
+        this.
 
         Args:
             revocations: the lists in force; None for none.
@@ -71,7 +72,7 @@ class PeerCertificate:
 
         Raises:
             ExpiredError, NotYetValidError, RevokedError: the certificate is refused.
-            RevocationListError: the lists cannot be relied on, so nobody is let in.
+            RevocationListError: a list is missing, invalid or out of date, so nobody is accepted.
         """
         now = now or utc_now()
         check_period(self.not_before, self.not_after, now, f"The certificate {self.describe()}")
@@ -79,7 +80,7 @@ class PeerCertificate:
             revocations.check(self.links, now)
 
     def describe(self) -> str:
-        """Identity (or subject) and fingerprint, for logs and refusals."""
+        """Returns identity (or subject) and fingerprint, for logs and refusals."""
         who = self.name if self.identity.legacy else str(self.identity)
         return f"{who} (SHA-256 {self.fingerprint[:23]}...)"
 
@@ -88,17 +89,17 @@ class PeerCertificate:
 def peer_of_pem(
     pem: bytes, *, require_identity: bool = True, identity_map: IdentityMap | None = None
 ) -> PeerCertificate:
-    """Reads a peer's certificate; the result is remembered.
+    """Reads a peer's certificate; results are cached.
 
     Args:
-        pem: the certificate, or the chain with the leaf first, as ``auth_context()`` or ``ssl`` give it.
-        require_identity: False takes certificates without an identity.
-        identity_map: which identities SPIFFE IDs stand for; None: a SPIFFE ID stands for none.
+        pem: the certificate, or the chain with the leaf first, from ``auth_context()`` or ``ssl``.
+        require_identity: whether certificates without an identity are refused.
+        identity_map: the map of SPIFFE IDs to identities; None: there is none.
 
     Raises:
-        IdentityError: none, several or malformed identities.
-        WeakCertificateError: a key that is too small or a broken hash.
-        FileError: not a certificate.
+        IdentityError: the certificate has no identity, several, or a malformed one.
+        WeakCertificateError: the key is too small, or the hash is broken.
+        FileError: the bytes are not a certificate.
     """
     chain = parse_certificates(pem, "The peer's certificate")
     leaf = chain[0]
@@ -129,7 +130,7 @@ def peer_of_pem(
 
 
 def spiffe_id_of(certificate: x509.Certificate) -> str:
-    """The only URI of a certificate, if that is a SPIFFE ID; otherwise, or where it is malformed, empty."""
+    """Returns the only URI of a certificate if it is a SPIFFE ID; otherwise an empty text."""
     try:
         alternatives = extension(certificate, x509.SubjectAlternativeName)
         uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier) if alternatives else []
@@ -173,7 +174,7 @@ def _identity(
 
 
 def _check_spiffe_usage(leaf: x509.Certificate) -> None:
-    """Refuses a leaf that may sign certificates, or whose key may not sign: X509-SVID.md, section 4.3.
+    """Refuses a leaf that may sign certificates, or whose key must not sign (X509-SVID.md, section 4.3).
 
     Of https://github.com/spiffe/spiffe/blob/main/standards.
     """

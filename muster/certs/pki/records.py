@@ -14,10 +14,10 @@ from muster.certs.pki.peer import peer_of_pem
 
 
 def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
-    """The revocation lists of a PEM file; none if there is no such file.
+    """Reads the revocation lists of a PEM file; returns none if the file does not exist.
 
     Raises:
-        FileError: unreadable.
+        FileError: the file cannot be read, or is damaged.
     """
     if not path.exists():
         return []
@@ -30,10 +30,10 @@ def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
 
 
 def find_issued(directory: Path, nodes: Iterable[str], fingerprints: Iterable[str]) -> list[x509.Certificate]:
-    """An authority's certificates that are bound to a node, or whose fingerprint begins as given.
+    """Finds an authority's certificates that are bound to a node, or whose fingerprint begins as given.
 
     Raises:
-        ConfigError: there is none for one of them.
+        ConfigError: a node or fingerprint matches no certificate.
     """
     kept = [
         parse_certificates(read_file(file, "The certificate"), str(file))[0]

@@ -1,4 +1,4 @@
-"""Certificate revocation lists: loads, verifies and searches them. Without a sound list all are refused."""
+"""Certificate revocation lists: loads, verifies and searches them. Without a valid list all are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RevocationList:
 
     @property
     def key(self) -> ListKey:
-        """The issuer of the list: two authorities of one name have different keys."""
+        """A key that identifies the issuer, as two authorities may have the same name."""
         return self.issuer, self.issuer_key_id
 
     @property
@@ -61,13 +61,13 @@ ListKey = tuple[bytes, bytes]
 class Revocations:
     """The revocation lists in force.
 
-    A certificate passes if its issuer has a list that is in date, and no list names it or an authority
-    above it. Lists of higher authorities are used where there are some, and not asked for otherwise.
+    A certificate passes if its issuer has a current list, and no list names it or an authority
+    above it. Lists of higher authorities are used if they exist, but are not required.
 
     Attributes:
         lists: the lists.
-        authorities: the certificates above, so far as known here.
-        problem: why the lists cannot be relied on; empty if they can.
+        authorities: the certificates of issuing authorities that are known here.
+        problem: the reason why the lists must not be used; empty: they may.
     """
 
     lists: tuple[RevocationList, ...] = ()
@@ -117,7 +117,7 @@ class Revocations:
 
 
 def lists_by_key(revocations: Revocations | None) -> dict[ListKey, tuple[RevocationList, ...]]:
-    """The lists of each authority."""
+    """Returns the lists of each authority."""
     found: dict[ListKey, tuple[RevocationList, ...]] = {}
     for each in () if revocations is None else revocations.lists:
         found[each.key] = (*found.get(each.key, ()), each)
@@ -127,15 +127,15 @@ def lists_by_key(revocations: Revocations | None) -> dict[ListKey, tuple[Revocat
 def keep_newest(
     new: Revocations, newest: Mapping[ListKey, tuple[RevocationList, ...]]
 ) -> tuple[Revocations, list[RevocationListError]]:
-    """Refuses a list older than the one in force: an old file would let the revoked in again.
+    """Refuses lists older than those in force, as an old file would accept revoked certificates again.
 
     Args:
-        new: what a file has now.
+        new: the lists that a file has now.
         newest: the newest lists of each authority that this process has had in force.
 
     Returns:
-        What to put in force, newer lists in place of older ones; and a complaint about each authority whose
-        lists went back.
+        The lists to put in force, the newest of each authority; and a complaint about each authority whose
+        new lists are older.
     """
     lists: list[RevocationList] = []
     complaints = []
@@ -162,7 +162,7 @@ def load_revocations(pem: bytes, authorities: Sequence[x509.Certificate], source
 
     Args:
         pem: the text of the file.
-        authorities: certificates whose lists are taken.
+        authorities: the authorities whose lists are accepted.
         source: the file's name, for messages.
 
     Raises:

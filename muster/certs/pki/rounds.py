@@ -1,11 +1,11 @@
-"""Reads from a PKCS#12 file how often its password is to be hashed, before anything hashes it.
+"""Reads from a PKCS#12 file how often its password would be hashed, before anything hashes it.
 
-The file says that itself, and the parser obeys while it holds the interpreter's lock: 60 million rounds in a
-file that somebody has put in the place of a renewed one would stop a scheduler for minutes.
+The file itself gives that number, and the parser hashes while it holds the interpreter's lock. So 60 million
+rounds in a file in place of a renewed one would stop a scheduler for minutes.
 
 In all schemes (RFC 7292 for the MAC and its own encryption, RFC 8018 for PBES1 and PBES2, RFC 7914 for
-scrypt) the number is the INTEGER that follows the salt, an OCTET STRING. That pair is looked for, at every
-depth, in DER and in BER, which Firefox's tools write.
+scrypt) the number is the INTEGER that follows the salt, an OCTET STRING. This module looks for that pair, at
+every depth, in DER and in BER, which Firefox's tools write.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _CONSTRUCTED = 0x20
 
 
 class MalformedDerError(ValueError):
-    """The bytes are no ASN.1, or too many or too deep values of it."""
+    """The bytes are not ASN.1, or have too many or too deeply nested values."""
 
 
 class _LimitError(MalformedDerError):
-    """There are too many or too deep values."""
+    """There are too many or too deeply nested values."""
 
 
 def count_rounds(data: bytes) -> int:
-    """Adds up all hash rounds in a PKCS#12 file; 0 where it has none. Encrypted parts are not looked into.
+    """Adds up all hash rounds in a PKCS#12 file; 0 if it has none. Encrypted parts are not read.
 
     Raises:
         MalformedDerError: the bytes are no ASN.1, or have too many or too deeply nested values.
@@ -78,7 +78,8 @@ class _DerReader:
     def _read_within(self, octets: memoryview, depth: int) -> None:
         """Reads the content of an OCTET STRING as values, if it is exactly one value.
 
-        Most hold something else; a salt looks like a value of the right length once in 65,536 times.
+        Most contain something else; a random salt looks like a value of the right length once in 65,536
+        times.
         """
         try:
             _, _, stop = _header(octets, 0, len(octets))
@@ -91,7 +92,7 @@ class _DerReader:
 
 
 def _header(data: memoryview, at: int, end: int) -> tuple[int, int, int]:
-    """Tag, begin and end of a value's content; the end is -1 where a mark says it."""
+    """Returns tag, begin and end of a value's content; the end is -1 if an end mark follows the content."""
     if end - at < 2:
         raise MalformedDerError("a value is cut off")
     tag, length, start = data[at], data[at + 1], at + 2

@@ -1,4 +1,4 @@
-"""SPIFFE IDs, and which of Muster's identities each stands for by ``identity_map`` of config.json. Pure.
+"""SPIFFE IDs, and their mapping to Muster's identities by ``identity_map`` of config.json. Pure.
 
 Rules of SPIFFE IDs: https://github.com/spiffe/spiffe/blob/main/standards/SPIFFE-ID.md, section 2. Imports the
 standard library alone, as :mod:`muster.certs.config` must.
@@ -37,7 +37,7 @@ def split_spiffe_id(uri: str) -> tuple[str, tuple[str, ...]]:
         The trust domain, and the segments of the path.
 
     Raises:
-        IdentityError: the text is no SPIFFE ID in canonical spelling.
+        IdentityError: the text is not a SPIFFE ID in canonical spelling.
     """
     domain, *path = uri.removeprefix(SPIFFE_SCHEME).split("/")
     wrong = ""
@@ -58,14 +58,14 @@ def split_spiffe_id(uri: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class IdentityRule:
-    """Which SPIFFE IDs stand for which identities.
+    """A map of SPIFFE IDs to identities.
 
     Attributes:
         domain: the trust domain.
-        path: the path's segments; ``{job}``, ``{node}`` and ``{}`` stand for any one.
-        role: that its holders have.
-        job: of all of them; empty: the segment in the place of ``{job}``.
-        node: of all of them; empty: the segment in the place of ``{node}``, or bound to none.
+        path: the path's segments; ``{job}``, ``{node}`` and ``{}`` match any segment.
+        role: the role of the holders.
+        job: the job that all of them have; empty: the segment in the place of ``{job}``.
+        node: the node that all of them have; empty: the segment in the place of ``{node}``, or bound to none.
     """
 
     domain: str
@@ -99,10 +99,10 @@ class IdentityMap:
     rules: tuple[IdentityRule, ...] = ()
 
     def identity_of(self, uri: str) -> Identity:
-        """The identity that a SPIFFE ID stands for.
+        """Returns the identity to which a SPIFFE ID is mapped.
 
         Raises:
-            IdentityError: it is no SPIFFE ID, no rule fits, or several that say different things.
+            IdentityError: it is not a SPIFFE ID, no rule fits, or rules give different identities.
         """
         domain, path = split_spiffe_id(uri)
         found = [rule.identity_of(uri, domain, path) for rule in self.rules]
@@ -124,7 +124,7 @@ def read_identity_map(value: object) -> IdentityMap:
     """Reads ``identity_map``: a list of objects with ``uri``, ``role``, and perhaps ``job`` and ``node``.
 
     Raises:
-        IdentityError: it cannot be used; the message says which rule, and why.
+        IdentityError: the map cannot be used; the message says which rule, and why.
     """
     if not isinstance(value, list) or len(value) > MAX_RULES:
         raise IdentityError(f"it must be a list of at most {MAX_RULES} rules.", remedy=_FORM)
@@ -160,7 +160,7 @@ def _read_rule(value: object) -> IdentityRule:
 
 
 def why_not_mapped(identity: Identity, identity_map: IdentityMap | None) -> str | None:
-    """Why a SPIFFE ID that was accepted does not stand for the same identity any more; None if it does."""
+    """Returns why an accepted SPIFFE ID is not mapped to the same identity any more; None if it is."""
     if not identity.spiffe_id:
         return None
     try:

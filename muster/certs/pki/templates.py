@@ -26,7 +26,7 @@ def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
     """Converts host names and addresses to the form that certificates contain, each once.
 
     Raises:
-        ConfigError: one is neither a host name nor an address.
+        ConfigError: a name is neither a host name nor an address.
     """
     names: dict[x509.GeneralName, None] = {}
     for host in hosts:
@@ -82,10 +82,10 @@ def blank_certificate(
 
 
 def authority_name(name: str) -> x509.Name:
-    """An authority's name; by default one with a number, so that names differ.
+    """Returns an authority's name; by default one with a number, so that names differ.
 
     Raises:
-        ConfigError: too long or not printable.
+        ConfigError: the name is too long or not printable.
     """
     name = name or f"Muster CA {secrets.token_hex(4)}"
     if len(name) > 64 or not name.isprintable() or name != name.strip():
@@ -109,7 +109,7 @@ def authority_draft(
 
 
 def leaf_name(identity: Identity) -> x509.Name:
-    """A common name for people; only the URI counts."""
+    """Returns a common name for people; only the URI is evaluated."""
     first = next(iter(identity.bound_to), None)
     parts = [first, None if identity.job == ANY_JOB else identity.job, identity.role]
     text = ".".join(re.sub(r"[^A-Za-z0-9_.-]", "-", part) for part in parts if part)
@@ -117,14 +117,14 @@ def leaf_name(identity: Identity) -> x509.Name:
 
 
 def usages(role: str) -> Sequence[x509.ObjectIdentifier]:
-    """The extended key usages of a role."""
+    """Returns the extended key usages of a role."""
     # Workers listen too (for their peers), and a scheduler may ask another for its status.
     client, server = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
     return [client] if role == "operator" else [client, server]
 
 
 def key_usage(*, authority: bool) -> x509.KeyUsage:
-    """The key usage of an authority's certificate, or of any other."""
+    """Returns the key usage of an authority's or another certificate."""
     return x509.KeyUsage(
         digital_signature=not authority,
         content_commitment=False,
@@ -139,7 +139,7 @@ def key_usage(*, authority: bool) -> x509.KeyUsage:
 
 
 def authority_key_id(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Identifies the key that signs, where two authorities have one name."""
+    """Returns an identifier of the signing key, as two authorities may have the same name."""
     own = extension(authority, x509.SubjectKeyIdentifier)
     if own is None:
         return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]

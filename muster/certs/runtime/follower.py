@@ -37,12 +37,12 @@ class Expiry:
     warn_from: datetime.datetime
 
     def seconds_left(self, now: datetime.datetime | None = None) -> float:
-        """Seconds until the end; negative after it."""
+        """Returns the seconds until the end; negative after it."""
         return (self.not_after - (now or utc_now())).total_seconds()
 
 
 def expiries(credentials: Credentials, warning_days: int) -> list[Expiry]:
-    """The ends of a process's own credentials.
+    """Returns the expiry times of a process's own credentials.
 
     A revocation list is warned about in the last quarter of its life at the earliest: many live for days.
     """
@@ -60,7 +60,7 @@ def expiries(credentials: Credentials, warning_days: int) -> list[Expiry]:
 
 
 class ExpiryReminder:
-    """Repeats each warning once a day; one about a renewed certificate does not wait for that."""
+    """Repeats each warning once a day; a warning about a renewed certificate comes at once."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[str, Expiry], datetime.datetime] = {}
@@ -68,10 +68,10 @@ class ExpiryReminder:
     def due(
         self, credentials: Credentials, warning_days: int, now: datetime.datetime | None = None
     ) -> list[str]:
-        """The warnings that were not given within the last day.
+        """Returns the warnings that were not given within the last day.
 
         Args:
-            credentials: those in force.
+            credentials: the credentials in force.
             warning_days: ``cert_expire_warning_time_in_day`` of the configuration in force.
             now: the time; by default the current one.
         """
@@ -107,14 +107,14 @@ def _sentence(credentials: Credentials, each: Expiry, now: datetime.datetime) ->
 
 
 class Follower:
-    """Gives the credentials in force; every new connection asks for them.
+    """Returns the credentials in force when called; every new connection calls it.
 
-    Renewed certificates, authorities, revocation lists and settings count from the next connection on. A bad
-    file leaves the old ones in force and says so; bad revocation lists let nobody in.
+    Renewed certificates, authorities, revocation lists and settings apply from the next connection on. A bad
+    file leaves the old ones in force, and is logged; with bad revocation lists nobody is accepted.
 
     Args:
         watcher: reads and checks the files, for a role and job.
-        log: where changes, faults and certificates that end soon are reported.
+        log: the log for changes, faults, and certificates that expire soon.
     """
 
     def __init__(self, watcher: CredentialsWatcher, log: logging.Logger) -> None:
@@ -124,7 +124,7 @@ class Follower:
         self._reminder = ExpiryReminder()
 
     def __call__(self) -> Credentials:
-        """The credentials in force, after a look at the files: a few ``stat`` calls unless one changed.
+        """Looks at the files (a few ``stat`` calls unless one changed); returns the credentials in force.
 
         Never raises; callable from any thread.
         """
@@ -143,7 +143,7 @@ class Follower:
         return self._watcher.config
 
     def etcd(self) -> Credentials:
-        """The scheduler's credentials for etcd; the old ones where a renewed file cannot be used.
+        """Returns the scheduler's credentials for etcd; the old ones if a renewed file cannot be used.
 
         Only the first call reads files: the scheduler's event loop asks for each connection to etcd, and must
         not wait for a file server longer than its lease lasts.
@@ -162,11 +162,11 @@ class Follower:
         return self.config.require_identity
 
     def identity_map(self) -> IdentityMap | None:
-        """Which identities SPIFFE IDs stand for now."""
+        """The current map of SPIFFE IDs to identities."""
         return self.config.identity_map
 
     def poll(self) -> Change | None:
-        """Looks for changed files and puts sound ones in force; for one thread at a time. Never raises.
+        """Looks for changed files and puts valid ones in force; for one thread at a time. Never raises.
 
         Returns:
             What changed, and what is wrong with it; None if nothing relevant did.
@@ -178,7 +178,7 @@ class Follower:
             return None
 
     def log_change(self, change: Change | None) -> None:
-        """Logs what changed, and what ends soon: once a day each."""
+        """Logs changes, and, once a day each, what expires soon."""
         if change is not None:
             for problem in change.problems:
                 self._log.error("%s", problem)
@@ -190,13 +190,13 @@ class Follower:
             self._log.warning("%s", sentence)
 
     def expiries(self) -> list[Expiry]:
-        """When each of the credentials in force ends."""
+        """Returns when each of the credentials in force expires."""
         return expiries(self.credentials, self.config.cert_expire_warning_time_in_day)
 
     def has_revoked(self, peer: PeerCertificate) -> bool:
         """Whether a peer that was accepted is revoked by now.
 
-        Lists that cannot be relied on keep newcomers out, but end no established connection.
+        Invalid lists keep newcomers out, but do not end established connections.
         """
         credentials = self()
         try:
@@ -225,10 +225,10 @@ def follow_files(
     Args:
         config_path: config.json.
         role: ``scheduler`` or ``worker``.
-        env: where the password is looked for.
-        log: of the process.
+        env: the environment in which the password is looked up.
+        log: the log of the process.
         job: the job that renewed certificates must be for; None for any.
-        password: of the PKCS#12 file, if it is not in the environment.
+        password: the password of the PKCS#12 file, if it is not in the environment.
 
     Raises:
         CertificateError: the configuration, the password or a certificate is unusable.

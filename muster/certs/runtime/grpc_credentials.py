@@ -13,8 +13,8 @@ def channel_credentials(credentials: Credentials, pinned_leaf_pem: bytes) -> grp
     """Returns credentials for mutual TLS on a channel that accepts exactly one server certificate.
 
     Args:
-        credentials: our own.
-        pinned_leaf_pem: the server's certificate, as the preflight found it.
+        credentials: this process's credentials.
+        pinned_leaf_pem: the server's certificate, from the preflight.
     """
     return grpc.ssl_channel_credentials(
         root_certificates=pinned_leaf_pem,
@@ -24,9 +24,9 @@ def channel_credentials(credentials: Credentials, pinned_leaf_pem: bytes) -> grp
 
 
 class RotatingServerCredentials:
-    """Mutual TLS for a server whose certificate may change while streams live on.
+    """Mutual TLS for a server whose certificate may change while streams stay open.
 
-    Pass ``credentials`` to ``add_secure_port`` and call :meth:`update` with what a watcher loaded.
+    Pass ``credentials`` to ``add_secure_port``, and call :meth:`update` with newly loaded credentials.
     """
 
     def __init__(self, credentials: Credentials) -> None:

@@ -1,4 +1,4 @@
-"""A key, its certificates and the authorities that are trusted, wherever they come from."""
+"""A key, its certificates and the trusted authorities, from any source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPri
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A key with its certificates, and the authorities that are trusted, as they were found.
+    """A key with its certificates and the trusted authorities, not checked yet.
 
     Attributes:
         key: the private key.
         leaf: its certificate.
         extra: further certificates, in any order.
         roots: the authorities.
-        source: where they come from, for messages.
+        source: a name of their source, for messages.
     """
 
     key: CertificateIssuerPrivateKeyTypes = field(repr=False)

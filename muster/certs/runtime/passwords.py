@@ -22,7 +22,7 @@ MAX_PASSWORD_BYTES = 1024
 
 
 def prompt_on_terminal(question: str) -> str | None:
-    """Asks without echo; returns None where nobody is there to answer."""
+    """Asks without echo; returns None if there is no terminal."""
     if not sys.stdin or not sys.stdin.isatty():
         return None
     import getpass
@@ -36,10 +36,10 @@ def prompt_on_terminal(question: str) -> str | None:
 def password_for(
     role: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None = prompt_on_terminal
 ) -> bytes:
-    """The password of a role's PKCS#12 file.
+    """Returns the password of a role's PKCS#12 file.
 
-    Looked for in this order: ``MS_SERVER_PASSWORD`` (``MS_CLIENT_PASSWORD`` for workers and operators), the
-    file named by the same variable with ``_FILE``, a systemd credential of that name, a prompt.
+    It is looked up in this order: ``MS_SERVER_PASSWORD`` (``MS_CLIENT_PASSWORD`` for workers and operators),
+    the file named by the same variable with ``_FILE``, a systemd credential of that name, a prompt.
 
     Args:
         role: ``scheduler`` or ``server``; ``worker``, ``operator`` or ``client``.
@@ -47,16 +47,16 @@ def password_for(
         prompt: asks on a terminal and returns None if it cannot; None never asks.
 
     Raises:
-        ConfigError: it is nowhere to be found, given twice, or its file cannot be read.
+        ConfigError: there is no password, it is given twice, or its file cannot be read.
     """
     return password_from(_VARIABLES[role], env, prompt, f"Password of the {role}'s PKCS#12 file: ")
 
 
 def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
-    """The password if it had to be asked for, else None: one from a file is read again at each rotation.
+    """Returns the password if a user must type it, else None: a file is read again at each rotation.
 
     Raises:
-        ConfigError: as :func:`password_for`.
+        ConfigError: see :func:`password_for`.
     """
     asked = False
 
@@ -72,7 +72,7 @@ def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
 def password_from(
     variable: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None, question: str
 ) -> bytes:
-    """As :func:`password_for`, for any variable."""
+    """Does the same as :func:`password_for`, for any variable."""
     from_file = f"{variable}_FILE"
     if env.get(variable) and env.get(from_file):
         raise ConfigError(f"{variable} and {from_file} are both set; legal is one of them.")
@@ -95,10 +95,10 @@ def password_from(
 
 
 def read_password(path: str | Path, what: str) -> bytes:
-    """Reads a password file; one line end at its end does not count.
+    """Reads a password file; a line break at its end is not part of the password.
 
     Raises:
-        ConfigError: unreadable, empty or too long.
+        ConfigError: the file cannot be read, is empty or too long.
     """
     try:
         data = read_secret(path, f"{what}: the password file", limit=MAX_PASSWORD_BYTES + 2)
@@ -117,7 +117,7 @@ def _checked(password: bytes, what: str) -> bytes:
 
 
 def forbid_core_files() -> None:
-    """Makes a crash of this process leave no core file, which would hold its private key.
+    """Prevents core files of this process, which would contain its private key.
 
     The hard limit stays, so that the soft one can be raised again where a core file is needed.
     """

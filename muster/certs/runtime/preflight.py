@@ -1,6 +1,6 @@
-"""A handshake with the scheduler before gRPC's own, because gRPC says only "Socket closed" when one fails.
+"""A handshake with the scheduler before gRPC's own, because gRPC only says "Socket closed" if one fails.
 
-It finds out in words what is wrong on either side, checks role, job, name and revocation of the server's
+It explains what is wrong on either side, checks role, job, name and revocation of the server's
 certificate, and returns exactly that certificate, so that gRPC can be made to accept no other.
 """
 
@@ -38,7 +38,7 @@ class Preflight:
 
     Attributes:
         server_leaf_pem: the server's certificate; trust exactly this one.
-        name_override: what to pass as ``grpc.ssl_target_name_override``; None where the name fits anyway.
+        name_override: the value of ``grpc.ssl_target_name_override``; None if the name fits anyway.
         peer: the server's certificate, read.
     """
 
@@ -56,7 +56,7 @@ def preflight(
     job: str | None,
     timeout_s: float,
 ) -> Preflight:
-    """Shakes hands with a gRPC server, waits until it has accepted our certificate, and hangs up.
+    """Performs a handshake with a gRPC server, waits until it has accepted our certificate, and disconnects.
 
     Args:
         host: host name or address of the server.
@@ -67,9 +67,9 @@ def preflight(
         timeout_s: limit for all of it, in seconds.
 
     Raises:
-        CertificateError: either side refuses the other; the kind and the words say why. Trying again is of
+        CertificateError: one side refuses the other; class and message say why. Trying again is of
             no use until somebody has changed something.
-        OSError: nobody listens there, or the connection broke or timed out. Trying again may help.
+        OSError: nothing listens there, or the connection broke or timed out. Trying again may help.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -112,7 +112,7 @@ def _left(deadline: float) -> float:
 
 
 def _shown_certificate(host: str, port: int, deadline: float) -> str:
-    """Asks a server again for the certificate that was refused, which OpenSSL does not hand out.
+    """Fetches the refused certificate of a server again, as OpenSSL does not return it.
 
     Sends nothing of ours, and uses only the certificate's text.
     """
@@ -164,7 +164,7 @@ def _name_override(peer: PeerCertificate, host: str, where: str) -> str | None:
     """Returns None if the certificate fits the host name; of a legacy one without host names its common name.
 
     Raises:
-        NameMismatchError: it names other hosts, or none.
+        NameMismatchError: the certificate names other hosts, or none.
     """
     known = [*peer.hosts, *peer.addresses]
     if known:
@@ -225,12 +225,12 @@ _WEAK = (66, 67, 68)
 
 
 def verification_error(error: ssl.SSLCertVerificationError, where: str, shown: str) -> CertificateError:
-    """Puts OpenSSL's verdict on the server's certificate (X509_V_ERR_...) in words.
+    """Converts OpenSSL's verdict on the server's certificate (X509_V_ERR_...) to an error in words.
 
     Args:
         error: the verdict.
         where: host and port of the server.
-        shown: what certificate it shows, as a sentence; may be empty.
+        shown: a sentence on the certificate that it shows; may be empty.
     """
     made = _verdict(error.verify_code, error.verify_message, where)
     return type(made)(f"{made.message} {shown}".strip(), remedy=made.remedy)
@@ -284,7 +284,7 @@ _SETTINGS = {
 
 
 def handshake_error(error: ssl.SSLError, credentials: Credentials, where: str) -> CertificateError:
-    """Puts any other failure of a handshake in words: alerts, versions, ciphers, plaintext."""
+    """Converts other failures of a handshake to an error in words: alerts, versions, ciphers, plaintext."""
     reason = error.reason or str(error)
     if reason in _PLAINTEXT:
         return PlaintextError(

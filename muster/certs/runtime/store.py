@@ -71,15 +71,15 @@ class Credentials:
         cert_chain_pem: the leaf, then intermediates.
         ca_pem: the trusted authorities.
         leaf_pem: the leaf alone.
-        identity: who the leaf names.
+        identity: the identity in the leaf.
         not_before: first moment of the leaf's validity.
         not_after: last moment of the leaf's validity.
         fingerprint: SHA-256 of the leaf.
-        ca_not_after: when the first authority in the chain ends.
+        ca_not_after: the time at which the first authority in the chain expires.
         revocations: the lists in force; None if none are configured.
         cipher_list: suites for TLS 1.2.
         require_identity: whether peers must name job and role.
-        identity_map: which identities SPIFFE IDs stand for.
+        identity_map: the map of SPIFFE IDs to identities.
     """
 
     key_pem: bytes = field(repr=False)
@@ -102,7 +102,7 @@ class Credentials:
         The handshake must have verified it against ``ca_pem`` already.
 
         Raises:
-            CertificateError: it is refused; the kind and the words say why.
+            CertificateError: the certificate is refused; class and message say why.
         """
         peer = peer_of_pem(pem, require_identity=self.require_identity, identity_map=self.identity_map)
         peer.check(self.revocations, now)
@@ -122,12 +122,12 @@ def load_configured(
     Args:
         config: the configuration.
         role: ``scheduler``, ``worker`` or ``operator``.
-        env: where the password is looked for, unless given.
+        env: the environment in which the password is looked up, unless given.
         password: the password.
-        prompt: how to ask for it; None never asks.
+        prompt: a function that asks for the password; None: never ask.
 
     Raises:
-        CertificateError: as :func:`load_credentials`; ConfigError also where no password is found.
+        CertificateError: see :func:`load_credentials`; ConfigError also if no password is found.
     """
     if config.spiffe_endpoint_socket:
         from muster.certs.runtime.workload_api import WorkloadApi
@@ -157,10 +157,10 @@ def load_for_etcd(
 ) -> Credentials:
     """Loads the scheduler's certificate and authorities for etcd, as config.json says.
 
-    Revocation lists do not count: etcd's members say nothing that a scheduler would not check.
+    Revocation lists are not used, as a scheduler checks all that etcd's members say.
 
     Raises:
-        CertificateError: as :func:`load_credentials`.
+        CertificateError: see :func:`load_credentials`.
     """
     if NO_FILE in (
         config.etcd_cert_path or config.server_cert_path,
@@ -201,7 +201,7 @@ def load_credentials(
         crl_path: PEM file of revocation lists; None for none.
         purpose: ``server``, ``client`` or None for either.
         require_identity: whether the certificate must name job and role.
-        identity_map: which identities SPIFFE IDs stand for.
+        identity_map: the map of SPIFFE IDs to identities.
         cipher_list: suites for TLS 1.2.
         now: the time to check dates for; by default the current one.
 
@@ -222,7 +222,7 @@ def load_credentials(
 
 @dataclass(frozen=True, slots=True)
 class CredentialRules:
-    """What credentials must be; the attributes are arguments of :func:`load_credentials`."""
+    """The requirements on credentials; the attributes are arguments of :func:`load_credentials`."""
 
     purpose: str | None = None
     require_identity: bool = True
@@ -231,7 +231,7 @@ class CredentialRules:
 
     @classmethod
     def of(cls, config: SecurityConfig, role: str) -> CredentialRules:
-        """The rules for a role, from config.json."""
+        """Returns the rules for a role, from config.json."""
         purpose = "server" if role == "scheduler" else "client"
         return cls(purpose, config.require_identity, config.identity_map, config.cipher_list)
 
@@ -242,7 +242,7 @@ def checked(material: Material, rules: CredentialRules, now: datetime.datetime |
     Raises:
         UsageError: the certificate is an authority's, or not for this purpose.
         UntrustedError: no trusted authority has issued it.
-        ExpiredError, NotYetValidError, WeakCertificateError, IdentityError: as the class says.
+        ExpiredError, NotYetValidError, WeakCertificateError, IdentityError: see these classes.
     """
     leaf = material.leaf
     what = f"{material.source} ({name_of(leaf)})"
@@ -279,8 +279,8 @@ def with_lists(
     """Adds the revocation lists, and checks the certificate against them.
 
     Raises:
-        RevocationListError: they cannot be relied on.
-        RevokedError: the certificate itself is on one.
+        RevocationListError: a revocation list is missing, invalid or out of date.
+        RevokedError: a list has the certificate itself.
     """
     if crl_path is not None:
         credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
@@ -292,7 +292,7 @@ def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) 
     """Reads the revocation lists of the authorities that the credentials trust or come from.
 
     Raises:
-        RevocationListError: they cannot be relied on.
+        RevocationListError: a revocation list is missing, invalid or out of date.
     """
     try:
         pem = read_file(crl_path, "The revocation list")
@@ -307,7 +307,7 @@ def is_pem(path: str | os.PathLike[str]) -> bool:
     """Whether a file is PEM text, and not PKCS#12.
 
     Raises:
-        FileError: unreadable.
+        FileError: the file cannot be read.
     """
     return b"-----BEGIN" in read_file(path, "The file")[:4096]
 
@@ -315,17 +315,17 @@ def is_pem(path: str | os.PathLike[str]) -> bool:
 def read_p12(
     path: str | os.PathLike[str], password: bytes
 ) -> tuple[CertificateIssuerPrivateKeyTypes, x509.Certificate, list[x509.Certificate]]:
-    """Opens a PKCS#12 file, old encryptions (3DES, RC2) included.
+    """Opens a PKCS#12 file, also with old encryption (3DES, RC2).
 
     Returns:
-        key, its certificate, further certificates.
+        The key, its certificate, and further certificates.
 
     Raises:
         FileError: the file is unreadable, damaged, or of another kind.
-        TruncatedError: it ends before its content does.
+        TruncatedError: the file is truncated.
         PasswordError: the password does not open it.
-        MissingKeyError: it holds no private key, or no certificate for it.
-        KeyMismatchError: its key belongs to none of its certificates.
+        MissingKeyError: the file has no private key, or no certificate for it.
+        KeyMismatchError: the key belongs to none of the certificates.
     """
     data = read_secret(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
     shown = f"The PKCS#12 file {os.fspath(path)!r}"
@@ -380,7 +380,7 @@ _ahead = _Ahead()
 
 
 def _open(data: bytes, password: bytes) -> _Opened:
-    """Opens a file, or takes what was opened ahead, once."""
+    """Opens a file; uses the result of an earlier opening in advance, once."""
     mark = hashlib.sha256(hashlib.sha256(password).digest() + data).digest()
     opened = _ahead.opened.get(mark) or pkcs12.load_key_and_certificates(data, password)
     _ahead.opened = {mark: opened} if _ahead.keeps else {}
@@ -389,7 +389,7 @@ def _open(data: bytes, password: bytes) -> _Opened:
 
 @contextlib.contextmanager
 def kept_open() -> Iterator[None]:
-    """Keeps the last file opened in the block for its next opener, here or in a fork, to take from memory."""
+    """Context that keeps the last opened file in memory for its next use, here or in a fork."""
     _ahead.keeps = True
     try:
         yield
@@ -406,7 +406,7 @@ _REMAKE = "Make it again: `muster certs issue`, or `openssl pkcs12 -export -inke
 
 
 def _check_envelope(data: bytes, shown: str) -> None:
-    """Refuses PEM, empty, foreign and cut files, each in its own words; the parser has one error for all."""
+    """Refuses PEM, empty, foreign and truncated files with specific errors; the parser has one for all."""
     if b"-----BEGIN" in data[:4096]:
         raise FileError(f"{shown} is PEM text, and PKCS#12 is needed here.", remedy=_REMAKE)
     if data[:1] != b"\x30" or len(data) < 2:
@@ -423,7 +423,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
 
 
 def _check_rounds(data: bytes, shown: str) -> None:
-    """Refuses a file with so much hashing that the parser would block the process's threads for long."""
+    """Refuses a file with so many hash rounds that the parser would block the process's threads for long."""
     try:
         rounds = count_rounds(data)
     except MalformedDerError as error:

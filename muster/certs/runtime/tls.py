@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def server_ssl_context(credentials: Credentials) -> ssl.SSLContext:
-    """A context for the accepting side. It demands a client certificate and gives no session tickets.
+    """Returns a context for the accepting side: client certificates required, no session tickets.
 
     Without tickets every connection is a full handshake (under 1 ms with P-256), in which dates are checked,
     and the server writes nothing of its own after it.
@@ -32,12 +32,12 @@ def server_ssl_context(credentials: Credentials) -> ssl.SSLContext:
 
 
 def client_ssl_context(credentials: Credentials) -> ssl.SSLContext:
-    """A context for the dialling side. Names are not compared: the caller checks the identity."""
+    """Returns a context for the dialling side. It does not compare names: the caller checks the identity."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
 
 
 def peer_pem(connection: ssl.SSLSocket | ssl.SSLObject) -> bytes:
-    """The certificate of the other side, with the intermediates that it sent, leaf first.
+    """Returns the certificate of the other side, with the intermediates that it sent, leaf first.
 
     Raises:
         HandshakeError: the handshake is not complete, or the peer showed no certificate.
@@ -89,7 +89,7 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 
 def _shown(credentials: Credentials) -> tuple[object, ...]:
-    """The parts of credentials that a context is made from, to compare two of them."""
+    """Returns the parts of credentials from which a context is made, to compare two of them."""
     each = credentials
     return each.key_pem, each.cert_chain_pem, each.ca_pem, each.cipher_list
 
@@ -117,7 +117,7 @@ def _new_context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 @contextmanager
 def _as_path(data: bytes) -> Iterator[str]:
-    """A path to the data, because ``load_cert_chain`` takes only files. Nothing reaches disk."""
+    """Yields a path to the data, because ``load_cert_chain`` takes only files. Nothing is written to disk."""
     if hasattr(os, "memfd_create"):
         reader = os.memfd_create("certificate")
         directory = "/proc/self/fd"

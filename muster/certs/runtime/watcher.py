@@ -1,4 +1,4 @@
-"""Rotation: notices changed files, checks them, and only then puts them in force."""
+"""Rotation of certificates: notices changed files, checks them, and only then uses them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OLD_STAYS = "New certificates are not used, the old ones stay in force"
 class InForce:
     """The settings and credentials in force at a moment, with their revocation lists.
 
-    ``etcd``: what is shown to etcd; None where nothing is.
+    ``etcd``: the credentials that etcd is shown; None if there are none.
     """
 
     config: SecurityConfig
@@ -60,7 +60,7 @@ class Change:
             peer must be checked again.
         notes: sentences about what is in force now.
         warnings: sentences about what weakens it, or needs a restart.
-        problems: what was wrong with the new files; what they should have replaced stays in force, except for
+        problems: what was wrong with the new files. The old files stay in force, except for
             revocation lists, which fail closed.
     """
 
@@ -74,7 +74,7 @@ class Change:
 
 
 def same_certificate(one: Credentials, other: Credentials) -> bool:
-    """Whether both have one key and one chain of certificates."""
+    """Whether both have the same key and the same chain of certificates."""
     return (one.key_pem, one.cert_chain_pem) == (other.key_pem, other.cert_chain_pem)
 
 
@@ -108,12 +108,12 @@ def refusal(
 
 
 def unused(error: CertificateError) -> CertificateError:
-    """The same error, with a sentence that says what stays in force."""
+    """Returns the error with an additional sentence that says what stays in force."""
     return type(error)(f"{OLD_STAYS}: {error.message}", remedy=error.remedy)
 
 
 def own_problem(credentials: Credentials, now: datetime.datetime | None = None) -> CertificateError | None:
-    """What is wrong with the certificate in force; None also where its lists are, which is reported."""
+    """Returns what is wrong with the certificate in force, apart from its revocation lists; None: nothing."""
     if credentials.revocations is not None and credentials.revocations.problem:
         return None
     try:
@@ -166,10 +166,10 @@ def change_between(before: InForce, after: InForce, problems: list[CertificateEr
 
 
 class _Look:
-    """Reads the files in a thread of its own, because a read from a dead file server cannot be ended.
+    """Reads the files in a separate thread, because a read from a dead file server cannot be ended.
 
-    The thread stays: where all cores are busy a new one waits for milliseconds until it first runs, and one
-    that is woken does not.
+    The thread is kept: if all cores are busy, a new thread waits for milliseconds before it first runs, and a
+    woken one does not.
     """
 
     def __init__(self, look: Callable[[], Change | None]) -> None:
@@ -221,17 +221,17 @@ class CredentialsWatcher:
     Args:
         config_path: config.json.
         role: ``scheduler``, ``worker`` or ``operator``.
-        env: where the password is looked for, at every load; a rotated password file works.
+        env: the environment in which the password is looked up at every load, so that it may be rotated.
         password: the password, if it is not in the environment.
         job: the job that a renewed certificate must be for, too; None for any.
 
     Attributes:
-        config: the configuration in force; of it ``cipher_list`` alone counts from the next start on.
+        config: the configuration in force, except ``cipher_list``, which takes effect at the next start.
         credentials: the certificate, authorities and revocation lists in force.
-        etcd: what is shown to etcd, from :meth:`follow_etcd` on.
+        etcd: the credentials that etcd is shown; set by :meth:`follow_etcd`.
 
     Raises:
-        CertificateError: something is wrong at the start; the kind and the words say what.
+        CertificateError: the certificate or its files are wrong at the start; class and message say how.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class CredentialsWatcher:
         self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
 
     def follow_etcd(self) -> Credentials:
-        """Reads what a scheduler shows to etcd, which counts as one of the files from then on.
+        """Reads the credentials that a scheduler shows to etcd, and watches their files from then on.
 
         Raises:
             CertificateError: its files cannot be read, or a peer would refuse the certificate.
@@ -269,7 +269,7 @@ class CredentialsWatcher:
         return self.etcd
 
     def poll(self) -> Change | None:
-        """Looks for changed files, for five seconds at most: a file server may not answer.
+        """Looks for changed files, for at most five seconds, as a file server may not answer.
 
         Returns:
             None if nothing relevant changed since the last call.
@@ -399,7 +399,7 @@ class CredentialsWatcher:
 
 
 def _signature(config: SecurityConfig, role: str) -> _Signature:
-    """What changes when a file is replaced: device, inode, size and times; config.json's comes first."""
+    """Returns what changes when a file is replaced (device, inode, size, times), config.json's first."""
     crls = [] if config.crl_path is None else [config.crl_path]
     files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
     return tuple((str(file), _stat(file)) for file in files if file != NO_FILE)

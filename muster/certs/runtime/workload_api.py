@@ -1,4 +1,4 @@
-"""Takes certificate, key and authorities from the SPIFFE Workload API, by the library ``spiffe``.
+"""Gets certificate, key and authorities from the SPIFFE Workload API, by the library ``spiffe``.
 
 The API is a gRPC service on a Unix socket of this host. Its agent finds out which process asks, and sends new
 certificates long before the old ones end:
@@ -31,7 +31,7 @@ logging.getLogger("spiffe").setLevel(logging.CRITICAL + 1)  # what is wrong is s
 
 
 class WorkloadApi:
-    """What the API has sent last. All methods may be called from any thread.
+    """Holds what the Workload API has sent last. All methods may be called from any thread.
 
     Args:
         socket: address of the API, ``unix:///PATH``.
@@ -56,7 +56,7 @@ class WorkloadApi:
             ) from None
 
     def __enter__(self) -> WorkloadApi:
-        """Closed at the end."""
+        """Returns the API, which is closed at the end of the block."""
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class WorkloadApi:
             self._drop()
 
     def updates(self) -> int:
-        """Counts what the API has sent; asks it again if it has refused this process."""
+        """The number of updates that the API has sent; asks it again if it has refused this process."""
         with self._lock:
             self._open(0.1)
             return self._updates
@@ -82,7 +82,7 @@ class WorkloadApi:
         Authorities are those of the certificate's own trust domain: federated ones are not trusted.
 
         Raises:
-            WorkloadIdentityError: none came in time, or what came cannot be used.
+            WorkloadIdentityError: no identity came in time, or it cannot be used.
         """
         deadline = time.monotonic() + FIRST_S
         while True:
@@ -100,7 +100,7 @@ class WorkloadApi:
             time.sleep(0.1)
 
     def _open(self, timeout_s: float) -> X509Source | None:
-        """The source, which is opened if there is none or the last one was refused."""
+        """Returns the source; opens it if there is none, or the last one was refused."""
         from spiffe import X509Source
 
         if self._source is not None and not self._source.is_closed():

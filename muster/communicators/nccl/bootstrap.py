@@ -1,9 +1,9 @@
-"""Makes and ends NCCL communicators without waiting for ever.
+"""Creates and aborts NCCL communicators with a time limit.
 
-A communicator that is created *nonblocking* can be given up at a deadline, but each collective on it
-starts a thread inside NCCL (tens of microseconds) and must be polled. A *blocking* one costs none of that,
-but its creation cannot be given up. NCCL takes the mode of a split from its parent, so we have both: a
-nonblocking *root* that only ever creates, and blocking children split off it, on which collectives run.
+The creation of a *nonblocking* communicator can be abandoned at a deadline, but each collective on it starts
+a thread inside NCCL (tens of microseconds) and must be polled. A *blocking* one does not need that, but its
+creation cannot be abandoned. NCCL performs a split in the mode of the parent, so we use both: a nonblocking
+*root* that is only split, and blocking children, on which collectives run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FEWEST_CTAS = {"NVIDIA H200": 32}
 
 
 def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None:
-    """The fewest CTAs to ask NCCL for; None: leave it to NCCL.
+    """Returns the minimum number of CTAs to request from NCCL; None: NCCL decides.
 
-    Only where it was measured: on one host, with NVLS off. NCCL itself lets NCCL_MIN_CTAS and NCCL_MAX_CTAS
-    overrule it.
+    There is a number only where it was measured: on one host, with NVLS off. NCCL_MIN_CTAS and NCCL_MAX_CTAS
+    override it.
 
     Args:
-        model: the GPU's name, as the driver gives it.
-        hosts: how many hosts the ranks are on.
-        env: NCCL_NVLS_ENABLE.
+        model: the GPU's name, as the driver reports it.
+        hosts: the number of hosts of the ranks.
+        env: an environment, of which NCCL_NVLS_ENABLE is read.
     """
     if hosts != 1 or env.get("NCCL_NVLS_ENABLE") != "0":
         return None
@@ -51,7 +51,7 @@ Cancelled = Callable[[], Exception | None]
 
 
 def load_bindings() -> Any:
-    """nccl4py's low-level bindings.
+    """Imports and returns nccl4py's low-level bindings.
 
     Raises:
         CommunicatorError: nccl4py or libnccl is not installed.
@@ -69,12 +69,12 @@ def load_bindings() -> Any:
 
 
 def name_of(peer: Peer) -> str:
-    """A peer's name in sentences: rank, node id and host."""
+    """Returns a peer's name for messages: rank, node id and host."""
     return f"rank {peer.rank} ({peer.node_id} on {peer.host_name})"
 
 
 class FormationWait:
-    """How long to wait for a communicator under creation, and what ends the wait early."""
+    """The wait for a communicator that is being created: its time limit, and what ends it early."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class FormationWait:
         )
 
     def why(self) -> str:
-        """Why an encrypted connection ended during creation, as the end of an error; empty: not known."""
+        """Returns why an encrypted connection ended during creation, to end an error with; "": unknown."""
         return why_ended(self._plugin, self._membership)
 
 
 def create_root(nccl: Any, membership: Membership, waiting: FormationWait) -> Any:
-    """Creates the generation's nonblocking root communicator; returns when all ranks are in it."""
+    """Creates the generation's nonblocking root communicator; returns when all ranks have joined it."""
     config = nccl.Config()
     config.blocking = 0
     size = membership.world_size
@@ -144,13 +144,13 @@ def split_child(
 ) -> Any | None:
     """Splits a blocking communicator off ``parent``; every rank of ``parent`` must take part.
 
-    Where it raises, ``parent`` is to be aborted.
+    After an exception the caller must abort ``parent``.
 
     Args:
         nccl: the bindings.
         parent: a nonblocking communicator.
-        color: ranks with one colour get one communicator; NO_COLOR: none.
-        key: order of the ranks.
+        color: ranks with the same color get a common communicator; NO_COLOR: this rank gets none.
+        key: determines the order of the ranks.
         waiting: what ends the wait.
         min_ctas: the fewest CTAs that its kernels may use; None: NCCL's choice.
 
@@ -170,7 +170,7 @@ def split_child(
 
 
 def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
-    """Waits until ``comm`` has completed what it was asked for.
+    """Waits until ``comm`` has completed its pending operation.
 
     Raises:
         CommunicatorError: NCCL failed. The caller must abort ``comm``, as after any other exception.
@@ -197,9 +197,9 @@ def abort(nccl: Any, comm: Any) -> None:
 
 
 def abort_in_background(nccl: Any, comms: Iterable[Any]) -> None:
-    """Aborts communicators at the same time, each in a thread of its own.
+    """Aborts communicators concurrently, each in a separate thread.
 
-    Kernels get the signal at once; most of an abort is waiting for NCCL's own threads.
+    Kernels are told at once; the rest of an abort is mostly the wait for NCCL's own threads.
     """
     for comm in comms:
         start_thread(partial(abort, nccl, comm), name="muster-nccl-abort")

@@ -5,9 +5,9 @@ only in ``barrier`` and ``synchronize``. NCCL itself reports nothing when a peer
 its kernels wait for ever, so a hang ends by :meth:`NcclCommunicator.abort` from another thread: that is what
 a session does when the scheduler reports a change.
 
-It ends by an abort from any thread, at any moment, or closed in good order. No other thread may be inside the
+It ends by an abort from any thread, at any moment, or by a regular close. No other thread may be inside the
 communicator when NCCL aborts it, each may be freed once, and CUDA graphs that hold its collectives must be
-given up first. So every call into NCCL says that it is inside, and whatever comes after the end raises the
+released first. So every call into NCCL registers that it is inside, and each call after the end raises the
 reason for it.
 """
 
@@ -56,7 +56,7 @@ _LATE = 1 / 32
 
 
 class IssuedWork:
-    """A collective on the caller's stream: its result may be used from there at once."""
+    """A collective on the caller's stream, on which its result may be used at once."""
 
     __slots__ = ("_communicator", "library")
 
@@ -65,12 +65,12 @@ class IssuedWork:
         self.library = library
 
     def done(self) -> bool:
-        """Whether all that is queued on the current stream, this included, has completed. Never blocks."""
+        """Whether all work on the current stream, including this, has completed. Never blocks."""
         # One object serves all calls, so it cannot know which of them is meant; the last includes them.
         return self.library.idle()
 
     def wait(self) -> None:
-        """Nothing to wait for on the same stream; raises what ended the communicator."""
+        """Does not wait, as work on one stream is ordered; raises the error that ended the communicator."""
         self._communicator.check()
 
 
@@ -86,7 +86,7 @@ class Queued:
         self._arrays = arrays
 
     def done(self) -> bool:
-        """Whether it has completed. Never blocks."""
+        """Whether the collective has completed. Never blocks."""
         return self._library.happened(self._event)
 
     def wait(self) -> None:
@@ -102,16 +102,16 @@ class NcclCommunicator(Communicator):
     Args:
         nccl: the bindings.
         comm: NCCL's communicator on which collectives run.
-        root: the one that it was split off, if it is freed with it.
-        membership: who takes part.
+        root: NCCL's communicator from which it was split, if that is freed with it.
+        membership: the members of the group.
         device: the communicator's GPU.
-        timeout_s: how long the host waits for it, and how long closing may take.
-        min_ctas: the fewest CTAs that were asked for; None: NCCL's choice.
-        plugin: what NCCL sends to other hosts through; None: its own network.
+        timeout_s: the seconds for which the host waits for collectives, and within which close() must finish.
+        min_ctas: the requested minimum number of CTAs; None: NCCL's choice.
+        plugin: the network plug-in that NCCL uses between hosts; None: its own network.
 
     Attributes:
         nccl: the bindings.
-        closing: whether :meth:`close` is under way.
+        closing: whether :meth:`close` is running.
     """
 
     name = "nccl"
@@ -208,7 +208,7 @@ class NcclCommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Work:
-        """As :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_reduce`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send)
         target = source
@@ -249,7 +249,7 @@ class NcclCommunicator(Communicator):
         return self._run(self._reduce_scatter, args, (source, target), async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """As :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
+        """Like :meth:`all_gather`, but only ``root`` gets the result; ``recv`` is None on the other ranks."""
         self.membership.check_rank(root, "root")
         source, dtype = self._take(send, moved=True)
         target, moves = source, [(self.nccl.send, source.address, root)]
@@ -301,7 +301,7 @@ class NcclCommunicator(Communicator):
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Collectives issued inside start together, in one launch, when the block ends.
+        """Context in which issued collectives start together, in one launch, when the block ends.
 
         They go on the caller's current stream; ``async_op`` is refused inside.
         """
@@ -330,7 +330,7 @@ class NcclCommunicator(Communicator):
     def mark(self) -> Callable[[], None]:
         """Marks the end of the caller's current stream; an abort or the deadline ends the wait for it, too.
 
-        That is the current stream of each library whose arrays this communicator was given. Unlike the
+        The mark is on the current stream of each library whose arrays this communicator has used. Unlike the
         libraries' own synchronisation the wait raises what ended the communicator.
         """
         marks = [(library, library.mark()) for library in self._libraries_in_use()]
@@ -382,11 +382,11 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------ arrays
 
     def _take(self, array: Array, *, moved: bool = False) -> tuple[Description, int]:
-        """Describes an array; returns with it NCCL's number of its dtype.
+        """Describes an array; also returns NCCL's number of its dtype.
 
         Args:
             array: what the user gave.
-            moved: values are only moved, so dtypes unknown to NCCL are accepted, if it has one of their size.
+            moved: whether values are only moved; then dtypes that NCCL lacks are sent as one of their size.
 
         Raises:
             ArrayError: the array is not on this GPU, or NCCL cannot handle its dtype.
@@ -429,11 +429,11 @@ class NcclCommunicator(Communicator):
 
         Args:
             array: what the user gave.
-            first: the first one.
-            count: how many elements this one must have.
+            first: the description of the first array.
+            count: the number of elements that this array must have.
             dtype: NCCL's number of its dtype.
-            at: how many elements within it the first one may begin, and so be in place; nowhere else may it
-                share memory. None: not even there.
+            at: the offset in elements at which the first array may lie within this one (in place); at other
+                offsets the two must not share memory. None: at no offset.
             moved: as for :meth:`_take`.
         """
         given, found = self._take(array, moved=moved)
@@ -451,12 +451,12 @@ class NcclCommunicator(Communicator):
         return self._take_like(array, part, count, dtype, self.rank * part.size, moved=moved)
 
     def _with_all(self, function: Callable[..., Any], whole: Description) -> list[tuple[Any, int, int]]:
-        """Makes the calls that send to, or receive from, each rank."""
+        """Returns the calls that send to, or receive from, each rank."""
         step = whole.nbytes // self.world_size
         return [(function, whole.address + peer * step, peer) for peer in range(self.world_size)]
 
     def _learn(self, given: Description) -> tuple[Callable[[], int], IssuedWork]:
-        """Learns on which library's streams arrays of this type are used."""
+        """Finds the library on whose streams arrays of this type are used, and remembers it."""
         roots = {kind.__module__.partition(".")[0] for kind in type(given.array).__mro__}
         name = next((each for each in ("torch", "cupy") if each in roots), None)
         library = self._library(name or loaded_library())
@@ -473,7 +473,7 @@ class NcclCommunicator(Communicator):
         return library
 
     def _libraries_in_use(self) -> list[CudaLibrary]:
-        """Names the libraries whose arrays were used; before the first collective, the one that is loaded."""
+        """Returns the libraries whose arrays were used; before the first collective, the loaded one."""
         return list(self._libraries.values()) or [self._library(loaded_library())]
 
     def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
@@ -499,8 +499,8 @@ class NcclCommunicator(Communicator):
             return issued
         if self._grouped:
             raise CommunicatorError(
-                "async_op inside group() is not possible: the group starts as one launch",
-                remedy="Leave async_op out; make another stream current to run beside other work.",
+                "async_op inside group() is not possible, as the whole group is launched at once",
+                remedy="Leave async_op out; to overlap with other work, call group() on another stream.",
             )
         stream, address = self._own_stream(library)
         library.follow(stream)
@@ -508,7 +508,7 @@ class NcclCommunicator(Communicator):
         return Queued(self, library, library.mark(stream), arrays)
 
     def _end_group(self) -> None:
-        """Ends NCCL's group call, also during an abort: else this thread's next collectives would hang."""
+        """Ends NCCL's group call, also during an abort: else the thread's next collectives would hang."""
         try:
             # Where the abort did not wait so long, NCCL frees what the group holds.
             if not self._is_aborted:
@@ -569,7 +569,7 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------ the end
 
     def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
-        """Registers what must be released beside an abort, or before a close: CUDA graphs with collectives.
+        """Registers a function that releases CUDA graphs with collectives, during an abort or before close().
 
         Returns:
             A function that removes the registration.
@@ -583,7 +583,7 @@ class NcclCommunicator(Communicator):
         return any(library.capturing() for library in self._libraries_in_use())
 
     def check(self) -> None:
-        """Raises what ended this communicator, or what NCCL reports of it."""
+        """Raises the error that ended this communicator, or that NCCL reports on it."""
         state = int(self._call(self.nccl.comm_get_async_error, (self._comm,)))
         if state not in (0, handles.IN_PROGRESS):
             raise CommunicatorError(
@@ -593,9 +593,9 @@ class NcclCommunicator(Communicator):
             )
 
     def abort(self, error: Exception) -> None:
-        """Makes blocked and later calls raise ``error``, and running kernels end. From any thread.
+        """Makes blocked and later calls raise ``error``, and ends running kernels. Callable from any thread.
 
-        NCCL frees what it holds in the background (half a second); another may be built at the same time.
+        NCCL frees its resources in the background (half a second); another communicator may be built then.
         """
         with self._ending:
             if self._error is None:
@@ -664,12 +664,12 @@ class NcclCommunicator(Communicator):
         for release in list(self._before_end.values()):
             try:
                 release()
-            except Exception as error:  # what follows must end all the same
+            except Exception as error:  # the following steps must still be done
                 _log.warning("a resource of group %r was not released: %s", self._group_name, error)
         self._before_end.clear()
 
     def _destroy(self) -> None:
-        """Lets NCCL free what it holds; what an abort takes at the same time is freed there."""
+        """Lets NCCL free its resources, except those that an abort frees at the same time."""
         if self._alive:
             self._operations.destroy()
         while alive := self._alive:
@@ -697,12 +697,12 @@ class NcclBackend(Backend):
 
     Args:
         device_index: the GPU of this worker; -1: the one in the membership, else the current one.
-        warm_up: of this worker's GPU, if it has begun.
+        warm_up: the warm-up of this worker's GPU, if it has begun.
 
     Attributes:
-        absent: names the ranks that have not come; asked when a communicator does not form in time, as NCCL
-            does not say. None: nobody knows.
-        bootstrap_tls: NCCL's own TLS; None: it has none, or nothing is sealed.
+        absent: names the ranks that have not connected; called when a communicator does not form in time, as
+            NCCL does not say. None: it is not known.
+        bootstrap_tls: NCCL's own TLS; None: it has none, or nothing is encrypted.
     """
 
     name = "nccl"

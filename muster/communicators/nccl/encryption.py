@@ -66,14 +66,14 @@ class NcclObstacle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NcclFacts:
-    """What a process knows before NCCL is loaded.
+    """The facts about a process and its host from which :class:`NcclProtection` is decided.
 
     Attributes:
-        tls: whether the generations' secrets come over mutual TLS.
+        tls: whether the secrets of generations are received over mutual TLS.
         env: the process's environment.
-        version: of NCCL, as in "2.28.9"; empty: not known.
-        infiniband: whether this host has network devices that NCCL reaches by verbs.
-        nvlink_between_hosts: whether it is in an NVLink domain of several hosts.
+        version: the version of NCCL, such as "2.28.9"; empty: unknown.
+        infiniband: whether this host has network devices that NCCL uses by verbs.
+        nvlink_between_hosts: whether this host is in an NVLink domain of several hosts.
     """
 
     tls: bool
@@ -85,15 +85,15 @@ class NcclFacts:
 
 @dataclass(frozen=True, slots=True)
 class NcclProtection:
-    """What was decided.
+    """The decision whether and how NCCL's traffic is encrypted.
 
     Attributes:
-        mode: the setting.
-        sealed: what NCCL sends between hosts goes through the plug-in.
-        environment: what NCCL is to find in its process's environment.
-        plain_ways: what NCCL may send by which is not sealed all the same.
-        words: what is sealed and what is not, for people.
-        refusal: with ``require``: why this worker must not start; None: it may.
+        mode: the setting MS_NCCL_ENCRYPTION: off, prefer or require.
+        sealed: whether NCCL's traffic between hosts goes through the plug-in that encrypts.
+        environment: variables to set in the environment of NCCL's process.
+        plain_ways: transports that NCCL may use all the same and that are not encrypted.
+        words: a text for people that says what is encrypted and what is not.
+        refusal: with ``require``, the reason why this worker must not start; None: it may.
     """
 
     mode: str = OFF
@@ -185,7 +185,7 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
 
     Args:
         mode: what MS_NCCL_ENCRYPTION says.
-        facts: of this process.
+        facts: the facts of this process.
         plugin: what this host has; not looked at where something else is in the way.
     """
     if mode == OFF:

@@ -9,11 +9,11 @@ from muster.communicators.membership import Membership, Peer
 
 
 def why_ended(plugin: NetPlugin | None, membership: Membership) -> str:
-    """What follows NCCL's own words in an error, after a semicolon; empty: the plug-in knows nothing.
+    """Returns the plug-in's reason, to follow NCCL's own error text; empty: the plug-in knows none.
 
     Args:
-        plugin: what NCCL sends through; None: its own network.
-        membership: whose communicator broke.
+        plugin: the network plug-in that NCCL uses; None: NCCL's own network.
+        membership: the members of the broken communicator.
     """
     reason = "" if plugin is None else plugin.reason()
     if not reason:

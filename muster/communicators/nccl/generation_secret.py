@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> bytes:
-    """The secret of a generation's NCCL connections.
+    """Derives the secret of a generation's NCCL connections from its unique ids.
 
     Args:
         secrets: the random bytes that its rank 0 has minted, in their order; not NCCL's ids.
@@ -47,12 +47,12 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
         generation: its number.
 
     Raises:
-        CommunicatorError: there are none, or too few to be a secret.
+        CommunicatorError: the unique ids are missing, or too short for a secret.
     """
     minted = b"".join(secrets)
     if len(minted) < _FEWEST_BYTES:
         raise CommunicatorError(
-            f"generation {generation} has no secret from which NCCL's connections could get keys",
+            f"generation {generation} has no secret for the keys of NCCL's encrypted connections",
             remedy="Run the same version of Muster on all hosts.",
         )
     info = b"\0".join((_LABEL, job_id.encode(), str(generation).encode()))
@@ -79,7 +79,7 @@ def secret_file(generation: int, secret: bytes) -> int:
     except OSError as error:
         raise CommunicatorError(
             f"the secret of NCCL's connections cannot be handed to the program: {error.strerror}",
-            remedy="Let this user make files of memory (memfd_create), or switch MS_NCCL_ENCRYPTION off.",
+            remedy="Allow memfd_create for this user, or set MS_NCCL_ENCRYPTION=off.",
         ) from error
     return descriptor
 
@@ -95,10 +95,10 @@ def _memory_file() -> int:
 
 
 def read_secret_file(descriptor: int) -> tuple[int, bytes]:
-    """Generation and secret that the file behind ``descriptor`` holds.
+    """Reads generation and secret from the file behind ``descriptor``.
 
     Raises:
-        CommunicatorError: it holds something else.
+        CommunicatorError: the file holds something else.
     """
     try:
         magic, generation, secret = RECORD.unpack(os.pread(descriptor, RECORD.size, 0))

@@ -1,8 +1,8 @@
 """The plug-in that encrypts NCCL's traffic, as a library on this host: finds, builds, loads and asks it.
 
-It is C, and a wheel of Muster's is the same for all systems: so it is built on the host that needs it, once,
-by `muster nccl-plugin build` or when a job first asks for encryption. Its folder bears a digest of sources
-and compiler's options, so that another version never takes it for its own.
+It is C, and Muster's wheel is the same for all systems. So it is built on the host that needs it, once,
+by `muster nccl-plugin build` or when a job first asks for encryption. The name of its folder has a digest of
+sources and compiler options, so that another version never uses it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MOST_SHOWN = 300
 
 
 class PluginLibrary:
-    """The plug-in, loaded into this process: the library that NCCL, which is loaded beside it, calls.
+    """The plug-in as a library that is loaded into this process; NCCL calls it.
 
     Args:
         path: the file.
 
     Raises:
-        OSError: it cannot be loaded.
-        AttributeError: it is something else.
+        OSError: the library cannot be loaded.
+        AttributeError: the file is another library.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -69,10 +69,10 @@ class PluginLibrary:
         self._forget_reason.restype, self._version.restype = None, ctypes.c_char_p
 
     def use_secret(self, generation: int, secret: bytes) -> None:
-        """Makes connections from now on prove this generation's secret; those before it are forgotten.
+        """Makes connections from now on prove this generation's secret; earlier secrets are forgotten.
 
         Raises:
-            CommunicatorError: the plug-in does not take it.
+            CommunicatorError: the plug-in does not accept the secret.
         """
         if self._use_secret(generation, secret) != 0:
             raise CommunicatorError(
@@ -89,7 +89,7 @@ class PluginLibrary:
         return _printable(self._version())
 
     def reason(self) -> str:
-        """Why the last connection ended that did not end well, as a sentence; empty: none did."""
+        """Returns a sentence on why the last failed connection ended; empty: none has failed."""
         buffer = ctypes.create_string_buffer(_REASON_BYTES)
         self._reason(buffer, _REASON_BYTES)
         return _printable(buffer.value)
@@ -110,13 +110,13 @@ def _printable(text: bytes) -> str:
 
 
 def sources() -> list[Path]:
-    """Its files, in a fixed order."""
+    """Returns the source files, in a fixed order."""
     return sorted(each for pattern in ("*.c", "*.h") for each in SOURCES.glob(pattern))
 
 
 @functools.cache
 def digest() -> str:
-    """Identifies the sources, compiler and options of a build."""
+    """Returns a digest of the sources, compiler and options of a build."""
     hashed = hashlib.sha256(" ".join((*COMPILE_FLAGS, *LIBRARIES, platform.machine())).encode())
     for path in sources():
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -124,7 +124,7 @@ def digest() -> str:
 
 
 def places(env: Mapping[str, str]) -> list[Path]:
-    """Where the library may lie, the first choice first: beside Muster, then in this user's cache."""
+    """Returns the paths at which the library may be: next to Muster, then in this user's cache."""
     found = [SOURCES / "build" / digest() / LIBRARY_NAME]
     cache = env.get("XDG_CACHE_HOME", "")
     home = env.get("HOME", "")
@@ -135,12 +135,12 @@ def places(env: Mapping[str, str]) -> list[Path]:
 
 
 def find(env: Mapping[str, str]) -> Path | None:
-    """The library as it was built before; None: it was not, or others could have written it."""
+    """Returns the path of the built library; None: it is not built, or others could have written it."""
     return next((path for path in places(env) if _is_ours(path)), None)
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a file that only this user, root or who installed Muster can have written."""
+    """Whether only this user, root, or the user who installed Muster can have written the file."""
     try:
         found = path.lstat()
         folder = path.parent.lstat()
@@ -156,10 +156,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def compiler(env: Mapping[str, str]) -> list[str]:
-    """The C compiler's command, of CC or the first that is there.
+    """Returns the command of the C compiler: CC, or the first one that exists.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is no C compiler.
     """
     chosen = shlex.split(env.get("CC", ""))
     search = env.get("PATH")
@@ -182,14 +182,14 @@ def compiler(env: Mapping[str, str]) -> list[str]:
 
 
 def build(env: Mapping[str, str], *, force: bool = False) -> Path:
-    """Builds the library unless it is there; processes that come at once wait for the one that builds.
+    """Builds the library unless it exists; other processes wait for the one that builds.
 
     Args:
-        env: CC, PATH, HOME, XDG_CACHE_HOME.
-        force: also where it is there.
+        env: the environment, of which CC, PATH, HOME and XDG_CACHE_HOME are read.
+        force: whether to build it even if it exists.
 
     Raises:
-        SettingsError: it cannot be built; the sentence says why and what to do.
+        SettingsError: the library cannot be built; the message says why and what to do.
     """
     if not force and (found := find(env)) is not None:
         return found
@@ -217,7 +217,7 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Makes the folder, and locks it against other processes that would build in it."""
+    """Context that makes the folder, and locks it against other processes that would build in it."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -269,7 +269,7 @@ def load(path: Path | str) -> PluginLibrary:
     """Loads the library.
 
     Raises:
-        SettingsError: it cannot be loaded.
+        SettingsError: the library cannot be loaded.
     """
     try:
         return PluginLibrary(path)
@@ -281,7 +281,7 @@ def load(path: Path | str) -> PluginLibrary:
 
 
 def plugin_of_this_host(env: Mapping[str, str]) -> SealingPlugin:
-    """Finds, or builds, the library and lets it test itself; what is wrong is said in the result."""
+    """Finds or builds the library, and runs its self test; the result says what is wrong."""
     try:
         path = build(env)
         wrong = load(path).self_test()
@@ -297,7 +297,7 @@ def plugin_of_this_host(env: Mapping[str, str]) -> SealingPlugin:
 
 
 def has_infiniband(root: Path = Path("/")) -> bool:
-    """Whether this host has network devices that NCCL reaches by verbs."""
+    """Whether this host has network devices that NCCL uses by verbs."""
     return any((root / "sys/class/infiniband").glob("*"))
 
 

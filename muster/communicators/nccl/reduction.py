@@ -87,7 +87,7 @@ class Operations:
         self._factors: dict[tuple[float, int], int] = {}
 
     def number(self, op: ReduceOp | PreMultipliedSum, dtype: int, grouped: bool) -> int:
-        """The number of an operation.
+        """Returns NCCL's number of an operation.
 
         Args:
             op: the operation.
@@ -95,7 +95,7 @@ class Operations:
             grouped: within a group of calls, at whose end NCCL still needs each operation.
 
         Raises:
-            ArrayError: there is no such operation, or not for this dtype.
+            ArrayError: the operation does not exist, or not for this dtype.
         """
         if not isinstance(op, PreMultipliedSum):
             if op == _MEAN and dtype < _FIRST_FLOAT:

@@ -1,6 +1,6 @@
 """Streams and events of the library whose arrays are communicated: torch or CuPy.
 
-NCCL takes a stream's address. Which stream that should be only the array library knows: each has its own
+NCCL takes a stream's address. Only the array library knows which stream to use, as each has its own
 notion of the current stream.
 """
 
@@ -20,7 +20,7 @@ LEGACY_STREAM, THREAD_STREAM = 1, 2
 
 
 class CudaLibrary(abc.ABC):
-    """What the communicator needs of torch or CuPy on one device."""
+    """The operations of torch or CuPy on one device that the communicator needs."""
 
     name: str
     current: Callable[[], int]
@@ -28,15 +28,15 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def new_stream(self) -> tuple[Any, int]:
-        """A new stream that does not wait for the default stream, and its address."""
+        """Returns a new stream that does not wait for the default stream, and its address."""
 
     @abc.abstractmethod
     def follow(self, stream: Any) -> None:
-        """Makes ``stream`` wait for what is queued on the current stream."""
+        """Makes ``stream`` wait for the work on the current stream."""
 
     @abc.abstractmethod
     def follow_exported(self, address: int) -> None:
-        """Makes the current stream wait for what is queued on the one with this address, of any library."""
+        """Makes the current stream wait for the work on the stream with this address, of any library."""
 
     @abc.abstractmethod
     def mark(self, stream: Any | None = None) -> Any:
@@ -60,7 +60,7 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def scratch(self) -> tuple[Any, int]:
-        """One int32 zero on the device, and its address."""
+        """Returns an int32 zero on the device, and its address."""
 
 
 class _TorchCuda(CudaLibrary):
@@ -185,7 +185,7 @@ def use_device(index: int) -> int:
 
 
 def device_model(index: int) -> str:
-    """The GPU's name, as the driver gives it."""
+    """Returns the GPU's name, as the driver reports it."""
     library = loaded_library()
     module = importlib.import_module(library)
     if library == "torch":
@@ -195,5 +195,5 @@ def device_model(index: int) -> str:
 
 
 def library_of(name: str, device: int) -> CudaLibrary:
-    """The adapter of library ``name`` for ``device``."""
+    """Returns the adapter of library ``name`` for ``device``."""
     return _TorchCuda(device) if name == "torch" else _CupyCuda(device)

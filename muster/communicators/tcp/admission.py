@@ -36,10 +36,10 @@ class _Admitted:
 
 
 class Admission(Generic[T]):
-    """Limits the handshakes under way, the parked ones, and those of one certificate.
+    """Limits handshakes in progress, parked handshakes, and those of one certificate.
 
-    A handshake under way is never evicted for a parked one, nor for one of lower standing; among equals the
-    oldest is. All workers of a job may share one certificate, so the limit for one must not be small.
+    A handshake in progress is never evicted for a parked one, or for one of lower standing; among equals the
+    oldest is. All workers of a job may share one certificate, so the limit per certificate must not be small.
 
     Args:
         max_under_way: most handshakes that are not parked.
@@ -62,7 +62,7 @@ class Admission(Generic[T]):
         self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
 
     def admit(self, handshake: T, *, neighbour: bool) -> T | None:
-        """Takes a new handshake in; returns the one that must be dropped for it, which may be itself.
+        """Adds a new handshake; returns the one that must be dropped for it, which may be itself.
 
         Args:
             handshake: the new one.
@@ -75,7 +75,7 @@ class Admission(Generic[T]):
         return self.weakest() if under_way > self.max_under_way else None
 
     def hello(self, handshake: T) -> None:
-        """Notes that its TLS hello has arrived: handshakes without one are evicted before it."""
+        """Notes that a handshake's TLS hello has arrived; handshakes without one are evicted before it."""
         standing = self._entries[handshake].standing
         if standing in (Standing.STRANGER, Standing.NEIGHBOUR):
             self._move(handshake, Standing(standing + 1))
@@ -104,7 +104,7 @@ class Admission(Generic[T]):
         self._move(handshake, Standing.PROVEN)
 
     def remove(self, handshake: T) -> None:
-        """Forgets a handshake; nothing if it is not known."""
+        """Removes a handshake, if it is known."""
         if handshake in self._entries:
             self._unlist(handshake)
             del self._entries[handshake]

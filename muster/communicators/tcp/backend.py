@@ -72,7 +72,7 @@ class TcpBackend(Backend):
         return communicator
 
     def listen(self, membership: Membership, *, timeout_s: float) -> TcpCommunicator:
-        """As :meth:`connect`, but nothing is waited for: calls connect the peers they need."""
+        """Like :meth:`connect`, but does not wait: the first calls connect the peers that they need."""
         made = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
         made.listen()
         return made

@@ -1,8 +1,8 @@
 """The embedded CPU communicator: every collective on arrays of the host, among processes that trust nobody
 else.
 
-Its calls run one at a time, in order, under a deadline, until one fails. Small arrays are sent with the words
-about what was called, on which all ranks agree first; large ones follow in rings (:mod:`rings`).
+Its calls run one at a time, in order, under a deadline, until one fails. Small arrays are sent with the
+description of the call, on which all ranks agree first. Large ones follow in rings (:mod:`rings`).
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class TcpCommunicator(HostCommunicator):
     Once a call has failed with anything but :class:`~muster.errors.ArrayError`, the communicator is
     unusable, every later call raises the same error, and the peers hear why.
 
-    ``send`` returns when the peer has called ``recv``, as with NCCL. The two are calls in order, like all
-    others, and agree as collectives do, so that a rank that calls something else is named at once. What has
-    to wait beside the collectives, by tag or from any rank, goes by :mod:`messages`.
+    ``send`` returns when the peer has called ``recv``, as with NCCL. Both are ordered calls, like all
+    others, and are compared as collectives are, so that a rank that calls something else is named at once.
+    Messages that wait independently of collectives, by tag or from any rank, use :mod:`messages`.
     """
 
     name = "tcp"
@@ -105,7 +105,7 @@ class TcpCommunicator(HostCommunicator):
 
     @property
     def endpoint(self) -> Endpoint:
-        """What makes and takes this process's connections."""
+        """The endpoint that opens and accepts this process's connections."""
         return self._endpoint
 
     # ------------------------------------------------------------ collectives
@@ -125,7 +125,7 @@ class TcpCommunicator(HostCommunicator):
             ring.run(*rings.all_reduce_plan(ring, sent, received, numbers, op))
 
         def pair() -> None:
-            """Two ranks need no agreement before the data: each sees the other's call in front of it."""
+            """Exchanges data of two ranks without agreement: each sees the other's call before the data."""
             ring = self._ring()
             mine = self._next(call)
             outgoing, incoming = rings.all_reduce_plan(ring, sent, received, numbers, op)
@@ -279,14 +279,14 @@ class TcpCommunicator(HostCommunicator):
         return self._collective(call, source.flat, small, large, async_op)
 
     def all_to_all_pieces(self, send: Sequence[NumpyArray], recv: Sequence[NumpyArray], dtype: str) -> None:
-        """Piece j of rank i's ``send`` becomes piece i of rank j's ``recv``; pieces may differ in size.
+        """Sends piece j of rank i's ``send`` to piece i of rank j's ``recv``; pieces may differ in size.
 
-        Torch's process groups have it beside the collectives of all communicators.
+        Only torch's process groups use it.
 
         Args:
             send: flat arrays, one for each rank.
             recv: flat arrays, one for each rank; share no memory with ``send``.
-            dtype: of all of them, by its name.
+            dtype: the name of the dtype of all of them.
 
         Raises:
             CollectiveMismatchError: raised on all ranks, where two disagree on a piece's size or dtype.
@@ -357,7 +357,7 @@ class TcpCommunicator(HostCommunicator):
         return part
 
     def part(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
-        """As :meth:`split`, but without communication: the new one connects at its first calls."""
+        """Like :meth:`split`, but without communication: the new communicator connects at its first calls."""
         membership = self.membership.part(group, ranks)
         number = self._splits
         self._splits += 1
@@ -374,7 +374,7 @@ class TcpCommunicator(HostCommunicator):
     # ------------------------------------------------------------ beginning and end
 
     def listen(self) -> None:
-        """Expects the other ranks from now on, in place of :meth:`bring_up`; calls connect their peers."""
+        """Accepts connections from now on, instead of :meth:`bring_up`; calls connect the peers they need."""
         if self.world_size > 1:
             self._endpoint.gather(self._pending_group)
             self._unmet = True
@@ -382,7 +382,7 @@ class TcpCommunicator(HostCommunicator):
     def absent(self, wait_s: float) -> list[Peer]:
         """Returns the other ranks that do not answer as members of this group within ``wait_s`` seconds.
 
-        For a group that cannot form: the connections that this makes must not be used.
+        It is for a group that cannot form, as the connections that it makes must not be used.
         """
         deadline = time.monotonic() + wait_s
         group = self._pending_group
@@ -400,7 +400,7 @@ class TcpCommunicator(HostCommunicator):
         """Connects to the usual peers and waits until every rank has done so.
 
         Raises:
-            FormationTimeoutError: names the ranks that did not come.
+            FormationTimeoutError: a rank did not connect in time; the message names it.
         """
         if self.world_size == 1:
             return
@@ -494,7 +494,7 @@ class TcpCommunicator(HostCommunicator):
         async_op: bool,
         nbytes: int = -1,
     ) -> Work:
-        """Issues a collective: agreement of all ranks first, data with it if small, else after it."""
+        """Issues a collective: ranks agree on the call, with small data or followed by large data."""
         if self.elsewhere:
             call = replace(call, sequence=self.elsewhere)  # as it is now: the call may run later
         with_data = self._goes_with_call(nbytes if nbytes >= 0 or payload is None else payload.nbytes)
@@ -528,10 +528,10 @@ class TcpCommunicator(HostCommunicator):
         return replace(call, sequence=call.sequence + number).encode()
 
     def _exchange(self, call: bytes, payload: memoryview) -> list[Block]:
-        """Sends every rank what this one calls, with a small payload; returns all ranks' by rank.
+        """Sends this rank's call with a small payload to every rank; returns those of all ranks, by rank.
 
-        Takes log2 of the world size rounds: in each, a rank passes on all that it knows to the peer at
-        twice the distance of the round before.
+        It takes log2(world size) rounds. In each, a rank passes on all that it knows to the peer at
+        twice the distance of the previous round.
         """
         rank, size = self.rank, self.world_size
         if self._unmet:  # all at once: of ranks that connect one by one each may wait for the next to dial
@@ -552,7 +552,7 @@ class TcpCommunicator(HostCommunicator):
         return [known[(rank - r) % size] for r in range(size)]
 
     def _swap(self, kind: FrameKind, blocks: Sequence[Block], target: int, source: int) -> FrameIn:
-        """Sends one rank a frame while one comes from another, or from the same."""
+        """Sends a frame to one rank while receiving one from another, or from the same."""
         frame = memoryview(blocks_frame(kind, blocks))
         incoming = FrameIn(self._link(source))
         self._multiplexer.run([Outgoing(self._link(target), [frame])], [incoming], self._deadline)
@@ -571,7 +571,7 @@ class TcpCommunicator(HostCommunicator):
             raise CommunicatorError(f"Rank {incoming.connection.peer} is out of step with this one.")
 
     def _point(self, call: Call, peer: int, memory: memoryview) -> None:
-        """A send or recv: the two ranks agree as all do on a collective, then the data goes."""
+        """Runs a send or recv: the two ranks agree on the call, as for a collective; then data is sent."""
         number = self._points.get(peer, 0)
         self._points[peer] = number + 1
         sends, small = call.kind == "send", len(memory) <= SMALL_BYTES
@@ -590,13 +590,13 @@ class TcpCommunicator(HostCommunicator):
     # ------------------------------------------------------------ connections
 
     def links(self) -> Mapping[int, PeerConnection]:
-        """The connections that there are now, by rank."""
+        """The present connections, by rank."""
         return dict(self._links)
 
     def sending_s(self) -> Mapping[int, float]:
-        """For how long data for each rank were under way or could not leave, in all, in seconds.
+        """Returns the total seconds for which data for each rank was unacknowledged or could not be sent.
 
-        That is the kernel's count; where it has none, nothing is said of any rank.
+        That is the kernel's count; if the kernel has none, the result is empty.
         """
         return {
             rank: seconds for rank, link in self.links().items() if (seconds := link.sending_s()) is not None
@@ -613,7 +613,7 @@ class TcpCommunicator(HostCommunicator):
         return sorted({(rank + d) % size for d in distances} - {rank})
 
     def _link(self, rank: int) -> PeerConnection:
-        """Returns the connection to a peer, which is made now if there is none."""
+        """Returns the connection to a peer; connects if there is none."""
         peer = rank % self.world_size
         if peer not in self._links:
             self._connect([peer], self._check_peers)
@@ -639,7 +639,7 @@ class TcpCommunicator(HostCommunicator):
         """Connects to several peers at once; ``check`` is called now and then, and may raise.
 
         Raises:
-            FormationTimeoutError: names those that did not come.
+            FormationTimeoutError: a peer did not connect in time; the message names it.
             SecurityError: a process other than the peer answered.
         """
         missing = {peer for peer in peers if peer not in self._links}
@@ -663,7 +663,7 @@ class TcpCommunicator(HostCommunicator):
             if missing and time.monotonic() >= self._deadline:
                 raise FormationTimeoutError(self._missing(sorted(missing)), remedy="See those workers' logs.")
 
-    # ------------------------------------------------------------ what went wrong, in words
+    # ------------------------------------------------------------ errors in words
 
     def _missing(self, ranks: Sequence[int]) -> str:
         notes = self._pending_group.notes
@@ -675,7 +675,7 @@ class TcpCommunicator(HostCommunicator):
         return f"No connection in time ({where}) with {', '.join(names)}."
 
     def _mismatch(self, calls: dict[int, bytes]) -> CollectiveMismatchError:
-        """The error that names who called what."""
+        """Returns the error that says which rank called what."""
         groups: dict[bytes, list[int]] = {}
         for rank in sorted(calls):
             groups.setdefault(calls[rank], []).append(rank)
@@ -719,9 +719,9 @@ class TcpCommunicator(HostCommunicator):
 
 
 def has_second_core(membership: Membership) -> bool:
-    """Whether the cores that this process may use are twice as many as the group's ranks on this host.
+    """Whether this process may use at least twice as many cores as the group has ranks on this host.
 
-    Where they are fewer, a second thread of each rank only takes turns with the others.
+    With fewer cores, a second thread of each rank would only take turns with the others.
     """
     host = membership.peers[membership.rank].host_id
     ranks = sum(peer.host_id == host for peer in membership.peers)

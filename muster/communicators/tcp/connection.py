@@ -31,7 +31,7 @@ _BUSY_AT, _MICROSECONDS = 168, struct.Struct("=Q")
 
 
 class EndOfStreamError(Exception):
-    """The peer's side of the connection has ended; ``farewell`` is what it said last, if anything."""
+    """The peer's side of the connection has ended; ``farewell`` is its last message, if any."""
 
     def __init__(self, farewell: tuple[Reason, str] | None) -> None:
         super().__init__("the connection ended")
@@ -44,13 +44,14 @@ class PeerConnection:
     Args:
         sock: the socket, TLS or plain.
         peer: the rank at the other end.
-        records: carry the data instead of the socket's own TLS.
+        records: the record layer that carries the data instead of the socket's own TLS.
 
     Attributes:
         peer: the rank at the other end.
         in_payload: whether a payload was begun and not finished, so that no goodbye can follow.
-        ended: the peer has said an orderly goodbye; what it sent before may still be read.
-        duplex: one thread may read while another writes; OpenSSL's own connections do not bear that.
+        ended: whether the peer has said goodbye; earlier data may still be read.
+        duplex: whether one thread may read while another writes, which OpenSSL's own connections do not
+            allow.
     """
 
     def __init__(self, sock: socket.socket, peer: int, records: RecordLayer | None = None) -> None:
@@ -75,10 +76,10 @@ class PeerConnection:
             self._piece, self._read, self._write = RECORD, partial(_tls_read, sock), sock.write
 
     def read_into(self, view: memoryview) -> int:
-        """Reads what is there, at most one piece, into ``view``; 0 if nothing is.
+        """Reads available bytes, at most one piece, into ``view``; returns 0 if there are none.
 
         Raises:
-            EndOfStreamError: nothing more will come.
+            EndOfStreamError: the stream has ended.
         """
         if self._ahead:
             count = min(len(view), len(self._ahead))
@@ -100,16 +101,16 @@ class PeerConnection:
         return count
 
     def unread(self, data: memoryview) -> None:
-        """Puts bytes back that were read beyond what was wanted."""
+        """Puts back bytes that were read beyond the wanted ones."""
         self._ahead[:0] = data
 
     def write(self, view: memoryview) -> int:
-        """Writes what the socket takes at once, at most one piece; returns the number of bytes.
+        """Writes what the socket accepts now, at most one piece; returns the number of bytes.
 
         After 0, a retry must pass the same bytes. Another thread may read at the same time.
 
         Raises:
-            EndOfStreamError: the peer is gone; what it sent last may still be read, by :meth:`read_ahead`.
+            EndOfStreamError: the peer is gone; its last bytes may still be read, by :meth:`read_ahead`.
         """
         piece = view if len(view) <= self._piece else view[: self._piece]
         try:
@@ -151,7 +152,7 @@ class PeerConnection:
         return farewell
 
     def sending_s(self) -> float | None:
-        """Seconds in all for which written bytes were not acknowledged; None: not known."""
+        """Returns the total seconds for which written bytes were not acknowledged; None: not known."""
         try:
             told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _MICROSECONDS.size)
         except OSError:  # it is closed, or no TCP
@@ -161,7 +162,7 @@ class PeerConnection:
         return float(_MICROSECONDS.unpack_from(told, _BUSY_AT)[0]) / 1e6
 
     def close(self, reason: Reason, message: str = "") -> None:
-        """Says goodbye, if the stream is at a place where it can be said, and closes."""
+        """Closes the connection; says goodbye first, if the stream is between two frames."""
         if not self.in_payload:
             self._say(memoryview(goodbye(reason, message)), time.monotonic() + _GOODBYE_TIMEOUT_S)
         with contextlib.suppress(OSError):
@@ -174,7 +175,7 @@ class PeerConnection:
 
     def _say(self, rest: memoryview, until: float) -> None:
         if self._blocked is not None:
-            return  # a record is half out: nothing can follow it in time
+            return  # a record is partly sent: nothing can follow it in time
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         try:

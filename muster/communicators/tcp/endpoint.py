@@ -1,8 +1,8 @@
-"""Where this process is reached and reaches its peers: a listening socket, and all handshakes under way.
+"""This process's endpoint for connections with peers: a listening socket, and all handshakes in progress.
 
-One thread runs every handshake, its own dials and those that come in, over non-blocking sockets: a slow,
-silent or hostile socket costs a place in a bounded table and disturbs nobody. Should the thread fail
-nevertheless, it says so and starts again on the same port.
+One thread runs all handshakes, outgoing and incoming, over non-blocking sockets. So a slow,
+silent or hostile socket costs a place in a bounded table and disturbs nobody. If the thread fails
+nevertheless, it logs the error and starts again on the same port.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def dials(rank: int, peer: int) -> bool:
-    """Whether ``rank`` is the one of the two that dials; shares the work evenly."""
+    """Whether ``rank`` is the one of the two that dials; the rule shares the work evenly."""
     return (rank > peer) == bool((rank + peer) % 2)
 
 
@@ -60,13 +60,13 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class _Handshake:
-    """One handshake under way.
+    """One handshake in progress.
 
     Attributes:
-        group: where a dial's connection goes; None for a connection from outside.
+        group: the group of a dialed connection; None for an incoming connection.
         fd: the descriptor that the selector watches; -1: none.
-        over: it was dropped or has arrived, and must not be touched again. Events of the same turn may still
-            name it.
+        over: whether it was dropped or has arrived, and must not be used again. Events of the same turn may
+            still refer to it.
     """
 
     steps: Steps
@@ -86,15 +86,17 @@ class Endpoint:
     """Accepts and makes authenticated connections; lives as long as its backend.
 
     Args:
-        tls: gives the contexts and the rule about identities that are in force; None for plaintext.
-        handshake_timeout_s: how long a connection may take to prove itself.
-        parked_timeout_s: how long a proven worker may wait for this process to enter its generation.
-        max_handshakes: handshakes under way from outside. When full, evict in this order, oldest first:
-            unknown address, member's address, verified certificate.
-        max_strangers_per_s: TLS sessions that begin for addresses of no member; more have to wait their turn,
-            the newest first. A session costs a signature: members must not wait for those of a flood.
-        max_parked: proven connections that wait for this process to enter their generation; further ones are
-            turned away, and dial again. Of one certificate there may be a quarter of either kind.
+        tls: returns the current contexts and rule about identities; None for plaintext.
+        handshake_timeout_s: the seconds within which a connection must prove its identity.
+        parked_timeout_s: the seconds for which a proven worker may wait until this process enters its
+            generation.
+        max_handshakes: limit of incoming handshakes in progress. When full, evict in this order, oldest
+            first: unknown address, member's address, verified certificate.
+        max_strangers_per_s: limit of new TLS sessions for addresses of no member; more must wait for their
+            turn, the newest first. A session costs a signature, and members must not wait for those of a
+            flood.
+        max_parked: limit of proven connections that wait until this process enters their generation; more are
+            refused, and dial again. One certificate may have a quarter of either limit.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Endpoint:
         self._wake()
 
     def dial(self, group: PendingGroup, rank: int, deadline: float) -> None:
-        """Dials a peer until it answers or the deadline passes; the connection comes to the group."""
+        """Dials a peer until it answers or the deadline passes; adds the connection to the group."""
         handshake = _Handshake(no_steps(), None, deadline, group, rank)
         with self._lock:
             self._requests.append(handshake)
@@ -184,7 +186,7 @@ class Endpoint:
         self._wake()
 
     def close(self) -> None:
-        """Stops listening and drops what is under way; idempotent."""
+        """Stops listening, and drops handshakes in progress; idempotent."""
         self._closing.set()
         self._wake()
         thread, self._thread = self._thread, None
@@ -288,7 +290,7 @@ class Endpoint:
             self._tend()
 
     def _meet(self, handshake: _Handshake) -> None:
-        """Runs the handshake whose socket is ready on."""
+        """Continues the handshake whose socket is ready."""
         if handshake.want is Want.GROUP and not handshake.over:
             # It has to wait for our answer before it says more.
             self._failed(handshake, CommunicatorError("It hung up, or spoke, while it had to wait."))
@@ -296,7 +298,7 @@ class Endpoint:
             self._advance(handshake)
 
     def _listen(self) -> None:
-        """Watches the listening socket, unless it pauses for lack of room."""
+        """Watches the listening socket, unless it is paused because the table is full."""
         listener = self._listener
         if listener is None:
             return
@@ -332,7 +334,7 @@ class Endpoint:
                 _LOG.log(level, "%d more connections from %s. The last: %s", count, who, untold.last)
 
     def _give_turns(self, now: float, *, all_may_ask: bool) -> None:
-        """Lets as many waiting TLS sessions begin as the rate allows; asks all again when members changed."""
+        """Lets as many waiting TLS sessions begin as the rate allows; tries all again if members changed."""
         earned = (now - self._turns_at) * self._max_strangers_per_s
         self._turns, self._turns_at = min(self._most_turns, self._turns + earned), now
         if not self._queued:
@@ -423,7 +425,7 @@ class Endpoint:
                 self._policy_in_force, self._policy_fails = self._tls(), False
             except Exception:
                 if not self._policy_fails:  # it is asked for at each connection
-                    _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+                    _LOG.exception("The renewed certificate cannot be used; the old one stays in force.")
                 self._policy_fails = True
         assert self._policy_in_force is not None
         return self._policy_in_force
@@ -465,7 +467,7 @@ class Endpoint:
         self._advance(handshake)
 
     def _advance(self, handshake: _Handshake) -> None:
-        """Runs a handshake on until it has to wait; does nothing if it is over."""
+        """Continues a handshake until it has to wait; does nothing if it is over."""
         if handshake.over:  # it lost its place after its event, or its turn, was found
             return
         try:
@@ -534,11 +536,13 @@ class Endpoint:
         self._watch(handshake, sock, selectors.EVENT_READ if want is Want.READ else selectors.EVENT_WRITE)
 
     def _park(self, handshake: _Handshake, sock: socket.socket) -> None:
-        """Keeps a proven connection until its group is there."""
+        """Keeps a proven connection until its group exists, if there is room."""
         if handshake.want is Want.GROUP:
             return
         if not self._admission.park(handshake):
-            self._failed(handshake, CommunicatorError("Too many wait for this process; it may try again."))
+            self._failed(
+                handshake, CommunicatorError("Too many connections wait for this process; try again.")
+            )
             return
         handshake.want = Want.GROUP
         self._expire(handshake, self.parked_timeout_s)
@@ -617,7 +621,7 @@ def _hosts(group: PendingGroup) -> Iterator[str]:
 
 
 def _plain_hosts(addresses: Iterable[str]) -> Iterator[str]:
-    """Addresses as ``accept`` gives them; names are none."""
+    """Yields the addresses in the form of ``accept``; skips host names."""
     for address in addresses:
         with contextlib.suppress(ValueError):
             yield str(ipaddress.ip_address(address))

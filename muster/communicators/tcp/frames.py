@@ -1,8 +1,8 @@
 """The frames that two ranks exchange on a connection: calls, and goodbyes.
 
-Every frame starts with :data:`FRAME`. A frame of calls carries, for each of some ranks, what that rank
-has called and (for small arrays) its data. A goodbye is the last thing on a connection and has a fixed
-size, so that it is found at the end of a stream whatever precedes it.
+Every frame starts with :data:`FRAME`. A frame of calls contains, for each of some ranks, the rank's
+call and (for small arrays) its data. A goodbye is the last frame on a connection and has a fixed
+size, so that it is found at the end of a stream after any other bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _ROOTED = {"reduce", "broadcast", "gather", "scatter"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank has called.
+    """The collective that one rank has called.
 
     ``sequence`` counts collectives from 0 (point-to-point calls are counted per pair); ``root`` is the
     root or, of a point-to-point call, the peer.
@@ -91,7 +91,7 @@ class Call:
     sequence: int = 0
 
     def encode(self) -> bytes:
-        """The call in its 24 bytes."""
+        """Returns the call as 24 bytes."""
         return CALL.pack(
             KINDS.index(self.kind),
             DTYPES.index(self.dtype),
@@ -106,7 +106,7 @@ class Call:
         """Reads what :meth:`encode` wrote.
 
         Raises:
-            CommunicatorError: not a call.
+            CommunicatorError: the bytes are not a call.
         """
         kind, dtype, op, root, count, sequence = CALL.unpack(data)
         if kind >= len(KINDS) or dtype >= len(DTYPES) or op >= len(OPS):
@@ -114,7 +114,7 @@ class Call:
         return cls(KINDS[kind], DTYPES[dtype], OPS[op], root, count, sequence)
 
     def __str__(self) -> str:
-        """The call as messages show it."""
+        """Returns the call as messages show it."""
         parts = [self.op] if self.op else []
         if self.dtype:
             parts += [self.dtype, f"{self.count} elements"]
@@ -134,7 +134,7 @@ def read_frame(data: bytes | bytearray | memoryview) -> tuple[FrameKind, int, in
     """Reads a frame's first 16 bytes: kind, number of blocks, length of the rest.
 
     Raises:
-        CommunicatorError: this is no frame.
+        CommunicatorError: the bytes are not a frame.
     """
     magic, kind, blocks, length = FRAME.unpack(data)
     if magic != MAGIC or kind not in FrameKind._value2member_map_ or length > MAX_FRAME:
@@ -182,7 +182,7 @@ def goodbye(reason: Reason, message: str) -> bytes:
 
 
 def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
-    """Reads a goodbye; None if these bytes are none."""
+    """Reads a goodbye; returns None if these bytes are not one."""
     if len(data) != GOODBYE_BYTES:
         return None
     magic, kind, reason, length = FRAME.unpack(data[: FRAME.size])
@@ -195,7 +195,7 @@ def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
 
 
 def end_in_words(reason: Reason, text: str) -> str:
-    """How a connection ended, as what follows its name in a message."""
+    """Returns how a connection ended, as the predicate of a sentence."""
     if reason is Reason.LOST:
         return f"broke: {text or 'the process ended or the network failed'}"
     if reason is Reason.DONE:

@@ -1,11 +1,11 @@
-"""How two workers come to trust a connection: who the peer is, and the proofs of both sides.
+"""The handshake by which two workers authenticate each other: identities, and the proofs of both sides.
 
 Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
 the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
-the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is worth nothing on
+the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is not valid on
 another connection, in another generation, or for another rank. These messages carry a secret of each side,
-from which the keys of the data are made. Last the acceptor welcomes the dialer: one that loses its place
-before that is dialed again, and not taken for connected.
+from which the keys of the data are made. Last the acceptor welcomes the dialer: a dialer that loses its place
+before that dials again, and does not count as connected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MOST_HELLO_BYTES = 1 << 14
 
 
 class Want(enum.Enum):
-    """What a handshake waits for: its socket, its turn, its group, or the time to dial again."""
+    """What a handshake is waiting for: its socket, its turn, its group, or the time of the next dial."""
 
     READ = "read"
     WRITE = "write"
@@ -64,15 +64,15 @@ class Want(enum.Enum):
 
 @dataclass(frozen=True)
 class TlsPolicy:
-    """How peers are authenticated.
+    """The rules by which peers are authenticated.
 
     Args:
         server: context of accepted connections; must ask for certificates.
         client: context of dialed connections.
         job_id: the job that the peers' certificates must be for.
-        refusal: given the connection after its handshake, the job, and the node id that the peer must
-            have (None: any): None, or the sentence why it may not take part.
-        seal: whether data goes in sealed records (:mod:`muster.communicators.tcp.records`) with keys
+        refusal: a function of the connection after its handshake, the job, and the node id that the peer must
+            have (None: any). It returns None, or a sentence why the peer may not take part.
+        seal: whether data is sent in encrypted records (:mod:`muster.communicators.tcp.records`) with keys
             exchanged inside TLS; False leaves it to TLS itself, which is slower for large arrays.
     """
 
@@ -98,7 +98,7 @@ class HandshakeLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What the dialing side says first: for which group of which generation, and as which rank."""
+    """The first message of the dialing side: the generation, the group, and its rank."""
 
     generation: int
     from_rank: int
@@ -107,7 +107,7 @@ class Hello:
     nonce: bytes
 
     def encode(self) -> bytes:
-        """The hello's fixed number of bytes."""
+        """Returns the hello as a fixed number of bytes."""
         return HELLO.pack(HELLO_MAGIC, self.generation, self.from_rank, self.to_rank, self.label, self.nonce)
 
     @classmethod
@@ -115,7 +115,7 @@ class Hello:
         """Reads what :meth:`encode` wrote.
 
         Raises:
-            CommunicatorError: not a hello.
+            CommunicatorError: the bytes are not a hello.
         """
         magic, generation, from_rank, to_rank, label, nonce = HELLO.unpack(data)
         if magic != HELLO_MAGIC:
@@ -124,23 +124,23 @@ class Hello:
 
 
 def group_label(membership: Membership, path: str) -> bytes:
-    """Names a group on the wire: a digest of job, generation and the group's path."""
+    """Returns a group's name on the wire: a digest of job, generation and the group's path."""
     text = "\0".join((membership.job_id, str(membership.generation), path))
     return hashlib.sha256(text.encode()).digest()
 
 
 def membership_key(membership: Membership) -> bytes:
-    """What only the members of a generation know: a digest of its unique ids."""
+    """Returns a key that only the members of a generation know: a digest of its unique ids."""
     return hashlib.sha256(b"".join(membership.unique_ids)).digest()
 
 
 def handshake_context(membership: Membership, binding: bytes, hello: Hello, acceptor_nonce: bytes) -> bytes:
-    """All that makes one handshake differ from every other.
+    """Returns the bytes that distinguish one handshake from all others.
 
     Args:
         membership: the group.
-        binding: what ties the handshake to the TLS session (empty without TLS).
-        hello: what the dialer said.
+        binding: a value that binds the handshake to the TLS session (empty without TLS).
+        hello: the dialer's hello.
         acceptor_nonce: the acceptor's random bytes.
     """
     peers = membership.peers
@@ -152,7 +152,7 @@ def proof(membership: Membership, side: str, context: bytes) -> bytes:
     """Proves knowledge of the generation's unique ids in one handshake, without showing them.
 
     Args:
-        membership: of the side that computes the proof; its ids are the key.
+        membership: the membership of the side that computes the proof; its ids are the key.
         side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
         context: :func:`handshake_context`.
     """
@@ -166,23 +166,23 @@ _Socket = Generator[tuple[Want, socket.socket], None, socket.socket]
 
 
 def no_steps() -> Steps:
-    """The steps of a handshake that has not begun."""
+    """Returns the steps of a handshake that has not begun."""
     raise CommunicatorError("The handshake has not begun.")
     yield
 
 
 def peer_name(peer: Peer) -> str:
-    """A peer as messages name it."""
+    """Returns the name of a peer for messages."""
     return f"rank {peer.rank} (node {peer.node_id} on {peer.host_name or peer.host_id})"
 
 
 def dial(
     sock: socket.socket, address: tuple[str, int], tls: TlsPolicy | None, group: PendingGroup, rank: int
 ) -> Steps:
-    """Connects to ``rank`` and proves who we are, and asks the same of it.
+    """Connects to ``rank``; both sides prove who they are.
 
     Raises:
-        SecurityError: somebody else answers at the peer's address.
+        SecurityError: another process answers at the peer's address.
         OSError, CommunicatorError: this attempt failed; another may succeed.
     """
     held = [sock]
@@ -227,7 +227,7 @@ def _dial(
     ours = os.urandom(SECRET_BYTES)
     yield from _write(sock, PROOF.pack(proof(membership, "dialer", context), ours))
     if (yield from _read(sock, len(WELCOME))) != WELCOME:
-        raise CommunicatorError(f"{peer_name(peer)} did not take the connection.")
+        raise CommunicatorError(f"{peer_name(peer)} did not accept the connection.")
     held[0], secrets = _bare(sock, tls, membership, ours + theirs, context)
     return group, _connection(held[0], rank, secrets)
 
@@ -239,21 +239,21 @@ def accept(
     source: str,
     limits: HandshakeLimits,
 ) -> Steps:
-    """Takes a connection if it is that of a member of a group that ``find`` knows, or will know soon.
+    """Accepts a connection of a member of a group that ``find`` knows, or will know soon.
 
-    Role and job of the certificate are checked before anything is read inside TLS, its node as soon as the
-    members are known, and that before anything is answered.
+    Role and job of the certificate are checked before anything is read inside TLS; its node id as soon as the
+    members are known, and before anything is answered.
 
     Args:
         sock: the accepted socket.
-        tls: gives the policy in force; asked for once the TLS hello is here. None for plaintext.
-        find: looks the group of a hello up; None: it may come yet.
+        tls: returns the current policy; called when the TLS hello has arrived. None for plaintext.
+        find: returns the group of a hello; None if it may still come.
         source: the address at the other end.
-        limits: bounds what one certificate may hold.
+        limits: limits the number of handshakes per certificate.
 
     Raises:
-        OSError, CommunicatorError: the connection failed, or asks for a group that is not known.
-        SecurityError: the peer is no member of the group.
+        OSError, CommunicatorError: the connection failed, or asks for an unknown group.
+        SecurityError: the peer is not a member of the group.
     """
     held = [sock]
     try:
@@ -346,7 +346,7 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
 
 
 def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
-    """Answers with the probe's own nonce; the group that the connection goes to is closed and ends it."""
+    """Answers with the probe's own nonce; the group of the connection is closed, and ends it."""
     yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
     nobody = PendingGroup(Membership("", 0, "", -1, ()), b"")
     nobody.closed = True
@@ -356,15 +356,15 @@ def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
 def _bare(
     sock: socket.socket, tls: TlsPolicy | None, membership: Membership, shared_secret: bytes, context: bytes
 ) -> tuple[socket.socket, tuple[bytes, bytes] | None]:
-    """The socket that data goes through, and the traffic secrets of dialer and acceptor.
+    """Returns the socket for the data, and the traffic secrets of dialer and acceptor.
 
-    The secrets are None where the socket stays as it is: in plaintext, or where TLS is to carry all.
+    The secrets are None if the socket stays as it is: in plaintext, or if TLS encrypts the data itself.
 
     Args:
         sock: the connection after its handshake.
-        tls: how it was authenticated.
-        membership: of a generation, whose unique ids are the pre-shared key.
-        shared_secret: what the dialer and then the acceptor have drawn and sent inside TLS.
+        tls: the policy by which it was authenticated.
+        membership: the membership of a generation, whose unique ids are the pre-shared key.
+        shared_secret: the random bytes that dialer and acceptor have sent inside TLS, in this order.
         context: :func:`handshake_context`, which takes the place of TLS's transcript.
     """
     if tls is None or not tls.seal or not isinstance(sock, ssl.SSLSocket):
@@ -378,7 +378,7 @@ def _bare(
 
 
 def _connection(sock: socket.socket, rank: int, secrets: tuple[bytes, bytes] | None) -> PeerConnection:
-    """The connection to a rank, with records of our own if there are secrets: ours, then the peer's."""
+    """Returns the connection to a rank; with secrets (ours, then the peer's) it uses Muster's records."""
     return PeerConnection(sock, rank, None if secrets is None else RecordLayer(sock, *secrets))
 
 
@@ -406,7 +406,7 @@ def _check_certificate(sock: socket.socket, tls: TlsPolicy, source: str) -> byte
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """What both ends of one TLS session, and nobody else, have in common."""
+    """Returns a secret that only the two ends of a TLS session share."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     binding = sock.get_channel_binding("tls-unique")

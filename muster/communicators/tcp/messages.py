@@ -1,12 +1,12 @@
-"""Messages between two ranks of a group, by tag, beside the group's collectives and independent of them.
+"""Messages between two ranks of a group, by tag, which are independent of the group's collectives.
 
-Torch's process groups have them. A communicator's own ``send`` and ``recv`` are something else: calls in
-order with its collectives, on the same connections, which is how a rank that calls something else is found.
+Torch's process groups use them. A communicator's own ``send`` and ``recv`` are different: they are calls in
+order with its collectives, on the same connections, so that a rank that calls something else is found.
 
-One thread moves all messages of a group over connections of their own, which are made when two ranks first
-want them. As with Gloo a send is over when the other side has called for it: a small message goes at once
-and waits there, a large one is offered and goes when it is called for, so neither side holds what nobody
-wants. Messages of one pair and tag arrive in the order in which they were sent.
+One thread sends and receives all messages of a group over separate connections, which are made when two ranks
+first need them. As with Gloo, a send ends when the other side has called recv. A small message is sent at
+once and waits there; a large one is offered, and sent when recv is called. So neither side holds unwanted
+data. Messages of one pair and tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Message:
         return self.channel, self.tag
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the message has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -108,7 +108,7 @@ class Message:
         return self._done.wait(timeout_s)
 
     def when_done(self, callback: Callable[[Exception | None], None]) -> None:
-        """Calls back with the error or None when the message ends; at once if it has ended."""
+        """Calls ``callback`` with the error or None when the message ends; at once if it has ended."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -118,7 +118,7 @@ class Message:
     def settle(self, error: Exception | None = None) -> None:
         """Fixes the message's outcome; it ends once the other side has been told.
 
-        A process that has received may exit at once, which the sender must not take for a loss.
+        Otherwise a receiver that exits at once would look like a loss to the sender.
         """
         self._is_settled, self.error = True, error
 
@@ -135,7 +135,7 @@ class Message:
 
 
 class _Arrived:
-    """A message that a peer has sent or offered, and nobody here has called for."""
+    """A message that a peer has sent or offered, and for which no recv was called here yet."""
 
     def __init__(self, peer: int, dtype: str, number: int, size: int, data: bytearray | None) -> None:
         self.peer = peer
@@ -146,7 +146,7 @@ class _Arrived:
 
 
 class _PeerLine:
-    """The connection to one peer: what goes out, what comes in."""
+    """The connection to one peer, with its outgoing and incoming messages."""
 
     def __init__(self, connection: PeerConnection) -> None:
         self.connection = connection
@@ -164,9 +164,9 @@ class Messages:
 
     Args:
         membership: the group.
-        endpoint: makes and takes connections.
-        path: names the group on the wire.
-        timeout_s: how long a message may take.
+        endpoint: makes and accepts connections.
+        path: the group's name on the wire.
+        timeout_s: the time limit of a message, in seconds.
         others: further connections of the group by rank, whose end shows that a peer is gone which has none
             here yet.
     """
@@ -211,11 +211,11 @@ class Messages:
             endpoint.gather(self._pending_group)
 
     def send(self, view: memoryview, peer: int, tag: int, dtype: str, channel: int = USER) -> Message:
-        """Begins to send bytes, which must stay as they are until the message is over."""
+        """Starts to send bytes, which must not change until the message has ended."""
         return self._post(Message(peer, channel, tag, dtype, view, self._deadline(), True))
 
     def receive(self, view: memoryview, peer: int, tag: int, dtype: str, channel: int = USER) -> Message:
-        """Begins to receive into ``view``; from ``peer``, -1: from the rank that sends first."""
+        """Starts to receive into ``view`` from ``peer``; -1: from the rank that sends first."""
         return self._post(Message(peer, channel, tag, dtype, view, self._deadline(), False))
 
     def abort(self, error: Exception) -> None:
@@ -298,7 +298,7 @@ class Messages:
         return [*unsent, *self._sent.values(), *self._wanted, *self._coming.values(), *going]
 
     def _take_up(self) -> None:
-        """Takes new messages and new connections."""
+        """Handles new messages and new connections."""
         with self._lock:
             posted, self._posted = self._posted, []
         with self._pending_group.changed:
@@ -334,7 +334,7 @@ class Messages:
         self._connect_for(message)
 
     def _connect_for(self, message: Message) -> None:
-        """Dials the peers it needs, where this side is the one to dial and has not."""
+        """Dials the peers that a message needs, if this side has to dial and has not done so."""
         me, now = self.membership.rank, time.monotonic()
         for rank in range(self.membership.world_size) if message.peer < 0 else (message.peer,):
             known = rank == me or rank in self._lines or rank in self._lost
@@ -362,7 +362,7 @@ class Messages:
     def _say(
         self, peer: int, kind: int, message: Message, number: int, size: int, content: Buffer = b""
     ) -> None:
-        """Queues a word about a message, with its data; some words end the message on this side."""
+        """Queues a notice about a message, with its data; some notices end the message on this side."""
         dtype, channel = DTYPES.index(message.dtype), message.channel
         header = _HEADER.pack(_MAGIC, kind, dtype, channel, message.tag, number, size)
         if len(content) <= SMALL_BYTES:  # a copy costs less than a record of its own
@@ -375,7 +375,7 @@ class Messages:
     # ------------------------------------------------------------ receiving
 
     def _call_for(self, message: Message) -> None:
-        """Takes the first message that has arrived and fits, or waits for it."""
+        """Takes the first matching message that has arrived, or waits for one."""
         arrived = self._arrived.get(message.key, [])
         for each in arrived:
             if message.peer in (-1, each.peer):
@@ -395,14 +395,14 @@ class Messages:
         self._hold(arrived, 1)
 
     def _hold(self, arrived: _Arrived, change: int) -> None:
-        """Counts messages that wait here for a call. The peer counts as well, and stays within the limit."""
+        """Counts messages that wait here for a recv; the peer also counts them, and respects the limit."""
         count, size = self._held.get(arrived.peer, (0, 0))
         count, size = count + change, size + change * len(arrived.data or b"")
         self._held[arrived.peer] = count, size
         if count > MOST_ARRIVED or size > MOST_WAITING_BYTES:
             raise CommunicatorError(
-                f"{self._name(arrived.peer)} exceeds what may wait here without a recv: {count} messages,"
-                f" {size} bytes."
+                f"{self._name(arrived.peer)} has sent too much for which no recv was called here: {count}"
+                f" messages, {size} bytes."
             )
 
     def _match(self, message: Message, arrived: _Arrived) -> None:
@@ -600,14 +600,14 @@ class Messages:
         message.end(error)
 
     def _nobody_may_send(self) -> Exception | None:
-        """Why a receive from any rank cannot succeed: a peer failed, or all have left; None: it can."""
+        """Returns why a receive from any rank cannot succeed: a peer failed, or all left. None: it can."""
         broken = next((self._lost[peer] for peer in self._lost if peer not in self._left), None)
         if broken is None and len(self._lost) == self.membership.world_size - 1:
             broken = next(iter(self._lost.values()), None)
         return broken
 
     def _lose(self, peer: int, error: Exception, *, in_order: bool = False) -> None:
-        """Ends the messages of a peer that is gone, and those that would take one of anybody."""
+        """Ends the messages of a lost peer, and receives from any rank."""
         if peer in self._lost:
             return
         self._lost[peer] = error

@@ -9,10 +9,10 @@ from muster.communicators.tcp.connection import PeerConnection
 
 
 class PendingGroup:
-    """Where connections of one communicator arrive.
+    """Collects the connections of one communicator as they are established.
 
     Args:
-        membership: who belongs here, and the unique ids that prove it.
+        membership: the members of the group, and the unique ids that prove membership.
         label: names the group on the wire.
     """
 

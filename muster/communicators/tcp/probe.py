@@ -1,6 +1,6 @@
-"""Probes: whether a worker can be reached at its data address, and is who it should be.
+"""Probes: checks whether a worker can be reached at its data address, and has the right identity.
 
-A probe is a connection to a worker's endpoint that goes through TLS as every other, and is then answered by
+A probe is a connection to a worker's endpoint that uses TLS like every other, and is then answered by
 the endpoint's thread with the probe's own nonce, whatever the worker's training is doing.
 """
 
@@ -28,7 +28,7 @@ AT_ONCE = 64
 
 
 class ProbeError(Exception):
-    """A worker cannot be reached, or is not who it should be."""
+    """A worker cannot be reached, or has another identity."""
 
 
 class Prober:
@@ -44,13 +44,13 @@ class Prober:
         self._job_id = job_id
 
     def __call__(self, targets: Mapping[str, str]) -> dict[str, str]:
-        """Probes workers side by side.
+        """Probes workers in parallel.
 
         Args:
             targets: their addresses by node id.
 
         Returns:
-            Why, by node id, of those that cannot be reached.
+            For each worker that cannot be reached, the reason, by node id.
         """
         waiting = list(targets.items())
         unreached: dict[str, str] = {}
@@ -71,7 +71,7 @@ class Prober:
         """Tries to reach one worker until CONNECT_TIMEOUT_S is over.
 
         Returns:
-            Why it cannot be reached; "" if it can.
+            The reason why it cannot be reached; "" if it can.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
@@ -123,11 +123,11 @@ def answer_probes(
 
     Args:
         tls: how peers are authenticated, asked for each probe; None for plaintext.
-        address: a local one.
-        allow_insecure: lets plaintext leave loopback.
+        address: a local address.
+        allow_insecure: whether plaintext may leave loopback.
 
     Returns:
-        The endpoint and its ``host:port``; None and "" where nothing may listen without TLS.
+        The endpoint and its ``host:port``; None and "" if nothing may listen without TLS.
     """
     if tls is None and not allow_insecure and not is_loopback(address):
         return None, ""

@@ -4,7 +4,7 @@ Python's TLS moves 16 KiB at a time, which costs more than the encryption. So on
 two ends, both switch the connection to these records: RFC 8446, sections 5.2 to 5.5 (record protection) and
 7.1 to 7.3 (key schedule) with TLS_AES_128_GCM_SHA256, and for records of more than 2^14 bytes the header of
 draft-ietf-tls-super-jumbo-record-limit. Names are those of the RFC. docs/records.md says what is done where,
-and what of TLS is not done.
+and which parts of TLS are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TLS_RECORD_SIZE_LIMIT = (1 << 14) + 1
 """The same without the draft (RFC 8446, section 5.4); records then have RFC 8446's header."""
 
 RECORDS_PER_KEY = 1 << 17
-"""Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, hence 2^19.5 of ours."""
+"""Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, which is 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
 """Most records without data in a row: empty ones, and KeyUpdates."""
@@ -56,7 +56,7 @@ _TLS_EXPANSION = 256
 
 
 class ContentType(enum.IntEnum):
-    """What a record holds (RFC 8446, section 5.1)."""
+    """The type of a record's content (RFC 8446, section 5.1)."""
 
     CHANGE_CIPHER_SPEC = 20
     ALERT = 21
@@ -76,7 +76,7 @@ class AlertDescription(enum.IntEnum):
 
 
 class KeyUpdateRequest(enum.IntEnum):
-    """Whether the other side is to replace its key, too (RFC 8446, section 4.6.3)."""
+    """Whether the other side must replace its key, too (RFC 8446, section 4.6.3)."""
 
     UPDATE_NOT_REQUESTED = 0
     UPDATE_REQUESTED = 1
@@ -96,7 +96,7 @@ _SAYINGS = {
 
 
 class RecordLayerError(Exception):
-    """A record is not what the other side sent, or what it may send. Nothing more is read.
+    """A record was altered, or is not allowed here. Nothing more is read.
 
     Attributes:
         description: the alert that RFC 8446 names for it.
@@ -135,7 +135,7 @@ def application_traffic_secrets(
     Args:
         psk: the pre-shared key.
         shared_secret: takes the place of (EC)DHE's result.
-        transcript_hash: of the handshake, up to the point to which the secrets belong.
+        transcript_hash: the transcript hash of the handshake, up to the point to which the secrets belong.
 
     Returns:
         client_application_traffic_secret_0 and server_application_traffic_secret_0, 32 bytes each.
@@ -156,7 +156,7 @@ class TrafficKey:
 
     Attributes:
         cipher: AES under [sender]_write_key, used with GCM.
-        sequence_number: of the next record under this key.
+        sequence_number: the sequence number of the next record under this key.
     """
 
     def __init__(self, traffic_secret: bytes) -> None:
@@ -175,7 +175,7 @@ class TrafficKey:
         return (self._iv ^ number).to_bytes(IV_BYTES, "big")
 
     def update(self) -> None:
-        """Goes on to application_traffic_secret_N+1 (section 7.2); counting starts again (section 5.3)."""
+        """Switches to application_traffic_secret_N+1 (section 7.2), and counts from 0 again (section 5.3)."""
         self._install(hkdf_expand_label(self._secret, "traffic upd", b"", HASH_BYTES))
 
 
@@ -195,7 +195,7 @@ def from_varuint(data: memoryview) -> int:
     """Reads a length from a varuint of 1, 2 or 4 bytes.
 
     Raises:
-        RecordLayerError: it is longer than its value needs.
+        RecordLayerError: the varuint is longer than its value needs.
     """
     size = len(data)
     length = int.from_bytes(data, "big") & ((1 << (8 * size - 2)) - 1)
@@ -214,8 +214,8 @@ class RecordLayer:
 
     Args:
         sock: the connection's TCP socket.
-        send_secret: application_traffic_secret_0 of what goes out, 32 bytes.
-        receive_secret: application_traffic_secret_0 of what comes in, 32 bytes.
+        send_secret: application_traffic_secret_0 of outgoing records, 32 bytes.
+        receive_secret: application_traffic_secret_0 of incoming records, 32 bytes.
         record_size_limit: most bytes of a TLSInnerPlaintext, both ways. Above RFC 8446's 2^14 + 1 the
             records are TLSLargeCiphertext, else TLSCiphertext.
     """
@@ -257,7 +257,7 @@ class RecordLayer:
     # ------------------------------------------------------------ writing
 
     def write(self, piece: memoryview) -> int:
-        """Sends a record of data; returns the size of the piece, or 0 if it did not go out whole.
+        """Sends a record of data; returns the size of the piece, or 0 if it was not sent completely.
 
         After 0, the next call must be given the same piece again.
 
@@ -281,7 +281,7 @@ class RecordLayer:
         return self._answer_key_update or self._send_key.sequence_number >= RECORDS_PER_KEY
 
     def _key_update(self) -> int:
-        """Puts a KeyUpdate before what goes out next, and replaces the key behind it."""
+        """Sends a KeyUpdate before the next record, and replaces the key after it."""
         self._answer_key_update = False  # first: the reading thread may be asked again while this one writes
         message = _KEY_UPDATE + bytes((KeyUpdateRequest.UPDATE_NOT_REQUESTED,))
         end = self._protect(ContentType.HANDSHAKE, memoryview(message), 0)
@@ -289,7 +289,7 @@ class RecordLayer:
         return end
 
     def _protect(self, content_type: int, content: memoryview, start: int) -> int:
-        """Writes one record into the buffer that goes out; returns where it ends there (section 5.2)."""
+        """Writes one record to the output buffer; returns the offset of its end (section 5.2)."""
         length = len(content) + 1 + TAG_BYTES
         header = varuint(length) if self._large else _TLS_HEADER + length.to_bytes(2, "big")
         body = start + len(header)
@@ -301,13 +301,14 @@ class RecordLayer:
     # ------------------------------------------------------------ reading
 
     def read(self, view: memoryview) -> int:
-        """Fills the view from the next record, or what is left of the last; 0 at the end of the stream.
+        """Fills the view from the next record, or the rest of the last one; 0 at the end of the stream.
 
-        Bytes of the view that are not counted may have been overwritten, also where the record does not open.
+        Further bytes of the view may have been overwritten, also if decryption fails.
 
         Raises:
-            BlockingIOError: no whole record is there.
-            RecordLayerError: the record does not open, or is not one that may come; or an earlier one was so.
+            BlockingIOError: no complete record has arrived.
+            RecordLayerError: decryption fails, or the record is not allowed here; also after an earlier such
+                one.
             OSError: the connection is broken.
         """
         if self._failure is not None:  # the next record would open, as if this one had never been sent
@@ -361,7 +362,7 @@ class RecordLayer:
         return b""
 
     def _handshake(self, message: bytes) -> None:
-        """Takes a KeyUpdate, the only handshake message that may come here; it has a record for itself."""
+        """Handles a KeyUpdate, the only handshake message that is allowed here; it has its own record."""
         if message[0] != _KEY_UPDATE[0]:
             raise RecordLayerError(AlertDescription.UNEXPECTED_MESSAGE)
         if len(message) != len(_KEY_UPDATE) + 1 or not message.startswith(_KEY_UPDATE):
@@ -374,7 +375,7 @@ class RecordLayer:
             self._answer_key_update = True
 
     def _next_record(self) -> tuple[memoryview, memoryview] | None:
-        """Header and encrypted_record of the next record; None at the end of the stream."""
+        """Returns header and encrypted_record of the next record; None at the end of the stream."""
         while True:
             start, end = self._start, self._end
             found = self._header(start, end) if start < end else None
@@ -390,7 +391,7 @@ class RecordLayer:
                 return None
 
     def _header(self, start: int, end: int) -> tuple[int, int] | None:
-        """Where the encrypted_record begins, and its length; None if the header is not all there."""
+        """Returns the offset of the encrypted_record and its length; None if the header is incomplete."""
         if self._large:
             size = 1 << (self._in[start] >> 6)
             if size > 4:

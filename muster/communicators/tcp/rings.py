@@ -58,13 +58,13 @@ class Segments:
 
 
 class _Combining:
-    """What arrives from the left in one chunk after the other, and is combined with this rank's values.
+    """Combines the chunks that arrive from the left neighbour with this rank's values.
 
     Args:
-        numbers: of the dtype.
-        op: how.
-        ranks: how many there are.
-        chunk_size: most elements of a chunk.
+        numbers: the arithmetic of the dtype.
+        op: the reduction.
+        ranks: the number of ranks.
+        chunk_size: the largest number of elements of a chunk.
     """
 
     def __init__(self, numbers: Arithmetic, op: ReduceOp, ranks: int, chunk_size: int) -> None:
@@ -73,12 +73,12 @@ class _Combining:
         self._later = np.empty(chunk_size if numbers.is_short and ranks > 2 else 0, numbers.wide)
 
     def room(self, count: int, first: bool) -> NumpyArray:
-        """Where a chunk arrives: as the user gave it from the ``first`` rank, else as it was combined."""
+        """Returns the buffer for a chunk: of the user's dtype if it is the ``first`` rank's, else wide."""
         short = not first and self._numbers.is_short
         return (self._later if short else self._first)[:count]
 
     def add(self, mine: NumpyArray, first: bool, partial: NumpyArray | None, out: Any) -> None:
-        """Combines what has arrived into ``partial`` or, where that is None, finally into ``out``."""
+        """Combines the arrived chunk with ``mine`` into ``partial``, or if that is None into ``out``."""
         numbers = self._numbers
         arrived = numbers.widen(self.room(mine.size, first))
         into = partial if partial is not None else arrived if numbers.is_short else out

@@ -1,8 +1,8 @@
-"""Bytes moved on several connections at once, under one deadline.
+"""Transfers bytes on several connections at once, under one deadline.
 
-One thread moves all. A stream is a list of memory views to be sent or filled in order. ``Outgoing`` views
-may be held back until they are ready, and ``Incoming`` views call back when full: so rings pipeline
-themselves.
+One thread does all transfers. A stream is a list of memory views to be sent or filled in order. ``Outgoing``
+views may be held back until they are ready, and ``Incoming`` views call a function when full. So rings
+pipeline themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class StoppedError(Exception):
-    """The transfer was woken by another thread, which knows why."""
+    """Another thread has stopped the transfer, and knows why."""
 
 
 class DeadlinePassedError(Exception):
@@ -67,7 +67,7 @@ class PeerEndedError(Exception):
 
 
 class Outgoing:
-    """Views to send to one peer in order; ``ready`` says how many of them may go already."""
+    """Views to send to one peer in order; ``ready`` returns how many of them may be sent already."""
 
     def __init__(
         self, connection: PeerConnection, views: Sequence[memoryview], ready: int | None = None
@@ -86,7 +86,7 @@ class Outgoing:
 
     @property
     def finished(self) -> bool:
-        """Whether all is sent."""
+        """Whether all views are sent."""
         return self._index >= len(self.views)
 
     @property
@@ -95,7 +95,7 @@ class Outgoing:
         return self._index >= min(self.ready, len(self.views))
 
     def move(self, burst: int = _BURST) -> bool:
-        """Sends what goes, at most ``burst`` pieces; returns whether anything went."""
+        """Sends what the socket accepts, at most ``burst`` pieces; returns whether anything was sent."""
         moved = False
         for _ in range(burst):
             while not self.held and not self.views[self._index]:
@@ -134,14 +134,14 @@ class Incoming:
 
     @property
     def finished(self) -> bool:
-        """Whether all is received."""
+        """Whether all views are filled."""
         return self._index >= len(self.views)
 
     def move(self, burst: int = _BURST) -> bool:
-        """Receives what is there, at most ``burst`` pieces; returns whether anything was.
+        """Receives available bytes, at most ``burst`` pieces; returns whether anything was received.
 
         Raises:
-            EndOfStreamError: nothing more will come, or what came is a goodbye.
+            EndOfStreamError: the stream has ended, or a goodbye was received.
         """
         moved = False
         for _ in range(burst):
@@ -184,7 +184,7 @@ class Incoming:
 
 
 class FrameIn(Incoming):
-    """One frame of blocks from one peer, of a length that only the frame itself says."""
+    """One frame of blocks from one peer; the frame itself gives its length."""
 
     def __init__(self, connection: PeerConnection) -> None:
         self.connection = connection
@@ -198,7 +198,7 @@ class FrameIn(Incoming):
 
     @property
     def finished(self) -> bool:
-        """Whether the whole frame is there."""
+        """Whether the whole frame was received."""
         return self._finished
 
     def farewell(self) -> tuple[Reason, str] | None:
@@ -206,11 +206,11 @@ class FrameIn(Incoming):
         return None
 
     def move(self, burst: int = _BURST) -> bool:
-        """Receives what is there; returns whether anything was.
+        """Receives available bytes; returns whether anything was received.
 
         Raises:
             EndOfStreamError: the frame is a goodbye.
-            CommunicatorError: the bytes are no frame.
+            CommunicatorError: the bytes are not a frame.
         """
         moved = False
         while not self._finished:
@@ -289,7 +289,7 @@ class Multiplexer:
     """Runs transfers of one communicator; another thread can stop it.
 
     Args:
-        second_core: whether there is one for a second thread, which sends while this one receives.
+        second_core: whether there is a core for a second thread, which sends while this one receives.
 
     Attributes:
         watched: connections whose end is noticed even when nothing is expected from them.
@@ -313,13 +313,13 @@ class Multiplexer:
         self._poll.register(connection.fd, select.POLLRDHUP)
 
     def stop(self) -> None:
-        """Makes the transfer under way, and every later one, raise :class:`StoppedError`. From any thread."""
+        """Makes the current and all later transfers raise :class:`StoppedError`. Callable from any thread."""
         with self._fd_lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Frees what the multiplexer holds; not the connections."""
+        """Frees the multiplexer's resources; the connections stay open."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
@@ -333,7 +333,7 @@ class Multiplexer:
         self._check = check
 
     def look(self) -> None:
-        """Looks whether a peer has hung up while nothing is moved.
+        """Checks whether a peer has hung up while nothing is transferred.
 
         Raises:
             PeerEndedError: a peer has hung up without having finished.
@@ -351,17 +351,17 @@ class Multiplexer:
         deadline: float,
         until: Incoming | None = None,
     ) -> None:
-        """Moves all that is given.
+        """Runs all given transfers.
 
         Args:
             outgoing: at most one stream per peer.
             incoming: at most one stream per peer.
             deadline: on the monotonic clock.
-            until: return as soon as this one is finished, whatever is left of the others.
+            until: the stream at whose end to return, even if others are not finished.
 
         Raises:
             DeadlinePassedError: the deadline passed first.
-            PeerEndedError: a peer hung up before all was there.
+            PeerEndedError: a peer hung up before all was transferred.
             StoppedError: :meth:`stop` was called.
         """
         streams: list[Outgoing | Incoming] = [*outgoing, *incoming]
@@ -384,7 +384,7 @@ class Multiplexer:
                 self._wait(waiting, deadline)
 
     def _move_both(self, outgoing: Outgoing, incoming: Incoming) -> bool:
-        """Sends in another thread while this one receives; returns whether anything moved."""
+        """Sends in another thread while this one receives; returns whether anything was transferred."""
         if self._sender is None:
             self._sender = _Sender()
         failure: PeerEndedError | None = None
@@ -441,7 +441,7 @@ class Multiplexer:
 
 
 def _is_long(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> bool:
-    """Whether a second thread is worth its while, for a ring of many pieces, and may be."""
+    """Whether a second thread is worthwhile (a ring of many pieces) and possible."""
     one = len(outgoing) == len(incoming) == 1 and type(incoming[0]) is Incoming
     return (
         one
@@ -451,7 +451,7 @@ def _is_long(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> bool
 
 
 def _ended(stream: Outgoing | Incoming, end: EndOfStreamError) -> PeerEndedError:
-    """What is known of a peer that hung up, with what it said last."""
+    """Returns the error for a peer that closed the connection, with its last message."""
     farewell = end.farewell
     if farewell is None:
         farewell = stream.farewell() if isinstance(stream, Incoming) else stream.connection.read_ahead()

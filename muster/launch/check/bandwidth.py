@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Arrays:
-    """How a plane makes arrays from NumPy's, reads them back, and waits for them."""
+    """The operations on arrays of a plane: convert from NumPy, convert back, and wait."""
 
     make: Callable[[Any], Any] = lambda values: values
     read: Callable[[Any], Any] = lambda array: array
@@ -127,7 +127,7 @@ class Beside(Plane):
     Args:
         session: the job.
         backend: not the session's own.
-        arrays: of the backend's kind.
+        arrays: the operations on the backend's arrays.
         prepare: called before each communicator is made.
     """
 

@@ -50,7 +50,7 @@ class Result:
         findings: facts in which ranks differ.
         warnings: sentences.
         errors: sentences for which training must not begin.
-        speeds: of each plane that was measured, GB/s of the pairs of hosts.
+        speeds: for each measured plane, the bandwidth of each pair of hosts in GB/s.
         wrong: the planes that gave wrong numbers.
     """
 
@@ -188,7 +188,7 @@ def examine(
 
     Args:
         session: the job.
-        facts: of each rank, in order of rank.
+        facts: the facts of each rank, in order of rank.
         wall_clock: this rank's time of day in seconds.
     """
     import numpy as np

@@ -40,7 +40,7 @@ def compare(facts: Sequence[Mapping[str, str]]) -> list[Finding]:
     """Finds the facts in which ranks differ, those that must not first.
 
     Args:
-        facts: of each rank, in order of rank.
+        facts: the facts of each rank, in order of rank.
     """
     findings = []
     for name in sorted({name for one in facts for name in one}):
@@ -59,7 +59,7 @@ def unsealed(facts: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns a sentence on each reason why ranks that must encrypt NCCL's traffic cannot.
 
     Args:
-        facts: of each rank, in order of rank.
+        facts: the facts of each rank, in order of rank.
     """
     by_words: dict[str, list[int]] = {}
     for rank, one in enumerate(facts):
@@ -72,7 +72,7 @@ def name_clashes(hosts: Sequence[tuple[str, str]]) -> list[str]:
     """Returns sentences on machines that share a name.
 
     Args:
-        hosts: of each rank, the host's identity and name.
+        hosts: the identity and name of each rank's host, in order of rank.
     """
     ids: dict[str, dict[str, list[int]]] = {}
     for rank, (identity, name) in enumerate(hosts):

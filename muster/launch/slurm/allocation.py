@@ -1,4 +1,4 @@
-"""What an allocation of Slurm offers, which nodes do what, and what follows when all have ended. Pure.
+"""Decides what the nodes of a Slurm allocation do, and what the batch script does at the end. Pure.
 
 Slurm's variables: https://slurm.schedmd.com/sbatch.html, OUTPUT ENVIRONMENT VARIABLES.
 """
@@ -48,7 +48,7 @@ class Allocation:
         """Reads it from the environment of a batch script.
 
         Raises:
-            SettingsError: this is no batch script of Slurm's, or its nodes have different numbers of tasks.
+            SettingsError: this is not a batch script of Slurm, or nodes have different numbers of tasks.
         """
         job_id, node = _number(env, "SLURM_JOB_ID"), env.get("SLURMD_NODENAME", "")
         nodes = _number(env, "SLURM_JOB_NUM_NODES") or _number(env, "SLURM_NNODES")
@@ -61,7 +61,7 @@ class Allocation:
         tasks = _number(env, "SLURM_NTASKS") or nodes * (_number(env, "SLURM_NTASKS_PER_NODE") or 1)
         if tasks % nodes:
             raise SettingsError(
-                f"{tasks} tasks on {nodes} nodes are not as many on each of them.",
+                f"{nodes} nodes cannot share {tasks} tasks evenly.",
                 remedy="Ask for --ntasks-per-node instead of --ntasks.",
             )
         cpus = _number(env, "SLURM_CPUS_PER_TASK")
@@ -86,7 +86,7 @@ class Division:
         """Refuses spares that leave no node to train on.
 
         Raises:
-            SettingsError: there are as many spares as nodes, or more, or less than none.
+            SettingsError: the number of spares is negative, or not below the number of nodes.
         """
         if not 0 <= self.spares < self.allocation.nodes:
             raise SettingsError(
@@ -96,12 +96,12 @@ class Division:
 
     @property
     def training_nodes(self) -> int:
-        """How many nodes train at a time: what was asked for, however many are left out."""
+        """Number of nodes that train at the same time: as requested, even if nodes are left out."""
         return self.allocation.nodes - self.spares
 
     @property
     def used_nodes(self) -> int:
-        """How many nodes have workers, spare ones included."""
+        """Number of nodes with workers, including spare nodes."""
         return self.allocation.nodes - len(self.left_out)
 
     @property
@@ -110,7 +110,7 @@ class Division:
         return self.used_nodes >= self.training_nodes
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """What scheduler and workers get besides the batch script's environment, which may say more."""
+        """Returns variables for scheduler and workers; the batch script's environment overrides most."""
         each = self.allocation.tasks_per_node
         own = {
             "MS_SCHED_HOST": ".".join(filter(None, (self.allocation.node, env.get("MUSTER_DOMAIN")))),
@@ -189,7 +189,7 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Sequel:
-    """What the batch script does when the workers of a job have ended.
+    """The batch script's next action when the workers of a job have ended.
 
     Attributes:
         code: the batch script's exit code.

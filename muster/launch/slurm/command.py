@@ -163,11 +163,11 @@ class SlurmJob:
     """One attempt of a job, from its batch script's point of view.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         env: the batch script's environment.
 
     Raises:
-        SettingsError: this is no batch script, or the options do not fit its allocation.
+        SettingsError: this is not a batch script, or the options do not fit its allocation.
     """
 
     def __init__(self, options: argparse.Namespace, env: dict[str, str]) -> None:

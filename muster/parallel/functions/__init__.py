@@ -1,1 +1,1 @@
-"""Functions with gradients of their own that divided models call in place of torch's, and their kernels."""
+"""Autograd functions and kernels that sharded models use in place of torch's operators."""

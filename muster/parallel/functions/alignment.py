@@ -27,15 +27,15 @@ def _result(log_probs: Any, *arguments: Any) -> Any:
 
 
 RUN = {_recorded: torch.ctc_loss}
-"""What is recorded as one operator, and the function of torch's that is called when the graph runs."""
+"""The operator that is recorded, and the function of torch that runs in its place."""
 
 
 @contextlib.contextmanager
 def recorded_as_one() -> Iterator[None]:
-    """While a forward pass is recorded inside, ``torch.ctc_loss`` of this thread is one operator.
+    """Context in which ``torch.ctc_loss`` is recorded as one operator, in this thread only.
 
-    Torch would record two halves of it. The shape of what goes from one to the other depends on the lengths
-    of the targets, so that no graph could hold them.
+    Torch would record it as two operators. The shape of the tensor between them depends on the lengths of the
+    targets, so that a graph cannot contain it.
     """
     original, thread = torch.ctc_loss, threading.get_ident()
 

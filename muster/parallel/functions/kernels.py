@@ -1,6 +1,6 @@
-"""Triton kernels of the cross entropy; only imported where there is Triton, for tensors on a GPU.
+"""Triton kernels of the cross entropy; imported only if Triton is installed and the tensors are on a GPU.
 
-Each program has a block of one row's scores, which it reads once; arithmetic is in float32.
+Each program reads a block of one row's scores once, and computes in float32.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def _statistics(scores, own, out, rows, classes, stride, width: tl.constexpr):  
     inside = column < classes
     x = tl.load(scores + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     top = tl.max(x, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)  # a block of nothing but -inf adds 0
+    shift = tl.where(top == float("-inf"), 0.0, top)  # a block that is all -inf adds 0
     total = tl.sum(tl.exp(x - shift), 0)
     wanted = tl.sum(tl.where(column == tl.load(own + row), x, 0.0), 0)
     place = out + block * 3 * rows + row
@@ -41,11 +41,14 @@ def _gradient(scores, own, total, weight, out, classes, stride, width: tl.conste
 
 
 def statistics(scores: Any, own: Any) -> Any:
-    """Of each block of a row the maximum, the sum of exponentials less it, and the target's score.
+    """Computes three numbers for each block of a row, from which the cross entropy follows.
+
+    They are the block's maximum m, its sum of exp(score - m), and the target's score (0 if the target is in
+    another block).
 
     Args:
-        scores: [rows, classes], each row in one piece, of at most float32.
-        own: the target's place in each row, int64; -1: it is not there.
+        scores: shape [rows, classes], contiguous within a row, of float32 or a lower precision.
+        own: the target's index in each row, int64; -1: the target is not among these classes.
 
     Returns:
         float32 of shape [blocks, 3, rows].
@@ -61,14 +64,14 @@ def statistics(scores: Any, own: Any) -> Any:
 
 
 def write_gradient(scores: Any, own: Any, total: Any, weight: Any, out: Any) -> None:
-    """Writes ``weight`` times each row's probabilities, less one at the target.
+    """Writes the gradient: each row's probabilities, minus 1 at the target, times the row's weight.
 
     Args:
         scores: as in :func:`statistics`.
-        own: likewise.
-        total: the logarithm of each whole row's sum of exponentials, float32.
-        weight: of each row, float32.
-        out: laid out like ``scores``, which it may be.
+        own: as in :func:`statistics`.
+        total: the logarithm of the sum of exponentials of each whole row, float32, of shape [rows].
+        weight: the factor of each row, float32, of shape [rows].
+        out: the result, with the strides of ``scores``; it may be ``scores`` itself.
     """
     rows, classes = scores.shape
     with torch.cuda.device(scores.device):

@@ -1,4 +1,4 @@
-"""The cross entropy in one pass over the scores, whose classes may be divided among ranks."""
+"""The cross entropy in one pass over the scores; classes may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
-    """The cross entropy of each row of scores; where classes are divided, no rank ever has a whole row.
+    """The cross entropy of each row of scores. If classes are sharded, no rank ever has a whole row.
 
-    Forward reads the scores once, backward reads them once and writes the gradient. Apart from the scores
-    nothing of their size is kept. On a GPU with Triton each of the two is one kernel; else only a chunk of
-    rows is in work at a time.
+    The forward pass reads the scores once; the backward pass reads them once and writes the gradient. No
+    other tensor of that size is kept. On a GPU with Triton each pass is one kernel; otherwise each works on a
+    chunk of rows at a time.
     """
 
     @staticmethod
@@ -35,16 +35,16 @@ class CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         ignored: int,
         overwrite: bool,
     ) -> Any:
-        """Losses of shape [rows], of float32 at least; 0 where the target is ignored.
+        """Returns the losses, of shape [rows] and at least float32; 0 if the target is ignored.
 
         Args:
-            ctx: autograd's.
-            scores: [rows, this rank's classes].
-            target: int64, [rows], among all classes.
-            first: the number of this rank's first class.
-            gather: gives all ranks' tensors as one of shape [ranks, ...]; None: the classes are whole.
-            ignored: the target that does not count.
-            overwrite: nobody else reads the scores: the gradient may take their memory.
+            ctx: autograd's context.
+            scores: shape [rows, this rank's classes].
+            target: the index among all classes, int64, of shape [rows].
+            first: the index of this rank's first class.
+            gather: stacks the tensors of all ranks to shape [ranks, ...]; None: classes are not sharded.
+            ignored: the target whose loss is 0.
+            overwrite: whether the gradient may overwrite the scores, as no other operator reads them.
         """
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         counted = target != ignored
@@ -61,11 +61,11 @@ class CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
-        """Probabilities less one at the target, in the scores' dtype."""
+        """Returns the gradient in the scores' dtype: probabilities, minus 1 at the target, times ``grad``."""
         scores, own, total, counted = ctx.saved_tensors
         scores = scores.detach()
         weight = torch.where(counted, grad, 0.0)
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # another backward pass may come
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # another backward pass may follow
         out = scores if ctx.overwrite and not again else torch.empty_like(scores)
         kernels = _kernels(scores)
         if kernels is not None and out.stride() == scores.stride():
@@ -76,7 +76,10 @@ class CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _statistics(scores: Any, own: Any) -> Any:
-    """Of each row the maximum, the sum of exponentials less it, and the target's score, if it is here."""
+    """Returns for each row its maximum m, its sum of exp(score - m), and the target's score or 0.
+
+    The target's score is 0 if the target is not among this rank's classes. The result has shape [3, rows].
+    """
     kernels = _kernels(scores)
     if kernels is not None:
         return _combined(kernels.statistics(scores, own))
@@ -92,7 +95,7 @@ def _statistics(scores: Any, own: Any) -> Any:
 
 
 def _combined(parts: Any) -> Any:
-    """The statistics of rows from those of their parts, [parts, 3, rows]."""
+    """Combines the statistics of parts of rows, of shape [parts, 3, rows], to those of whole rows."""
     if len(parts) == 1:
         return parts[0]
     tops, sums, wanted = parts.unbind(1)
@@ -108,7 +111,7 @@ def _write_gradient(scores: Any, own: Any, total: Any, weight: Any, out: Any) ->
 
 
 def _exact(dtype: Any) -> Any:
-    return torch.promote_types(dtype, torch.float32)  # float16 ends at 65,504
+    return torch.promote_types(dtype, torch.float32)  # float16 overflows above 65,504
 
 
 def _chunks(scores: Any) -> list[slice]:
@@ -126,12 +129,12 @@ def _with_triton() -> Any:
 
 
 def _kernels(scores: Any) -> Any:
-    """What has the kernels for these scores; None: they are computed without."""
+    """Returns the module with the kernels for these scores; None: there are none."""
     if not scores.is_cuda or scores.dtype not in (torch.float32, *_LOW) or not scores.numel():
         return None
     return _with_triton()
 
 
 def pays(scores: Any) -> bool:
-    """Whether whole rows are better computed here than by torch."""
+    """Whether unsharded scores are computed faster here than by torch."""
     return bool(scores.numel() >= FUSED_FROM) and _kernels(scores) is not None

@@ -1,4 +1,4 @@
-"""Products with weights under autocast to bfloat16, whose gradients are written in float32 at once."""
+"""Products with weights under autocast to bfloat16 that write the weight's gradient in float32 directly."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _WRITES_WIDER = hasattr(torch.ops.aten.mm, "dtype")
 
 
 class Product(torch.autograd.Function):  # type: ignore[misc]
-    """A linear layer in the dtype of ``low``, the weight's cast, which forward and backward pass share.
+    """A linear layer in low precision; the forward and backward pass share one cast of the weight.
 
-    Torch writes a weight's gradient in bfloat16 and casts it in a second pass over it.
+    Torch would write the weight's gradient in bfloat16 first, and cast it to float32 in a second pass.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, low: Any, turned: bool, again: bool) -> Any:
-        """The layer's result.
+        """Returns the layer's result, in the dtype of ``low``.
 
         Args:
-            ctx: of autograd.
+            ctx: autograd's context.
             x: the input.
-            weight: in its own precision.
-            bias: None: there is none.
-            low: the weight's cast.
-            turned: the weight is [inputs, outputs].
-            again: the weight is not kept, so its cast is not either: the backward pass casts again.
+            weight: the weight in its own precision.
+            bias: the bias, or None.
+            low: the weight's cast to low precision.
+            turned: whether the weight has shape [inputs, outputs] instead of [outputs, inputs].
+            again: whether the backward pass casts the weight again, as a gathered weight is not kept.
         """
         x = x.to(low.dtype)
         reads = ctx.needs_input_grad[0]
@@ -40,7 +40,7 @@ class Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
-        """Gradients of the input, the weight and the bias; the latter two in the weight's dtype."""
+        """Returns the gradients of input, weight and bias; the last two in the weight's dtype."""
         x, low = ctx.saved_tensors
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         x_grad = weight_grad = bias_grad = None
@@ -62,7 +62,7 @@ def _product(a: Any, b: Any, dtype: Any) -> Any:
 
 
 def applies(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether autocast would bring these to bfloat16, and a gradient comes back to the weight."""
+    """Whether autocast would cast these tensors to bfloat16, and the weight gets a gradient."""
     device = weight.device.type
     return bool(
         torch.is_grad_enabled()
@@ -77,17 +77,17 @@ def applies(x: Any, weight: Any, bias: Any) -> bool:
 
 
 class Casts:
-    """The casts of one forward pass's weights, each made once."""
+    """The casts of the weights of one forward pass; each is made once."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def of(self, weight: Any, dtype: Any) -> Any:
-        """The weight in another dtype, without a gradient."""
-        if id(weight) not in self._made:  # holding the weight, so that no other takes its id
+        """Returns the weight in another dtype, detached."""
+        if id(weight) not in self._made:  # keeps the weight too, so that its id is not reused
             self._made[id(weight)] = weight, weight.detach().to(dtype)
         return self._made[id(weight)][1]
 
     def clear(self) -> None:
-        """Forgets them: the pass is over, or broke off."""
+        """Drops all casts, when the pass has finished or failed."""
         self._made.clear()

@@ -1,4 +1,4 @@
-"""Operators that read a tensor's memory by strides: what was recorded holds for tensors in any layout."""
+"""Makes operators that read a tensor's memory by strides work for tensors in any memory layout."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _LARGEST_ITEM = 16  # bytes, of a complex128
 
 
 def strided_function(op: str, example: Any, arguments: Sequence[Any], line: str) -> Callable[..., Any]:
-    """The function of a recorded operator of ``BY_STRIDES`` that does the same with a tensor in any layout.
+    """Returns a function like a recorded operator of ``BY_STRIDES``, but for tensors in any memory layout.
 
-    Its sizes, strides and offset are those of the example's memory. So a tensor that came from other ranks,
-    or was divided, is laid out like the example first.
+    The recorded sizes, strides and offset refer to the memory of the example. So a tensor that came from
+    other ranks, or is a part of another, is first copied to the example's memory layout.
 
     Args:
         op: the operator's name.
-        example: the tensor that it was recorded with, whose layout counts.
-        arguments: those behind the tensor: sizes, strides, and the offset if there is one.
-        line: where it is called, as ``model.py:12``.
+        example: the tensor with which it was recorded.
+        arguments: the arguments after the tensor: sizes, strides, and the offset if there is one.
+        line: the line of the call, as ``model.py:12``.
 
     Raises:
-        TraceError: it reads memory that is not the tensor's own.
+        TraceError: the operator reads memory that does not belong to the tensor.
     """
     size, stride = tuple(arguments[0]), tuple(arguments[1])
     start = example.storage_offset()
@@ -39,7 +39,7 @@ def strided_function(op: str, example: Any, arguments: Sequence[Any], line: str)
     last = offset + _span(size, stride)
     if own != example.numel() or offset < start or last > start + own:
         raise TraceError(
-            f"{line or 'The forward pass'} reads memory beside its tensor's own elements by {op}.",
+            f"{line or 'The forward pass'} reads memory outside its tensor's own elements by {op}.",
             line=line,
             remedy="Call .contiguous() before it, or index the tensor that holds all of them.",
         )
@@ -53,13 +53,13 @@ def strided_function(op: str, example: Any, arguments: Sequence[Any], line: str)
 
 
 def as_recorded(function: Callable[..., Any], contiguous: Sequence[bool]) -> Callable[..., Any]:
-    """The function of tensors that are contiguous where those were that it was recorded with.
+    """Returns an operator that makes those tensors contiguous that were contiguous when it was recorded.
 
-    Some of torch's operators refuse others, or copy them themselves.
+    Some operators of torch refuse tensors that are not contiguous, or copy them.
 
     Args:
         function: an operator.
-        contiguous: of each of its tensors, in the order of the arguments.
+        contiguous: whether each of its tensors was contiguous, in the order of the arguments.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,14 +75,14 @@ def as_recorded(function: Callable[..., Any], contiguous: Sequence[bool]) -> Cal
 
 
 def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first to the last that a tensor reads."""
+    """Returns the number of elements of memory from the first to the last that a tensor reads."""
     if not math.prod(size):
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def in_layout(x: Any, strides: Sequence[int]) -> Any:
-    """The tensor, or a copy of it, with these strides; those of dimensions of size 1 do not count."""
+    """Returns the tensor, or a copy, with these strides; strides of dimensions of size 1 are not compared."""
     apart = zip(x.shape, x.stride(), strides, strict=True)
     if all(mine == wanted for size, mine, wanted in apart if size > 1):
         return x
@@ -90,12 +90,12 @@ def in_layout(x: Any, strides: Sequence[int]) -> Any:
 
 
 def as_pairs(x: Any) -> Any:
-    """The tensor, or a copy of it, whose last dimension can be read as complex numbers."""
+    """Returns the tensor, or a copy, laid out so that its last dimension can be read as complex numbers."""
     even = all(step % 2 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
     return x if x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and even else dense(x)
 
 
 def dense(x: Any) -> Any:
-    """The tensor, or a copy of it, whose memory can be read as another dtype."""
+    """Returns the tensor, or a copy, laid out so that its memory can be read as another dtype."""
     aligned = x.is_contiguous() and x.storage_offset() % _LARGEST_ITEM == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""A loss of torch that looks at values before it computes, which no recorded pass could do."""
+"""``gaussian_nll_loss`` without torch's checks of values, which cannot be recorded in a graph."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.nn import functional
 
 @contextlib.contextmanager
 def without_value_checks() -> Iterator[None]:
-    """While a forward pass is recorded inside, this thread's ``gaussian_nll_loss`` looks at no variances.
+    """Context in which ``gaussian_nll_loss`` does not check the variances, in this thread only.
 
-    Torch's own raises where one is negative, and then raises those below ``eps`` under ``no_grad``: of that
-    an exported graph shows the new values, but not that gradients pass as if nothing had been raised. A
-    program that holds torch's function by another name is refused by the exporter. One recording at a time.
+    Torch's function raises an error if a variance is negative, and increases variances below ``eps`` under
+    ``no_grad``. An exported graph contains the increased values, but not that gradients ignore the increase.
+    The exporter refuses programs that have imported torch's function under another name. Only one forward
+    pass may be recorded at a time.
     """
     original, thread = functional.gaussian_nll_loss, threading.get_ident()
 
@@ -40,7 +41,7 @@ _REDUCED = {"none": lambda losses: losses, "mean": torch.mean, "sum": torch.sum}
 
 
 def _losses(mean: Any, target: Any, variance: Any, full: bool, eps: float) -> Any:
-    """The negative logarithm of a normal density at each target, without the constant unless ``full``."""
+    """Returns the negative log density of a normal distribution; the constant is added with ``full``."""
     if not isinstance(variance, torch.Tensor):
         variance = torch.full_like(mean, variance)
     if variance.shape == mean.shape[:-1]:

@@ -14,7 +14,7 @@ from muster.parallel.planning.problem import State
 def data_parallel_seconds(graph: Graph, states: Sequence[State], mesh: Mesh, machine: Hardware) -> float:
     """Predicts the seconds of a step of data parallelism.
 
-    Each rank runs the bare module on its own part of the batch, operators included that a plan could not
+    Each rank runs the bare module on its own part of the batch, including operators that a plan could not
     split. Only gradients are communicated; BatchNorm's statistics and the loss are those of the rank's part.
 
     Args:

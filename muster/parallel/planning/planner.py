@@ -215,7 +215,7 @@ def _check_one_dimension(mesh: Mesh | None, world: int) -> None:
 def _check_rest(rest: str, mode: str) -> None:
     if rest not in RESTS or (rest != "search" and mode != "semi_auto"):
         raise SettingsError(
-            f'rest is one of {", ".join(RESTS)}, the second in mode "semi_auto" only, not {rest!r}'
+            f'rest is one of {", ".join(RESTS)}, the last only in mode "semi_auto"; it is {rest!r}'
         )
 
 
@@ -236,12 +236,12 @@ def _best_of(
     Args:
         graph: see :func:`find_plan`.
         given: the options of each mesh.
-        machine: likewise.
-        pins: what users fixed.
-        others: what the operators are held to that users did not fix.
-        batch: what they are held to where they compute their part of the batch.
-        limit: bytes of memory of a rank.
-        search: likewise.
+        machine: see :func:`find_plan`.
+        pins: the states that users fixed.
+        others: the states that other operators may have.
+        batch: the states in which operators compute their part of the batch.
+        limit: the memory limit of a rank, in bytes.
+        search: see :func:`find_plan`.
 
     Raises:
         SettingsError: no mesh has a plan; the message says why.

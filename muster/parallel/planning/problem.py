@@ -152,7 +152,7 @@ class Problem:
         choice = []
         for node, states in zip(self.graph.nodes, self.states, strict=True):
             if node.name not in keys:
-                raise KeyError(f"nothing is said of {node.name}")
+                raise KeyError(f"it has no layout of {node.name}")
             found = [i for i, state in enumerate(states) if state.key == keys[node.name]]
             if not found:
                 raise KeyError(f"{node.name} cannot be split as {keys[node.name]!r}")
@@ -176,7 +176,7 @@ def build(
         mesh: sizes.
         machine: what things cost.
         options: see there.
-        pins: by node, which states may be chosen.
+        pins: the states that may be chosen, by node.
         limit: bytes of a rank: an operator whose results alone are more is left out, if it has other states.
 
     Raises:

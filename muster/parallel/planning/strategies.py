@@ -136,7 +136,7 @@ def pins_of(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, dict[
         node = _named(graph, name)
         if node.name in found:
             raise SettingsError(
-                f"two strategies are for {_what(node)}, one of them as {name!r}: leave one out"
+                f"two strategies apply to {_what(node)}, one of them by the name {name!r}: remove one"
             )
         found[node.name] = slices_by_axis(graph, node, strategy)
     return found
@@ -158,7 +158,7 @@ def _named(graph: Graph, name: str) -> Node:
             names = ", ".join(node.name for node in candidates)
             raise SettingsError(f"{name!r} has several operators: {names}; name one of them")
     known = sorted({node.module for node in calls if node.module} | {node.name for node in calls})
-    raise SettingsError(f"nothing is called {name!r}; there are: {', '.join(known[:40])}")
+    raise SettingsError(f"there is no operator or module {name!r}; there are: {', '.join(known[:40])}")
 
 
 def pin_of(mesh: Mesh, wanted: Mapping[str, int]) -> Pin:

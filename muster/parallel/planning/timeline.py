@@ -1,4 +1,4 @@
-"""Simulates a step's times: gradients go beside the backward pass, all else runs in sequence. Pure."""
+"""Simulates the times of a step, in which gradients and gathered parameters overlap computation. Pure."""
 
 from __future__ import annotations
 

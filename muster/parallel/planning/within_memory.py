@@ -65,10 +65,10 @@ def best_on(
         graph: with fan-out nodes.
         mesh: sizes.
         machine: what things cost.
-        options: of the mesh.
-        pins: by node, which states may be chosen.
+        options: the options of the mesh.
+        pins: the states that may be chosen, by node.
         limit: bytes of a rank.
-        batch: by node, the states in which it computes its part of the batch.
+        batch: the states in which a node computes its part of the batch, by node.
 
     Returns:
         The fastest result; if none fits, the last one, which needs the least memory of those searched.
@@ -112,11 +112,11 @@ def best_on(
 def leanest_s(
     graph: Graph, mesh: Mesh, machine: Hardware, options: Options, pins: Mapping[str, Pin]
 ) -> float:
-    """Seconds of the fastest choice on a mesh with all parameters in shares and all layers computed again.
+    """Returns the seconds of the fastest choice with all parameters sharded and all layers recomputed.
 
     Raises:
         KeyError: see :func:`best_on`.
-        TooWide: likewise.
+        TooWide: see :func:`best_on`.
     """
     names = tuple(layer.name for layer in worth_recomputing(graph)) if options.checkpoint_activations else ()
     shares = ALWAYS if options.shard_parameters and options.shard_updates else options.shard_parameters

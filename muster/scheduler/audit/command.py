@@ -48,7 +48,7 @@ class Tenure:
         generation: its number.
         first_step: the first step that it executed, from 0.
         end_step: the step after its last one; None if the log does not say.
-        members: by rank: rank, node_id, host, incarnation, certificate.
+        members: the members by rank, each with rank, node_id, host, incarnation and certificate.
     """
 
     job_id: str

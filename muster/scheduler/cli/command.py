@@ -235,7 +235,7 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
     Raises:
-        SchedulerSettingsError: none is named, and several launches run here.
+        SchedulerSettingsError: no scheduler is named, and several launches run here.
     """
     if getattr(options, "command", "") != "health" and not _is_named(options, env):
         try:

@@ -87,7 +87,7 @@ def checked_names(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Checks and returns the node ids and hosts to be drained.
 
     Raises:
-        SchedulerSettingsError: none are given, or both are.
+        SchedulerSettingsError: neither node ids nor hosts are given, or both are.
     """
     hosts = [name for each in options.hosts for name in each.split(",") if name]
     if options.nodes and hosts:

@@ -26,7 +26,7 @@ class DrainPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """What the core must know of the scheduler's settings.
+    """The settings of the scheduler that the core needs.
 
     ``worker_num`` 0 means that the first worker to join determines it. ``recovered_timeout_s`` is how long
     workers may take to reconnect to a scheduler that was just recovered; None means ``node_timeout_s``.
@@ -264,7 +264,7 @@ Event = (
 
 
 class RankEvidence(Value):
-    """What is known of one worker when its job makes no progress.
+    """The facts about one worker when its job makes no progress.
 
     Attributes:
         candidate, rank: the worker and its rank.
@@ -301,7 +301,7 @@ class Bundle(Value):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from one event.
+    """The result of one event.
 
     The adapter makes ``records`` durable, then sends ``messages`` in order, then logs ``reason`` if it is not
     empty. After ``Refused`` or ``Ended`` it closes that session's stream. Records and messages are separate

@@ -1,4 +1,4 @@
-"""Handles messages of members: heartbeats, unique ids, their progress, and whom they wait for."""
+"""Handles messages of members: heartbeats, unique ids, progress, and the members for which they wait."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class GenerationState:
 
 @dataclass(slots=True)
 class Admissions:
-    """What a job remembers of Joins: those held back, the newly admitted workers, and the warnings given.
+    """A job's memory of Joins: those held back, the newly admitted workers, and the warnings given.
 
     Attributes:
         held_back: Joins that wait until it is clear which workers come back after a restart.
@@ -234,7 +234,7 @@ class Job:
 
     @property
     def phase(self) -> Phase:
-        """Where the job stands."""
+        """The job's phase."""
         durable = self.ledger.phase
         return Phase.QUIESCING if durable is Phase.RUNNING and self.current.plan is not None else durable
 
@@ -258,7 +258,7 @@ class Job:
 
     @property
     def patience(self) -> Patience:
-        """How long workers may be silent: ``node_timeout_s`` and the time between two heartbeats."""
+        """The time for which workers may be silent: ``node_timeout_s``, and the interval of heartbeats."""
         least, node_timeout_s = self.settings.heartbeat_interval_s, self.settings.node_timeout_s
         return Patience(
             node_timeout_s + 1.5 * (self.heartbeat_interval_s - least),
@@ -267,7 +267,7 @@ class Job:
 
     @property
     def unique_id_count(self) -> int:
-        """How many unique ids the newest generation takes."""
+        """Number of unique ids that the newest generation needs."""
         return -(-len(self.ledger.ranks) // self.settings.ranks_per_unique_id)
 
     @property

@@ -73,7 +73,7 @@ class Ledger:
     Attributes:
         claims: admitted worker processes by node id.
         retired: incarnations that may not return, with the reason, by node id.
-        absent: by node id, an incarnation that left before it was ever a member, and may return.
+        absent: incarnations that left before they were members, and may return, by node id.
         completed: worker processes that completed the training.
         lost: members of the current generation that are gone and had not finished, with the reason.
         parted: those of the lost that left as planned, while the job was suspended or before they had made a
@@ -159,7 +159,7 @@ class Ledger:
 
     @property
     def living(self) -> int:
-        """How many members of the newest generation are neither lost nor finished."""
+        """Number of members of the newest generation that are neither lost nor finished."""
         return len(self.claims) - len(self.unplaced)
 
     def staying(self) -> Iterator[Claim]:

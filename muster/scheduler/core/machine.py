@@ -131,7 +131,7 @@ class Machine:
 
     @property
     def outcome(self) -> records.JobEnded | None:
-        """How the job ended (``ok`` and why); None while it goes on."""
+        """The result of the job (``ok`` and the reason); None while it runs."""
         return self.job.ledger.outcome
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> events.Decision:
@@ -207,7 +207,7 @@ class Machine:
         return job_view(self.job, now)
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
-        """What draining these workers now would cost, in sentences."""
+        """Returns sentences on what it would cost to drain these workers now."""
         return drains.weigh(self.job, node_ids, hosts)
 
     def _start(self, now: float) -> None:

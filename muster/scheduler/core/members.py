@@ -97,7 +97,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long members, and workers without a place, may be silent, in seconds."""
+    """The times for which members, and workers without a place, may be silent, in seconds."""
 
     member_s: float
     waiting_s: float

@@ -413,7 +413,7 @@ def _suspension(job: Job) -> str:
 
 
 def explain_recovered(job: Job) -> None:
-    """What ``status`` shows for a job that was just recovered, until something happens."""
+    """Sets what ``status`` shows for a job that was just recovered, until something happens."""
     ledger, phase = job.ledger, job.phase
     if phase is Phase.SUSPENDED:
         wait_s = job.settings.topo_timeout_s

@@ -348,7 +348,7 @@ def _say_once(job: Job, sentence: str) -> bool:
 
 
 def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
-    """Reports once whom the others wait for, also to all members, whose launchers show it."""
+    """Reports once for which member the others wait, also to all members, whose launchers show it."""
     job.probing.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
     if _say_once(job, sentence):
         job.tell_members(sentence)
@@ -406,7 +406,7 @@ def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
 
 
 def name_finished(job: Job, waiting: Iterable[str]) -> None:
-    """Sends waiting members the names of members that have finished, if that is whom they wait for."""
+    """Sends waiting members the names of the finished members for which they wait."""
     finished = tuple(sorted(job.ledger.ranks[node_id] for node_id in job.ledger.finished))
     sentence = f"{upper_first(early_end(job.ledger))}."
     _say_once(job, sentence)
@@ -670,7 +670,7 @@ def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> f
 def repeaters(
     parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int]
 ) -> frozenset[str]:
-    """Of each lone pair, the party that was in lone pairs with many others, more than its peer was."""
+    """Returns the party of each lone pair that was in lone pairs with many others, more than its peer."""
     found = set()
     for pair in lone_pairs(accusations):
         less, more = sorted(pair, key=lambda name: others.get(name, 0))

@@ -36,9 +36,9 @@ class ProbeParticipant:
     """A worker that takes part in a round of probes.
 
     Attributes:
-        candidate: who it is.
+        candidate: the worker.
         targets: the streams of the workers that it probes.
-        seated: it has a claim, as opposed to a worker that has to pass the probes first.
+        seated: whether it has a claim; otherwise it has to pass the probes first.
         place: its number among the seated workers of its host.
     """
 
@@ -49,7 +49,7 @@ class ProbeParticipant:
 
 
 def opposite(there: Sequence[events.SessionId], place: int, shift: int, reach: int) -> list[events.SessionId]:
-    """Which workers of another host are probed by the worker with this place on its own host."""
+    """Returns the workers of another host that the worker with this place on its own host probes."""
     first = place + shift
     return [there[number % len(there)] for number in range(first, first + min(reach, len(there)))]
 
@@ -82,15 +82,13 @@ class ProbeRound:
     silent: dict[events.SessionId, frozenset[str]] = field(default_factory=dict)
 
     def targets(self, place: int, host_id: str) -> list[events.SessionId]:
-        """Which workers of another host are probed by the worker with this place on its host."""
+        """Returns the workers of another host that the worker with this place on its host probes."""
         return opposite(self.hosts[host_id], place, self.shift, self.reach)
 
     def failed(self, session: events.SessionId, target: events.SessionId) -> str | None:
-        """Why one worker could not reach another that it had to probe; "" if it could.
+        """Returns why one worker could not reach another that it had to probe; "" if it could.
 
-        None if that is not known.
-
-        It is not known if one of them may have been paused while the other probed it.
+        None if that is not known, because one of them may have been paused while the other probed it.
         """
         answer = self.answers.get(session)
         if answer is None or target not in self.answers:
@@ -113,7 +111,7 @@ class ProbeRound:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A member that others wait for: since when, and in which step."""
+    """A member for which others wait: since when, and in which step."""
 
     since: float
     place: tuple[int, int, int]
@@ -121,10 +119,10 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class ProbeBackoff:
-    """How long no further round is needed, because all members were found to reach each other.
+    """The pause until a further round is needed, after all members were found to reach each other.
 
     Attributes:
-        rounds: how many consecutive rounds have found that. The next round probes other pairs of workers;
+        rounds: number of consecutive rounds with that result. The next round probes other pairs of workers;
             otherwise, a broken path between two single workers would never be found.
     """
 
@@ -155,17 +153,17 @@ class Probing:
         current: the round in progress.
         number: number of the newest round.
         not_before: when the next round may begin.
-        wanted: a round among the members is wanted.
-        backoff: how long no round is needed, because all members reach each other.
+        wanted: whether a round among the members is wanted.
+        backoff: the pause until the next round is needed, if all members reach each other.
         hangs: the members that others wait for.
         awaited: the members that were reported as awaited, including busy ones, and the step of each at that
             time.
         said: the last report, so that it is not repeated at every round.
         broken: for each pair that could not reach each other, who may be at fault: both if neither had other
             broken paths; only the one with several broken paths otherwise.
-        barred: the reason for keeping out a host (by its id) or a worker (by its node id).
-        outside: Joins of those that are barred.
-        taken_in: those of them that have just been proven to be reachable.
+        barred: the reason why a host (by its id) or a worker (by its node id) is kept out.
+        outside: the Joins of barred workers.
+        taken_in: those of these Joins whose workers were just found to be reachable.
         addresses: where workers answer probes.
     """
 
@@ -188,7 +186,7 @@ class Probing:
         return candidate.host.id in self.barred or candidate.node_id in self.barred
 
     def due(self, hang_timeout_s: float) -> float | None:
-        """When a round has to end or begin; None if no round is wanted."""
+        """Returns when a round must end or begin; None if no round is wanted."""
         if self.current is not None:
             return self.current.due
         times = [self.not_before] if self.outside or self.wanted else []
@@ -196,7 +194,7 @@ class Probing:
         return max(min(times), self.not_before) if times else None
 
     def hang_due(self, hang_timeout_s: float) -> float:
-        """When the first member will have been waited for too long."""
+        """Returns when the others will have waited too long for the first member."""
         return min(hang.since for hang in self.hangs.values()) + hang_timeout_s
 
     def repeat(self) -> None:

@@ -105,7 +105,7 @@ def building_sentence(ledger: Ledger, members: Members, built: Collection[str], 
 
 
 def _whereabouts(contact: Contact) -> str:
-    """What a member does instead of building, according to its heartbeats."""
+    """Returns what a member does instead of building, according to its heartbeats."""
     if not contact.entered:
         return "which has not begun"
     step = f"step {contact.started_step} of " if contact.started_step else ""

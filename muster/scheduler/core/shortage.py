@@ -13,7 +13,7 @@ REPORT_S = 60.0
 
 
 def pause_s(tries: int) -> float:
-    """How long to wait after this many failed tries in a row, in seconds."""
+    """Returns the pause after this many failed tries in a row, in seconds."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 30))
 
 

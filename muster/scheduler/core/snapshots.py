@@ -28,7 +28,7 @@ LAST_STEP = 2**63 - 1
 
 
 class SnapshotAgreement:
-    """What the members of one generation report on their snapshots, and what follows.
+    """Decides from the reports of a generation's members which snapshot counts, and the step of the next.
 
     Args:
         generation: its number.
@@ -54,7 +54,7 @@ class SnapshotAgreement:
         self._ahead = 1
 
     def word_for(self, node_id: str) -> messages.SnapshotWord | None:
-        """What this member gets on a new stream.
+        """Returns the word to send to a member on a new stream.
 
         None if there is nothing to send, or it takes no snapshots.
         """

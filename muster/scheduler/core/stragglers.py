@@ -216,7 +216,7 @@ class StragglerWatch:
         return messages.step_times_apart_s(len(self.seats))
 
     def shares(self, node_id: str) -> messages.StepShares | None:
-        """How the time of a member's recent steps was spent; None if not known yet."""
+        """Returns how the time of a member's recent steps was spent; None if not yet known."""
         tally = self._past[-1].tallies.get(node_id) if self._past else None
         if tally is None:
             return None
@@ -224,9 +224,9 @@ class StragglerWatch:
         return messages.StepShares(tally.computed / steps, tally.waited / steps, tally.data / steps)
 
     def step_s(self) -> float | None:
-        """How long a step of the usual member took in the last interval, in seconds.
+        """Returns the median of the members' step times in the last interval, in seconds.
 
-        None if not known yet.
+        None if not yet known.
         """
         tallies = self._past[-1].tallies.values() if self._past else ()
         return median((t.computed + t.waited + t.data) / t.steps for t in tallies) if tallies else None
@@ -420,7 +420,7 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _slowdown(whole_s: float, excess_s: float) -> float:
-    """How many times as long a step takes because of a rank's excess."""
+    """Returns the factor by which a rank's excess makes a step longer."""
     return whole_s / max(whole_s - excess_s, whole_s / 100)
 
 

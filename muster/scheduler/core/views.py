@@ -175,7 +175,7 @@ def job_view(job: Job, now: float) -> JobView:
 
 
 def _remaining_s(job: Job, workers: Iterable[WorkerView]) -> float:
-    """How long the remaining steps will take at the pace of the last ones, in seconds; 0 if not known."""
+    """Returns the time of the remaining steps at the pace of the last ones, in seconds; 0 if unknown."""
     step_s = job.stragglers.step_s()
     ranked = [worker for worker in workers if worker.rank >= 0]
     if step_s is None or not ranked or job.phase is not Phase.RUNNING:

@@ -62,7 +62,7 @@ _REMEDIES = {
 
 
 class _Line:
-    """A channel to one member. Once it is given up, it is closed with its last call.
+    """A channel to one member. Once it is given up, it is closed when its last call ends.
 
     It is not closed earlier, because closing a channel ends its calls as if the waiting task had been
     cancelled.
@@ -76,7 +76,7 @@ class _Line:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[grpc.aio.Channel]:
-        """Lends the channel to one call."""
+        """Context that lends the channel to one call."""
         self._calls += 1
         try:
             yield self.channel
@@ -85,7 +85,7 @@ class _Line:
             await self._close_unused()
 
     async def give_up(self) -> None:
-        """Lets no further call begin."""
+        """Prevents new calls, and closes the channel once it has none."""
         self._given_up = True
         await self._close_unused()
 
@@ -95,7 +95,7 @@ class _Line:
 
 
 class EtcdCalls:
-    """etcd's API over channels that are reopened when they break, with the credentials of that time.
+    """etcd's API over channels that are reopened when they break, with the credentials then in force.
 
     Args:
         endpoints: host and port of each member.
@@ -183,7 +183,7 @@ class EtcdCalls:
     ) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
         """Sends one message on a stream.
 
-        The channel stays lent while each message of the answer is awaited.
+        The channel stays in use while messages of the answer are awaited.
         """
         async with self._call() as channel:
             call = channel.stream_stream(
@@ -208,7 +208,7 @@ class EtcdCalls:
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[grpc.aio.Channel]:
-        """Lends the current channel, and converts the call's gRPC error to Muster's own."""
+        """Context that lends the current channel, and converts a gRPC error to one of Muster's."""
         at, line = self._at, self._line()
         try:
             async with line.call() as channel:
@@ -252,5 +252,5 @@ class EtcdCalls:
 
 
 def _ended(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:
-    """Raises the end of a stream in the way in which gRPC raises errors of other calls."""
+    """Makes an error of a stream's end, like those that gRPC raises for other calls."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)

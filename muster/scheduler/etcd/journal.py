@@ -58,7 +58,7 @@ class EtcdJournalDamagedError(SchedulerError):
 
 @dataclass(frozen=True)
 class _Head:
-    """Which batches a job has, and the revision in which the head was written; 0 if it never was."""
+    """The batches of a job, and the revision in which the head was written; 0 if it never was."""
 
     first: int = 1
     last: int = 0

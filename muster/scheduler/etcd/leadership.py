@@ -143,7 +143,7 @@ class Leadership:
         if self._before not in ("", __version__):
             where = self.prefix.decode()
             LOG.info(
-                "Muster %s led before under %s in etcd; it goes on with %s", self._before, where, __version__
+                "Muster %s led under %s in etcd before; Muster %s continues", self._before, where, __version__
             )
 
     @property
@@ -167,7 +167,7 @@ class Leadership:
             self.depose("its lease is renewed no more")  # A fault here must not go unnoticed.
 
     def fence(self) -> pb.Compare:
-        """What a transaction must require so that only the leader can carry it out.
+        """Returns the condition of a transaction that only the leader can carry out.
 
         It compares the revision, not the key's value, because another process may have the same name.
         """
@@ -244,9 +244,9 @@ class Leadership:
         """Refuses to stand by for schedulers that share no address with this one."""
         if addresses and self._schedulers and not set(addresses.split(",")) & set(self._schedulers):
             raise SchedulerSettingsError(
-                f"{name}, which leads under {self.prefix.decode()} in etcd, is of other schedulers"
+                f"{name} leads under {self.prefix.decode()} in etcd, but belongs to other schedulers"
                 f" ({addresses}) than this one ({','.join(self._schedulers)}).",
-                remedy="Give each job a path in MS_RECOVERY_PATH, or an MS_JOB_ID, of its own.",
+                remedy="Give each job its own path in MS_RECOVERY_PATH, or its own MS_JOB_ID.",
             )
 
     def _check_version(self, version: str) -> None:

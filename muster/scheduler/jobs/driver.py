@@ -75,7 +75,7 @@ class JobMachine(Protocol):
         """The job as status shows it."""
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
-        """What draining these workers would cost, in sentences."""
+        """Returns sentences on what it would cost to drain these workers."""
 
 
 class Timer(Protocol):
@@ -120,7 +120,7 @@ class RefusedByRulesError(RequestError):
 
 @dataclass
 class Counters:
-    """What the job has done so far, for the metrics."""
+    """Counts of what the job has done so far, for the metrics."""
 
     heartbeats: int = 0
     events: int = 0

@@ -207,7 +207,7 @@ class Jobs:
     ) -> None:
         own = job_id == self._settings.job_id
         if not own and not self._settings.serve:
-            LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
+            LOG.warning("the journal also holds job %s, which this scheduler does not serve", job_id)
             return
         ended = next((record for record in journaled if isinstance(record, records.JobEnded)), None)
         if ended is not None and own and not self._settings.serve and self._stood_by():

@@ -443,7 +443,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         if before != __version__:
             if before:
                 LOG.info(
-                    "journal %s was written by Muster %s, and goes on with %s", self.path, before, __version__
+                    "journal %s was written by Muster %s; Muster %s continues it",
+                    self.path,
+                    before,
+                    __version__,
                 )
             row = ("version", __version__, chained_checksum("", "version", __version__))
             with self._transaction() as connection:

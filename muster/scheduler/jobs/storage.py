@@ -104,4 +104,4 @@ class WaitingStorage:
         finally:
             since = shortage.since
             if shortage.over(call):
-                LOG.warning("no write to the journal waits any more, after %.1f s", self._now() - since)
+                LOG.warning("all waiting writes to the journal are done, after %.1f s", self._now() - since)

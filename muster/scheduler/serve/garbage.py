@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in a scheduler: rarely, but at least once in a fixed time."""
+"""Schedules Python's garbage collector in a scheduler: rarely, but at least once in a fixed time."""
 
 from __future__ import annotations
 

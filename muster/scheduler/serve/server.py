@@ -338,7 +338,7 @@ async def _until_over(
     if settings.serve and jobs.journal_lost.done() and not stop.done():
         raise jobs.journal_lost.result()
     number = stop.result()
-    LOG.info("stopping on %s; workers that train go on by themselves", signal.Signals(number).name)
+    LOG.info("stopping on %s; workers continue to train without a scheduler", signal.Signals(number).name)
     return 0 if settings.serve else 128 + number
 
 

@@ -272,7 +272,7 @@ def _check_drained(view: JobView, node_ids: Sequence[str], hosts: Sequence[str])
     """Checks that all named nodes and hosts exist, because an unknown name is probably a typing error.
 
     Raises:
-        NotFoundError: one of them does not exist.
+        NotFoundError: a node or host does not exist.
     """
     there = [worker.candidate for worker in view.workers]
     known = {each.node_id for each in there}

@@ -79,7 +79,7 @@ class Status(enum.IntEnum):
 
 
 class EffectKind(enum.IntEnum):
-    """How a change left its key; the values are those on the wire."""
+    """The state of a key after a change; the values are those on the wire."""
 
     SET = 1
     APPEND = 2
@@ -120,7 +120,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How a change left a key; see the protocol definition."""
+    """The state of a key after a change; see the protocol definition."""
 
     number: int
     kind: EffectKind
@@ -131,7 +131,7 @@ class Effect:
 
 @dataclass(slots=True)
 class Returned:
-    """What a member sends to restore a namespace after a restart of the scheduler.
+    """A member's copy of a namespace, sent to restore it after a restart of the scheduler.
 
     Attributes:
         count: how many changes of this member were answered.
@@ -585,7 +585,7 @@ class KeyValueStore:
             return amount
         number = _NUMBER.match(held)
         if number is None:
-            raise QuotaError("add() meets a value that is no number.")
+            raise QuotaError("add() needs a key whose value is a number.")
         return (int(number[1]) + amount + _SIGN) % _WRAP - _SIGN
 
     def _compare_set(self, at: int, key: bytes, expected: bytes, desired: bytes) -> Answer:
@@ -715,8 +715,8 @@ class KeyValueStore:
         if any(each.incomplete for each in returned) or count != seen:
             self.lost = True
             raise EndedError(
-                "The scheduler was started again, and what the store held cannot be put together: "
-                "some change was on its way."
+                "The scheduler was restarted, and the store cannot be restored, because a change of it was "
+                "in progress."
             )
         self._restore(
             heapq.merge(*(sorted(each.effects, key=_by_number) for each in returned), key=_by_number)

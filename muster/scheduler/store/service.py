@@ -460,7 +460,7 @@ def check_member(driver: JobDriver, caller: Caller, opening: wire.Opening) -> No
             if _identity(session.caller) != _identity(caller):
                 raise NotPermittedError("The certificate is not that of the member's session.")
             return
-    raise NotBackError("The session of this member is not there.")
+    raise NotBackError("This member has no session with this scheduler.")
 
 
 def _end_of(store: KeyValueStore) -> GenerationOverError:

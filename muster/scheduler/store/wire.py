@@ -81,7 +81,7 @@ def operations(request: pb.StoreRequest) -> Iterable[Operation]:
     """Decodes the operations of a message.
 
     Raises:
-        MalformedError: one of them exceeds a limit.
+        MalformedError: an operation exceeds a limit.
     """
     for said in request.operations:
         kind = _KINDS.get(said.kind)

@@ -21,7 +21,7 @@ class Picture:
     A part that has changed gets a new number. The roster, which is large, changes only when members do.
 
     Args:
-        driver: of the job.
+        driver: the driver of the job.
         began: when the job began, in seconds since 1970.
 
     Attributes:

@@ -82,7 +82,7 @@ class WatchLimits:
 
 @dataclass
 class _Seen:
-    """What a watcher has already been sent."""
+    """The values that a watcher has already received."""
 
     overview: bytes = b""
     roster: int = 0

@@ -16,7 +16,7 @@ def partners(members: Sequence[messages.Member], copies: int = 1) -> tuple[tuple
     a single host partners are other processes.
 
     Args:
-        members: of the generation, in order of rank.
+        members: the members of the generation, in order of rank.
         copies: number of partners of each rank. With fewer other hosts a rank gets one on each of them; a
             rank that is alone gets none.
 

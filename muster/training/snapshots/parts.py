@@ -9,7 +9,7 @@ class SnapshotId(NamedTuple):
     """Names one snapshot of all ranks; the later of two is the greater.
 
     Attributes:
-        generation: in which it was taken.
+        generation: the generation in which it was taken.
         step: number of steps finished then.
     """
 
@@ -25,9 +25,9 @@ class PartKey(NamedTuple):
     """Names one rank's part of a snapshot.
 
     Attributes:
-        snapshot: of which it is a part.
-        world_size: ranks in the snapshot's generation.
-        rank: of its owner in that generation.
+        snapshot: the snapshot.
+        world_size: the number of ranks in the snapshot's generation.
+        rank: the rank of the part's owner in that generation.
     """
 
     snapshot: SnapshotId

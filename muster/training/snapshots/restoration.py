@@ -41,12 +41,12 @@ class Holding(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What one rank tells the others.
+    """A rank's report to the others on the snapshots that it holds.
 
     Attributes:
-        agreed: the newest snapshot of which it has heard that it is complete everywhere, or the one that it
+        agreed: the newest snapshot that it knows to be complete on all ranks, or the one that it
             was to keep when it last entered a generation; None: there is none.
-        holdings: what it holds.
+        holdings: the parts that it holds.
     """
 
     agreed: SnapshotId | None = None
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 
 
 class Handing(NamedTuple):
-    """One part that goes from one rank of the new generation to another, which does not hold it."""
+    """A part that one rank of the new generation sends to another that does not hold it."""
 
     part: PartKey
     source: int
@@ -66,7 +66,7 @@ class Restoration(NamedTuple):
 
     Attributes:
         snapshot: the snapshot.
-        world_size: of the generation in which it was taken.
+        world_size: the world size of the generation in which it was taken.
         needs: by new rank, the old ranks whose parts it loads.
         handings: the parts to send, in the same order on all ranks.
         keep: the snapshot to keep until one of the new generation counts (``Retention.enter``): that which
@@ -85,7 +85,7 @@ class PartsMissing(NamedTuple):
 
     Attributes:
         snapshot: the newest that counted, or else the newest that there was; None: nobody holds anything.
-        world_size: of the generation in which it was taken.
+        world_size: the world size of the generation in which it was taken.
         ranks: the old ranks of whose parts there is no copy, or none with its owner's checksum.
     """
 
@@ -113,7 +113,7 @@ def encode(told: Told) -> bytes:
     """Encodes what one rank tells, in at most :data:`MAX_BYTES`.
 
     Raises:
-        ValueError: there are more than :data:`MAX_HOLDINGS`.
+        ValueError: the rank holds more than :data:`MAX_HOLDINGS` parts.
     """
     count = len(told.holdings)
     if count > MAX_HOLDINGS:

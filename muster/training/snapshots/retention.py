@@ -22,11 +22,11 @@ from muster.wire import messages
 
 
 class RetentionChange(NamedTuple):
-    """What a rank is to do.
+    """The parts that a rank must take and drop now.
 
     Attributes:
-        take: the part of its own that is to be taken now; None: none.
-        drop: parts whose memory is free; they are no longer kept, and not offered in an exchange.
+        take: the part of its own state to copy now; None: none.
+        drop: the parts to free; they are not offered in an exchange any more.
     """
 
     take: PartKey | None = None
@@ -37,13 +37,13 @@ class Retention:
     """Decides which parts one rank takes, keeps and drops.
 
     Calls come from one thread, or under one lock. Steps are numbers of finished steps, the same on all ranks.
-    A step that may yet be undone does not count: call :meth:`at_step` when it is known to have succeeded.
+    Call :meth:`at_step` only when the step is known to have succeeded, and cannot be undone any more.
 
     Args:
         every: a snapshot is due after every ``every`` steps; the same on all ranks.
 
     Attributes:
-        agreed: the newest snapshot that counts, as far as this rank has heard; None: there is none.
+        agreed: the newest snapshot that counts, as far as this rank knows; None: there is none.
 
     Raises:
         ValueError: ``every`` is less than 1.

@@ -34,7 +34,7 @@ class NvmlGpus:
         self._events: dict[int, Any] = {}
 
     def count(self) -> int:
-        """How many GPUs the driver reports; raises NVML's errors."""
+        """Returns the number of GPUs that the driver reports; raises NVML's errors."""
         return int(self._nvml.nvmlDeviceGetCount())
 
     def index_of(self, gpu: GpuIdentity) -> int:

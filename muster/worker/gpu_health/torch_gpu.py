@@ -82,7 +82,7 @@ class TorchGpu:
             return int((back != sent).sum().item())
 
     def _matrix(self, first: int, second: int) -> Any:
-        """Whole numbers from 0 to 3 in float64, for which sums of products are exact, also in float32."""
+        """Returns a float64 matrix of integers from 0 to 3, whose products are exact even in float32."""
         torch = self._torch
         row, column = torch.arange(self._side).unsqueeze(1), torch.arange(self._side)
         return ((row * first + column * second) % 4).to(torch.float64)

@@ -48,7 +48,7 @@ class GpuUnderTest(Protocol):
     """The operations of a GPU under test; each method returns when the GPU has finished."""
 
     def free_bytes(self) -> int:
-        """How much memory is free, in bytes."""
+        """Returns the free memory in bytes."""
 
     def wrong_words(self, pattern: int, size_bytes: int) -> int:
         """Fills this much memory with a 64-bit word.

@@ -36,5 +36,7 @@ def load_keyring(settings: Settings, env: Mapping[str, str]) -> Follower | None:
     except CertificateError as error:
         raise SecurityError(error.message, remedy=error.remedy) from error
     if keyring.config.ignored_ciphers:
-        log.warning("cipher_list: no effect have %s", ", ".join(keyring.config.ignored_ciphers))
+        log.warning(
+            "cipher_list: these ciphers have no effect: %s", ", ".join(keyring.config.ignored_ciphers)
+        )
     return keyring

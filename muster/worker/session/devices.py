@@ -1,4 +1,4 @@
-"""What the workers of a job compute on, in words."""
+"""Describes in words the devices of a job's workers."""
 
 from __future__ import annotations
 

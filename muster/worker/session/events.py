@@ -160,7 +160,7 @@ class StepStarting(Value):
 
 
 class ProgressReported(Value):
-    """How far and how fast the training is."""
+    """Training has made progress: how far it is, and how fast."""
 
     step: int
     samples_per_s: float
@@ -364,7 +364,7 @@ class NoVerdict(Value):
 
 
 class FailureKind(enum.Enum):
-    """What ended this worker's membership."""
+    """The kind of event that ended this worker's membership."""
 
     REFUSED = "refused"
     SECURITY = "security"
@@ -426,7 +426,7 @@ Notice = (
 
 
 class Effects(Value):
-    """What follows from one event.
+    """The result of one event.
 
     The adapter carries out ``notices`` in order and sends ``messages`` in order on the open stream;
     ``reason`` is logged if it is not empty.

@@ -134,7 +134,7 @@ def world_membership(build: events.Build, job_id: str, ordinal: int) -> Membersh
 
     Args:
         build: the generation, and its unique ids.
-        job_id: of the job.
+        job_id: the job's id.
         ordinal: CUDA's number of this worker's GPU in this process; -1 on a CPU.
     """
     place = build.assignment

@@ -63,7 +63,7 @@ class _GrpcLog:
 
     def failed(self) -> None:
         """See :class:`muster.wire.grpc_stderr.OutputReader`."""
-        _grpc.exception("Fault while reading gRPC's log; it is written as it comes from now on.")
+        _grpc.exception("Fault while reading gRPC's log; its lines are written unchanged from now on.")
 
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -1,4 +1,4 @@
-"""What a worker's machine knows about its membership.
+"""The state of a worker's machine: what it knows about its membership.
 
 Replaced as a whole when the worker has lost its place.
 """
@@ -13,7 +13,7 @@ from muster.worker.session import events
 
 @dataclass(slots=True)
 class Incarnation:
-    """What one incarnation of a worker knows about its membership.
+    """The state of one incarnation of a worker's membership.
 
     Attributes:
         ended: the membership is over for good.

@@ -136,7 +136,7 @@ class MembershipMachine:
 
     @property
     def times_put_off(self) -> int:
-        """How often the scheduler has reported that it can decide nothing, since this incarnation began."""
+        """How often in this incarnation the scheduler has reported that it can decide nothing."""
         return self._state.times_put_off
 
     @property
@@ -184,7 +184,7 @@ class MembershipMachine:
         return at is not None and at <= self._now
 
     def _interval_s(self, welcome: messages.Welcome) -> float:
-        """How often the scheduler wants to hear from this worker; less often before it has a place."""
+        """Returns the interval of heartbeats, in seconds; it is longer before this worker has a place."""
         waits = self._state.seen == 0 and welcome.waiting_interval_s
         return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
 

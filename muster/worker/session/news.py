@@ -12,7 +12,7 @@ from muster.worker.session.failures import sentence
 
 @dataclass(slots=True)
 class News:
-    """What the machine of one incarnation has reported to its client.
+    """The reports of one incarnation's machine to its client.
 
     Attributes:
         failure: why the membership is over for good; None if it is not.

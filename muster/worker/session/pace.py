@@ -1,4 +1,4 @@
-"""How long a collective may take, given the pace of this worker's steps."""
+"""Derives the time limit of a collective from the pace of this worker's steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pace:
 
     @property
     def limit_s(self) -> float:
-        """How long a collective may take: five times the median step, at least ``least_s``.
+        """Returns the time limit of a collective in seconds: five median steps, at least ``least_s``.
 
         With an even number of steps, the smaller of the two middle values is used: after two steps, of which
         one waited for a busy rank, the other one shows how long a step is.

@@ -124,8 +124,8 @@ def count_of(name: str, value: SupportsIndex) -> int:
     """Checks a count for use in messages, where a wrong value would end a thread.
 
     Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is out of bounds.
+        TypeError: the value is not an integer.
+        ValueError: the value is out of bounds.
     """
     count = operator.index(value)
     if not 0 <= count <= MAX_NUMBER:
@@ -137,8 +137,8 @@ def seconds_of(name: str, value: SupportsFloat) -> float:
     """Checks a duration that goes into messages.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative, or not finite.
+        TypeError: the value is not a number.
+        ValueError: the value is negative, or not finite.
     """
     seconds = float(value)
     if not math.isfinite(seconds) or seconds < 0:

@@ -64,5 +64,5 @@ class Schedulers:
 
 
 def connect_timeout_s(schedulers: int) -> float:
-    """How long one of several schedulers may take to answer."""
+    """Returns the time in seconds within which one of several schedulers must answer."""
     return CONNECT_TIMEOUT_S if schedulers == 1 else TRY_S

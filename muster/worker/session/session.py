@@ -191,7 +191,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are in this generation."""
+        """Number of workers in this generation."""
         return len(self._place.members)
 
     @property
@@ -201,7 +201,7 @@ class Session:
 
     @property
     def local_world_size(self) -> int:
-        """How many workers there are on this host."""
+        """Number of workers on this host."""
         return self.me.local_world_size
 
     @property
@@ -641,7 +641,7 @@ class Session:
             return
 
     def _sending_s(self) -> Mapping[int, float]:
-        """How long data could not be sent to each rank, in total; from communicators that measure it."""
+        """Returns for how long data could not be sent to each rank, if the communicator measures it."""
         communicator = self._world
         return communicator.sending_s() if isinstance(communicator, TellsOfLinks) else {}
 
@@ -654,7 +654,7 @@ class Session:
 
         Raises:
             MembershipChanged: the generation ended before they were connected.
-            WorkerError: they cannot be connected.
+            WorkerError: the members cannot be connected.
         """
         generation, members = build.assignment.generation, build.assignment.members
         inner = self._connect_backend(build, ordinal)

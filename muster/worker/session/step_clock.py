@@ -1,4 +1,4 @@
-"""How the time of this worker's steps is spent: computing, waiting for others, waiting for data."""
+"""Measures the time of this worker's steps by cause: computing, waiting for others, waiting for data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WaitedFor(Protocol):
     """How long the training thread has waited for others or for a device, in total, in seconds."""
 
     def take_device_wait(self) -> float | None:
-        """How long a device waited for others in the last step, in seconds; None if it was not measured."""
+        """Returns for how long a device waited for others in the last step; None: it was not measured."""
 
 
 def _no_links() -> Mapping[int, float]:

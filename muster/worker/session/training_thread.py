@@ -16,10 +16,10 @@ class Collectives(Protocol):
     """The part of a :class:`~muster.communicators.fault_aware.FlightRecorder` that is used here."""
 
     def hanging_s(self) -> float:
-        """How long the oldest collective in progress has been so, in seconds; 0 if there is none."""
+        """Returns the age of the oldest collective in progress, in seconds; 0 if there is none."""
 
     def late_s(self) -> float:
-        """How long the training thread has waited in a collective, as far as that is known on a device."""
+        """Returns for how long the training thread has waited in a collective, if a device can tell."""
 
     def waits(self) -> bool:
         """Whether the training thread is blocked until others have come to a collective."""
@@ -29,7 +29,7 @@ class Collectives(Protocol):
 
 
 class TrainingThread:
-    """What the training thread waits for or does alone, as far as others need to know it.
+    """The state of the training thread that others need: what it waits for, and what it does alone.
 
     Args:
         collectives: the collectives that it has called.
@@ -58,7 +58,7 @@ class TrainingThread:
         self._building_since: float | None = None
         self._taken = 0  # The last generation to be built.
 
-    # ------------------------------------------------------------ what it says itself
+    # ------------------------------------------------------------ what it reports itself
 
     def note_entering(self) -> None:
         """Records that it waits for a generation."""
@@ -71,12 +71,12 @@ class TrainingThread:
         self._taken = generation
 
     def note_entered(self) -> None:
-        """Records that it and all others are in the generation."""
+        """Records that this member and all others have entered the generation."""
         self._lone_leave.note_entered()
         self._building_since = None
 
     def begin_busy(self, what: str) -> None:
-        """Records that it does something alone from now on, for any length of time."""
+        """Records the beginning of work that it does alone, for any length of time."""
         self._busy.append(what)
 
     def end_busy(self, what: str) -> None:
@@ -87,7 +87,7 @@ class TrainingThread:
 
     @property
     def busy(self) -> str:
-        """What it does alone; empty if nothing."""
+        """What the thread does alone, in words; empty if nothing."""
         return ", ".join(self._busy)
 
     @property
@@ -101,7 +101,7 @@ class TrainingThread:
         return self._collectives.hanging_s() > HANG_S
 
     def late_s(self) -> float:
-        """How long it has waited for other members, in seconds; 0 if it does not wait."""
+        """Returns for how long the thread has waited for other members, in seconds; 0 if it does not wait."""
         if self._over(self._taken) is not None:
             return 0.0
         building_since = self._building_since
@@ -109,13 +109,13 @@ class TrainingThread:
         return max(self._collectives.late_s(), building_s)
 
     def waits(self) -> bool:
-        """Whether it can do nothing without others."""
+        """Whether the thread is blocked until other members act."""
         return self.is_held or self._is_entering() or self._collectives.waits()
 
     def _is_entering(self) -> bool:
         """Whether it waits for a generation, or builds one that is not over.
 
         A generation that ended before it was established has interrupted the thread: until the thread asks
-        for the next one, others wait for it.
+        for the next one, others wait for this member.
         """
         return self._lone_leave.entering and (self._building_since is None or self._over(self._taken) is None)

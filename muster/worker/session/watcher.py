@@ -35,13 +35,13 @@ class WatchedThread(Protocol):
 
     @property
     def busy(self) -> str:
-        """What it does alone; empty if nothing."""
+        """What the thread does alone, in words; empty if nothing."""
 
     def late_s(self) -> float:
-        """How long it has waited for other members, in seconds; 0 if it does not wait."""
+        """Returns for how long the thread has waited for other members, in seconds; 0 if it does not wait."""
 
     def waits(self) -> bool:
-        """Whether it can do nothing without others."""
+        """Whether the thread is blocked until other members act."""
 
 
 class Informed(Protocol):

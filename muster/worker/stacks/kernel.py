@@ -1,4 +1,4 @@
-"""What the kernel reports about the threads of a process: state, where each waits, in which call."""
+"""Reads what the kernel reports about a process's threads: state, where each waits, in which call."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def age_s(pid: int) -> float:
-    """How long a process has lived, in seconds.
+    """Returns the age of a process in seconds.
 
     Raises:
         OSError: there is no such process.

@@ -1,4 +1,4 @@
-"""A worker's side of the uplink: streams through the uplink's door, or directly if no uplink answers."""
+"""A worker's side of the uplink: opens streams by the uplink, or directly if no uplink answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ seconds.
 
 
 def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> Dial:
-    """Opens streams through the uplink started by this process's launcher; without one, directly.
+    """Returns a function that opens streams by the uplink of this process's launcher, or else directly.
 
     An uplink that is dead or paused does not prevent connections: the worker connects directly, and tries the
     uplink again for its next stream. If the uplink recovers before the direct connection is established, the
@@ -69,7 +69,7 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
 
 
 def timing_by_uplink() -> Timing:
-    """The deadlines of a worker with an uplink, during whose pauses it does not see a recovery."""
+    """Returns deadlines for a worker with an uplink: while that is paused, the worker sees no recovery."""
     return Timing(retry_last_s=PAUSE_S)
 
 
@@ -137,7 +137,7 @@ class _Dialing:
                         out.sendall(frame(UplinkFrameKind.MESSAGE, data))
 
         def say_moved() -> None:
-            """Notes in a stream that the worker continues on another, for an uplink that reads it late."""
+            """Writes to a stream that the worker uses another one now, for an uplink that reads it late."""
             if whole.acquire(timeout=MOVED_S):
                 with contextlib.suppress(OSError):
                     end.send(frame(UplinkFrameKind.MOVED), socket.MSG_DONTWAIT)
@@ -176,7 +176,7 @@ class _Dialing:
 
 
 def _is_alive(end: socket.socket, limit_s: float) -> bool:
-    """Whether the uplink has taken this stream, or does so within the time."""
+    """Whether the uplink accepts this stream within the time."""
     try:
         return _next_frame(end, limit_s) == (UplinkFrameKind.ALIVE, b"")
     except OSError:
@@ -187,8 +187,8 @@ def _next_frame(end: socket.socket, limit_s: float) -> tuple[int, bytes]:
     """Reads a frame from the uplink.
 
     Raises:
-        TimeoutError: nothing has come within the time.
-        ConnectionError: the other end is gone.
+        TimeoutError: nothing has arrived within the time.
+        ConnectionError: the other end has closed the connection.
     """
     length, kind = HEAD.unpack(_exactly(end, HEAD.size, limit_s))
     if length > MAX_FROM_UPLINK_BYTES:

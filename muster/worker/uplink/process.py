@@ -99,7 +99,7 @@ class Carried:
             return
         self._write(HEAD.pack(sum(map(len, pieces)), UplinkFrameKind.MESSAGE), *pieces)
         if self._unsent_bytes > MAX_UNREAD_BYTES:
-            log.warning("let a worker go: it does not read")
+            log.warning("disconnected a worker: it does not read")
             self.close()
 
     def say_alive(self) -> None:
@@ -133,7 +133,7 @@ class Carried:
         while len(self._in) >= HEAD.size:
             length, kind = HEAD.unpack_from(self._in)
             if length > MAX_FROM_WORKER_BYTES:
-                log.warning("let a worker go: it sent a frame of %d bytes", length)
+                log.warning("disconnected a worker: it sent a frame of %d bytes", length)
                 self.close()
                 return
             whole = HEAD.size + length
@@ -412,26 +412,26 @@ class Uplink:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     def _shut(self) -> None:
-        """Closes the door: no further stream is accepted."""
+        """Closes the door, so that no further stream is accepted."""
         asyncio.get_running_loop().remove_reader(self._door)
         self._stop.set()
 
     def _take_in(self) -> None:
-        """Accepts the streams that wait in the door."""
+        """Accepts the streams that workers have passed through the door."""
         while True:
             try:
                 request, ends, _, _ = socket.recv_fds(self._door, MAX_REQUEST_BYTES, 4)
             except BlockingIOError:
                 return
             except OSError as error:
-                log.warning("the door failed: %s", error)
+                log.warning("the uplink's socket failed: %s", error)
                 self._shut()
                 return
             if not request and not ends:  # Launcher and workers are gone.
                 self._shut()
                 return
             if request != self._request:
-                log.info("a stream to another scheduler came to the door: %r", request[:300])
+                log.info("refused a stream: it is for another scheduler: %r", request[:300])
             for descriptor in ends:
                 end = _own_stream(descriptor)
                 if end is None:

@@ -340,4 +340,4 @@ def test_credentials_that_cannot_be_used_are_told_once(
         for _ in range(5):
             assert says_hello(address_of(world, 0), office, "127.9.9.9", WAIT_S)
         check_forms(world)
-    assert caplog.text.count("the old certificate stays in force") == 1
+    assert caplog.text.count("the old one stays in force") == 1

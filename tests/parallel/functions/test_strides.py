@@ -118,7 +118,7 @@ def test_an_input_in_the_default_mode() -> None:
         part = batch.chunk(2)[communicator.rank]
         model = parallelize(Strided(), (part,), communicator=communicator)
         loss = model(part).detach()
-        with pytest.raises(ArrayError, match=r"reads x by strides, .* Feed it \.contiguous\(\)"):
+        with pytest.raises(ArrayError, match=r"reads x by strides, .* Pass it as \.contiguous\(\)"):
             model(torch.rand(8, 2).double().t())
         return loss
 
@@ -135,11 +135,11 @@ def scattered(h: Any) -> Any:
     [
         (
             lambda h: h[:, :4].as_strided((8, 4), (8, 1)).sum(),
-            "reads memory beside its tensor's own elements",
+            "reads memory outside its tensor's own elements",
         ),
         (
             lambda h: h[4:].as_strided((8, 4), (8, 1), 0).sum(),
-            "beside its tensor's own elements by as_strided",
+            "outside its tensor's own elements by as_strided",
         ),
         (lambda h: h.sum(0, True).expand(8, 8).as_strided((8,), (1,)).sum(), r"Call \.contiguous\(\) before"),
         (scattered, "calls as_strided_scatter, for which there is no rule"),

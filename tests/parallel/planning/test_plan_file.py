@@ -56,7 +56,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
         ({"mode": "data_parallel"}, 'divides parameters, which mode "data_parallel" does not'),
         ({"strategies": {"down": {"k": 2}}}, r"was made with the strategies .*up.*, not .*down"),
         ({"mesh": (1, 2)}, r"is for the mesh \[2\], not \[1, 2\]"),
-        ({"memory": 1e-9}, r"needs 0.0 GB a rank, and memory=1e-09 of 139.0 GB is less"),
+        ({"memory": 1e-9}, r"needs 0.0 GB per rank, more than memory=1e-09 of 139.0 GB"),
         ({"survive": 1}, "does not fit: p_up_.* cannot be split as"),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_tutorials_strategy_is_propagated_as_there() -> None:
             r"its axis m has 16 elements, which 3 slices cannot share evenly; 18 could",
         ),
         ({"matmul": {"q": 2}}, r"has no axis 'q'; it has m \(16\), k \(32\), n \(16\)"),
-        ({"nothing": ((1, 1), (1, 1))}, "nothing is called 'nothing'; there are: "),
+        ({"nothing": ((1, 1), (1, 1))}, "there is no operator or module 'nothing'; there are: "),
         ({"matmul": ((16, 1), (1, 1))}, "cannot be split as its strategy .* on 8 ranks"),
     ],
 )
@@ -94,7 +94,7 @@ def test_operators_without_a_strategy_run_data_parallel_if_asked_to() -> None:
     mixed = wide(4, rest="data_parallel", mode="semi_auto", strategies={"body": {"b0": 2, "n": 2}})
     assert len(mixed.mesh) == 2
     assert state_of(mixed, _linear_of(mixed, "fc")).modes == ("b0", "b0")
-    with pytest.raises(SettingsError, match='the second in mode "semi_auto" only'):
+    with pytest.raises(SettingsError, match='the last only in mode "semi_auto"'):
         wide(4, rest="data_parallel")
 
 

@@ -212,7 +212,7 @@ def test_schedulers_of_other_workers_do_not_stand_by_for_one_another() -> None:
         one = process("a:1 (pid 1 on a)", "a:1", "b:1", "c:1")
         await one.campaign()
         with pytest.raises(
-            SchedulerSettingsError, match=r"a:1 \(pid 1 on a\), which leads .* \(a:1,b:1,c:1\)"
+            SchedulerSettingsError, match=r"a:1 \(pid 1 on a\) leads .* \(a:1,b:1,c:1\)"
         ) as caught:
             await process("d:1", "d:1", "e:1", "f:1").campaign()
         assert "MS_JOB_ID" in str(caught.value)
@@ -296,8 +296,8 @@ def test_what_an_earlier_version_led_is_taken_over_with_a_line(caplog: pytest.Lo
 
     with caplog.at_level("INFO", "scheduler"):
         go(test())
-    assert [line for line in caplog.messages if "led before" in line] == [
-        f"Muster 0.1.5 led before under /muster/job in etcd; it goes on with {__version__}"
+    assert [line for line in caplog.messages if "in etcd before" in line] == [
+        f"Muster 0.1.5 led under /muster/job in etcd before; Muster {__version__} continues"
     ]
 
 

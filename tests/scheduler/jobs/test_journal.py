@@ -561,5 +561,5 @@ def test_a_journal_that_an_earlier_version_wrote_is_taken_over_with_a_line(
         Journal(tmp_path / "j").close()
         Journal(tmp_path / "j").close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"journal {tmp_path / 'j'} was written by Muster 0.1.5, and goes on with {__version__}"
+        f"journal {tmp_path / 'j'} was written by Muster 0.1.5; Muster {__version__} continues it"
     ]

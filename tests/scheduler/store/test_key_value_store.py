@@ -159,7 +159,7 @@ def test_a_value_that_is_no_number_is_refused_in_words_and_kept() -> None:
     rig = Rig()
     rig.ask(A, OperationKind.SET, [b"k"], b"secret")
     answer = rig.ask(A, OperationKind.ADD, [b"k"], amount=1)
-    assert (answer.status, answer.sentence) == (Status.REFUSED, "add() meets a value that is no number.")
+    assert (answer.status, answer.sentence) == (Status.REFUSED, "add() needs a key whose value is a number.")
     assert rig.ask(A, OperationKind.GET, [b"k"]).values == (b"secret",)
 
 
@@ -451,7 +451,7 @@ def test_a_change_whose_answer_never_came_but_that_others_saw_ends_the_generatio
     rig.ask(A, OperationKind.ADD, [b"n"], amount=1)
     rig.histories[A] = ChangeHistory()  # the answer was on its way when the scheduler went
     rig.ask(B, OperationKind.ADD, [b"n"], amount=1)
-    with pytest.raises(EndedError, match="cannot be put together"):
+    with pytest.raises(EndedError, match="cannot be restored"):
         rig.after_restart()
 
 

@@ -248,9 +248,9 @@ def test_a_change_that_nobody_hands_in_loses_the_store_and_not_the_generation() 
             await ask(first, ADD, b"n", amount=7)
             await second.close()  # with what it knows of its change
             await restarted(rig, "a", "b")
-            assert "cannot be put together" in await refusal(rig.link("b"))
-            assert "cannot be put together" in await refusal(first)
-            assert "cannot be put together" in await refusal(rig.link("a"))
+            assert "cannot be restored" in await refusal(rig.link("b"))
+            assert "cannot be restored" in await refusal(first)
+            assert "cannot be restored" in await refusal(rig.link("a"))
             assert type(first.error) is StoreLostError
             rig.jobs.suspend(1, "a member left")
             late = rig.link("a")
