@@ -206,6 +206,10 @@ def _seconds(text: str) -> float:
 # ---------------------------------------------------------------- which scheduler to ask, and as who
 
 
+_CHANGES = ("drain", "admit")
+"""Commands that change a job: where this directory's own launch is over, they take nobody else's."""
+
+
 def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
     return bool(options.host or env.get("MS_SCHED_HOST") or env.get("MS_SCHED_PORT"))
 
@@ -235,7 +239,8 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
     Raises:
-        SchedulerSettingsError: none is named, and several launches run here.
+        SchedulerSettingsError: none is named, and several launches run here; or the command changes a job,
+            and the launch of this directory is over while one of another directory runs.
     """
     if getattr(options, "command", "") != "health" and not _is_named(options, env):
         try:
@@ -247,6 +252,12 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
                 " and MS_SCHED_PORT.",
             ) from None
         if launch is not None:
+            if options.command in _CHANGES and not options.job and launches.is_elsewhere(launch):
+                raise SchedulerSettingsError(
+                    f"The launch of ./muster-runs/latest has ended. Another one runs on this host: job"
+                    f" {launch.job_id} in {launch.directory}.",
+                    remedy="Ask from there, or name it: --job, or MS_SCHED_HOST and MS_SCHED_PORT.",
+                )
             return _of_launch(launch, options, env)
     address = load_address(env, config_path=options.config, job_id=options.job)
     if options.host:
