@@ -16,6 +16,7 @@ from tests.scheduler.processes import ROOT, environment
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 PAGES = (
     "index.md",
+    "launching.md",
     "training.md",
     "fault_tolerance.md",
     "tutorial.md",
