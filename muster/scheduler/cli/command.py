@@ -238,9 +238,11 @@ class Target:
 def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
+    A command that changes a job is refused (SchedulerSettingsError, too) where the launch of this directory is
+    over and only one of another directory runs.
+
     Raises:
-        SchedulerSettingsError: none is named, and several launches run here; or the command changes a job,
-            and the launch of this directory is over while one of another directory runs.
+        SchedulerSettingsError: none is named, and several launches run here.
     """
     if getattr(options, "command", "") != "health" and not _is_named(options, env):
         try:
