@@ -238,7 +238,7 @@ class Target:
 def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
-    A command that changes a job is refused (SchedulerSettingsError, too) where the launch of this directory is
+    A command that changes a job is refused (SchedulerSettingsError) where the launch of this directory is
     over and only one of another directory runs.
 
     Raises:
