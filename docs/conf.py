@@ -61,12 +61,13 @@ _FROM_THE_TOP = {
 # constructors take is no part of the API.
 _NOT_CALLED = {
     "muster.Session",
+    "muster.Step",
     "muster.TrainingStep",
     "muster.torch.InPlaceStep",
     "muster.torch.Generation",
-    "muster.parallel.module.ParallelModule",
+    "muster.ParallelModule",
     "muster.ParallelMode",
-    "muster.worker.collectives.Pending",
+    "muster.Pending",
 }
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from muster.parallel.checkpoint import load_divided as load_divided
     from muster.parallel.checkpoint import save_divided as save_divided
     from muster.parallel.elastic import ParallelTrainingState as ParallelTrainingState
+    from muster.parallel.module import ParallelModule as ParallelModule
     from muster.parallel.planning.context import AutoParallel as AutoParallel
     from muster.parallel.planning.context import ParallelMode as ParallelMode
     from muster.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
@@ -58,9 +59,15 @@ if TYPE_CHECKING:
     from muster.torch.capture import capture_step as capture_step
     from muster.torch.data_parallel import DataParallel as DataParallel
     from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from muster.training.checkpoint import CheckpointError as CheckpointError
+    from muster.training.checkpoint import DamagedCheckpointError as DamagedCheckpointError
     from muster.training.loop import ElasticLoop as ElasticLoop
+    from muster.training.loop import Step as Step
     from muster.training.sampler import ShardedSampler as ShardedSampler
+    from muster.training.state import StateLostError as StateLostError
+    from muster.training.state import StateMismatchError as StateMismatchError
     from muster.training.state import TrainingState as TrainingState
+    from muster.worker.collectives import Pending as Pending
     from muster.worker.collectives import all_gather as all_gather
     from muster.worker.collectives import all_reduce as all_reduce
     from muster.worker.collectives import all_to_all as all_to_all
@@ -90,7 +97,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "muster.torch.capture": "CaptureError TrainingStep capture_step",
     "muster.worker.collectives": (
-        "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
+        "Pending all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_local_size"
         " get_rank get_world_rank_from_group_rank group neighbor_exchange recv reduce reduce_scatter scatter"
         " send"
@@ -105,6 +112,7 @@ _NAMES = {
     "muster.parallel.api": "layerwise parallelize",
     "muster.parallel.checkpoint": "load_divided save_divided",
     "muster.parallel.elastic": "ParallelTrainingState",
+    "muster.parallel.module": "ParallelModule",
     "muster.parallel.planning.context": (
         "AutoParallel ParallelMode get_auto_parallel_context reset_auto_parallel_context"
         " set_auto_parallel_context"
@@ -112,9 +120,10 @@ _NAMES = {
     "muster.roles": "init",
     "muster.worker.runtime": "release set_ps_context",
     "muster.worker.session.session": "Session",
-    "muster.training.loop": "ElasticLoop",
+    "muster.training.checkpoint": "CheckpointError DamagedCheckpointError",
+    "muster.training.loop": "ElasticLoop Step",
     "muster.training.sampler": "ShardedSampler",
-    "muster.training.state": "TrainingState",
+    "muster.training.state": "StateLostError StateMismatchError TrainingState",
     "muster.torch.sharded_optimizer": "ShardedOptimizer",
     "muster.torch.data_parallel": "DataParallel",
 }

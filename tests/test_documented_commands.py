@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.test_taught_pages import PAGES as TAUGHT
 from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, environment
 
@@ -185,21 +186,17 @@ NOT_RUN = {
 }
 """Commands that no test runs, by page, each with the reason."""
 
-WHOLE_PAGES = {
-    "deploy/README.md": _DEPLOY,
-    "docs/api.md": "tests/end_to_end/test_taught_pages.py runs all of it",
-    "docs/in_place.md": "tests/end_to_end/test_taught_pages.py runs the first, test_in_place.py the other",
-    "docs/index.md": "tests/end_to_end/test_taught_pages.py runs it",
-    "docs/torch_training.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
-    "docs/tutorial.md": "tests/end_to_end/test_taught_pages.py runs all of it, step by step",
-}
+WHOLE_PAGES = {"deploy/README.md": _DEPLOY}
 """Pages none of whose commands is run here."""
 
 
 def commands(page: str) -> list[str]:
-    """The commands in the shell blocks of a page: continued lines joined, comments taken away."""
+    """The commands in the shell blocks of a page: continued lines joined, comments taken away.
+
+    Blocks with prompts also have what is printed: tests/end_to_end/test_taught_pages.py runs those.
+    """
     blocks = re.findall(r"^```(?:sh|bash|console|shell)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
-    text = "\n".join(blocks).replace("\\\n", " ")
+    text = "\n".join(block for block in blocks if not block.startswith("$ ")).replace("\\\n", " ")
     lines = (re.sub(r"(?:^|\s+)#.*", "", line).strip() for line in text.splitlines())
     return [" ".join(line.split()) for line in lines if line]
 
@@ -208,6 +205,11 @@ def test_every_shell_block_says_that_it_is_one() -> None:
     """A block without a language would escape this file: none may begin with a command."""
     begins = re.compile(r"^(?:```\n|    )(?:\$ |muster |python |make |pip |export |kill |MS_)", re.MULTILINE)
     assert not [page for page, text in PAGES.items() if begins.search(text)]
+
+
+def test_pages_that_show_what_a_command_prints_are_run() -> None:
+    shows = {Path(page).name for page, text in PAGES.items() if re.search(r"^\$ ", text, re.MULTILINE)}
+    assert shows == set(TAUGHT)
 
 
 @pytest.mark.parametrize("page", PAGES)

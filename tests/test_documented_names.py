@@ -13,21 +13,15 @@ DIRECTIVE = re.compile(
 )
 PAGE = (ROOT / "docs" / "api.md").read_text()
 BESIDE = {
-    "muster.parallel.module.ParallelModule",
     "muster.torch.huggingface.train",
     "muster.torch.lightning.fit",
     "muster.torch.resumed_training.resumed",
-    "muster.training.checkpoint.CheckpointError",
-    "muster.training.checkpoint.DamagedCheckpointError",
     "muster.training.checkpoint.Folder",
     "muster.training.checkpoint.load",
     "muster.training.checkpoint.load_latest",
     "muster.training.checkpoint.save",
-    "muster.training.state.StateLostError",
-    "muster.training.state.StateMismatchError",
-    "muster.worker.collectives.Pending",
 }
-"""What users import from rooms of its own."""
+"""What users import from modules of its own."""
 
 
 def offered_by_torch() -> set[str]:

@@ -90,7 +90,8 @@ class Step:
     """One step of the loop; use it as a context.
 
     Attributes:
-        batch: this rank's samples.
+        batch: this rank's samples: ``indices`` (int64), ``global_size`` (samples over all ranks), ``share``
+            (this rank's part of them), ``last`` (whether the batch ends the epoch).
         data: what the loop's ``load`` made of the batch; None without ``load``, or without samples.
         epoch: from 1.
         number: within the epoch, from 1.

@@ -166,6 +166,11 @@ def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST)
     return found[0] if found else None
 
 
+def is_elsewhere(launch: Launched, here: Path = RUNS / LATEST) -> bool:
+    """Whether there is a link to a launch's directory, and this launch is not the one of that directory."""
+    return os.path.lexists(here) and Path(launch.directory).resolve() != here.resolve()
+
+
 def _read(file: Path) -> Launched:
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, encoding="utf-8") as text:

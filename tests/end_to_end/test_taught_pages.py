@@ -14,7 +14,18 @@ import pytest
 from tests.scheduler.processes import ROOT, environment
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
-PAGES = ("index.md", "tutorial.md", "torch_training.md", "in_place.md", "api.md")
+PAGES = (
+    "index.md",
+    "launching.md",
+    "training.md",
+    "fault_tolerance.md",
+    "tutorial.md",
+    "torch_training.md",
+    "torch.md",
+    "in_place.md",
+    "snapshots.md",
+    "api.md",
+)
 SHOWN = ("epoch", "[0] ", "muster: worker", "muster: 2 workers", "muster: 4 workers")
 """How lines begin that are the same each time: not those with names of hosts, times and folders."""
 

@@ -356,6 +356,17 @@ def test_the_page_shows_commands() -> None:
     assert len(re.findall(r"^```python\n", PAGE.read_text(), re.MULTILINE)) >= 2
 
 
+def test_the_page_shows_what_its_first_command_prints(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PAGE.read_text()
+    (models / "models.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    assert main(shlex.split(page_commands()[0])[1:]) == 0
+    [shown] = re.findall(r"```text\n(8.*?)```", text, re.DOTALL)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
+
+
 @pytest.mark.parametrize("line", page_commands())
 def test_the_commands_of_the_page_work(line: str, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text()

@@ -206,6 +206,10 @@ def _seconds(text: str) -> float:
 # ---------------------------------------------------------------- which scheduler to ask, and as who
 
 
+_CHANGES = ("drain", "admit")
+"""Commands that change a job: where this directory's own launch is over, they take nobody else's."""
+
+
 def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
     return bool(options.host or env.get("MS_SCHED_HOST") or env.get("MS_SCHED_PORT"))
 
@@ -234,6 +238,9 @@ class Target:
 def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
+    A command that changes a job is refused (SchedulerSettingsError) where the launch of this directory is
+    over and only one of another directory runs.
+
     Raises:
         SchedulerSettingsError: no scheduler is named, and several launches run here.
     """
@@ -247,6 +254,12 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
                 " and MS_SCHED_PORT.",
             ) from None
         if launch is not None:
+            if options.command in _CHANGES and not options.job and launches.is_elsewhere(launch):
+                raise SchedulerSettingsError(
+                    f"The launch of ./muster-runs/latest has ended. Another one runs on this host: job"
+                    f" {launch.job_id} in {launch.directory}.",
+                    remedy="Ask from there, or name it: --job, or MS_SCHED_HOST and MS_SCHED_PORT.",
+                )
             return _of_launch(launch, options, env)
     address = load_address(env, config_path=options.config, job_id=options.job)
     if options.host:

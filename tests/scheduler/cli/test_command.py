@@ -60,6 +60,20 @@ def test_the_only_launch_is_meant_where_there_is_one(publish: Publish, tmp_path:
     assert port_for("status") == 1001
 
 
+@pytest.mark.parametrize("command", [("drain", "1"), ("admit", "gpu-17")])
+def test_what_changes_a_job_takes_no_launch_from_elsewhere_when_the_own_one_is_over(
+    command: tuple[str, ...], publish: Publish, tmp_path: Path
+) -> None:
+    other = publish("strangers", 1001, "elsewhere")
+    assert port_for(*command) == 1001
+    (tmp_path / "muster-runs").mkdir()
+    (tmp_path / "muster-runs" / "latest").symlink_to("over")
+    with pytest.raises(SchedulerSettingsError) as caught:
+        port_for(*command)
+    assert f"job strangers in {other.path}" in str(caught.value) and "--job" in str(caught.value)
+    assert port_for(*command, "--job", "strangers") == 1001
+
+
 @pytest.mark.parametrize("command", [("status",), ("drain", "1")])
 def test_of_several_launches_elsewhere_none_is_taken_and_all_are_listed(
     command: tuple[str, ...], publish: Publish
