@@ -105,6 +105,19 @@ def test_what_was_sent_before_an_orderly_close_arrives_all_of_it(driver: Path) -
         assert "has closed it while data were still to come" in answer
 
 
+def test_a_close_right_after_large_messages_waits_until_they_are_opened(driver: Path) -> None:
+    """The record that closes is read by one lane of a connection while the other still opens a piece."""
+    with ranks(driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
+        for turn in range(8):
+            meet(receiver, sender, listener=turn)
+            receiver.tell(f"move {turn} {2 << 20} 0 2 2 0 5")
+            assert sender.ask(f"post {turn} {2 << 20} 2 5") == "posted 2"
+            assert sender.ask("wait 20") == "done 2"
+            assert sender.ask(f"close {turn}") == "ok"
+            assert receiver.hear() == "ok"
+        assert receiver.ask("reason") == sender.ask("reason") == ""
+
+
 def test_a_send_after_the_receiver_has_closed_fails(driver: Path) -> None:
     with ranks(driver, {}, {}) as (receiver, sender):
         meet(receiver, sender)
