@@ -271,3 +271,18 @@ def test_an_image_copies_all_that_the_wheel_is_made_of(
                     shutil.copy2(checkout / name, tmp_path / "image" / into)
     made = build("build_wheel", image, tmp_path / "made")
     assert contents(made) == contents(wheel)
+
+
+def test_without_torch_muster_torch_says_how_to_install_it() -> None:
+    program = "import sys; sys.modules['torch'] = None; import muster.torch"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1].startswith(
+        "ModuleNotFoundError: muster.torch needs torch. Run pip install '.[torch]' in a checkout"
+    )

@@ -1,5 +1,13 @@
 """Training with torch: what :mod:`muster` offers for it, in one place. Importing it imports torch."""
 
+from muster.version import how_to_install
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    text = f"muster.torch needs torch. {how_to_install('torch')}."
+    raise ModuleNotFoundError(text, name=error.name) from None
+
 from muster.programs.generations import Generation as Generation
 from muster.programs.generations import on_new_generation as on_new_generation
 from muster.programs.keep_alive import keep_alive as keep_alive
