@@ -298,8 +298,6 @@ def keep_alive() -> bool:
         _program = LivingProgram(world)
     except NotInitializedError:
         return False
-    # By default torch ends this process when NCCL finds that another rank is lost.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return True
 
 

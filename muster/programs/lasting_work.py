@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -102,12 +103,14 @@ class ApartWork(GroupWork):
         """Waits for torch's handle in short pieces: a wait in C++ when the interpreter ends would crash it.
 
         A message is waited for as a whole, because a wait that times out would end its connections. It can be
-        aborted instead.
+        aborted instead. A wait that raises before its time is over has failed, whatever the handle says: that
+        of Gloo's reduce-scatter is never complete after an error.
         """
         if self._is_message:
             self._inner.wait()
             return
         while not self._over.is_set():
+            begun_s = time.monotonic()
             try:
                 self._inner.wait(_PIECE)
                 return
@@ -115,6 +118,8 @@ class ApartWork(GroupWork):
                 if self._inner.is_completed():
                     self._inner.wait()
                     return
+                if time.monotonic() - begun_s < _PIECE.total_seconds() / 2:
+                    raise
 
     def give_up(self, error: Exception) -> None:
         """Fails the operation for its caller, and drops the results that it may still write."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,7 @@ OLDEST_TORCH = (2, 9)
 HANGING_NCCL = (2, 28, 3), (2, 28, 8)
 """The first and the last version of NCCL whose communicators may hang when they are aborted."""
 
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _BARRIER = "_store_based_barrier"
 _NEEDED = ("_new_process_group_helper", _BARRIER, "_world", "_unregister_process_group")
 _ASKED = ("store", "group_name", "group_rank", "group_size", "global_ranks_in_group")
@@ -37,6 +39,15 @@ def _nccl_version() -> tuple[int, ...] | None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return tuple(torch.cuda.nccl.version())
+
+
+def _let_live() -> None:
+    """Has torch not end this process when NCCL finds that another rank is lost, in groups that are made next.
+
+    torch does by default, and reads this as it makes a group. Some programs set it as they begin: torchtitan.
+    """
+    if os.environ.get(_ERROR_HANDLING) != "0":
+        os.environ[_ERROR_HANDLING] = "0"
 
 
 def unlike(mine: Sequence[Any], theirs: Sequence[Any], rank: int, other: int) -> str:
@@ -154,6 +165,7 @@ class LastingWorld:
                 arguments["global_ranks_in_group"] = [ranks[at] for at in there]
                 arguments["group_rank"] = there.index(each.group.rank())
                 arguments["group_size"] = len(there)
+            _let_live()
             inner, _ = each.make(**arguments)
             self._forget(inner, name)
             each.group.connect(inner, there)
@@ -168,6 +180,7 @@ class LastingWorld:
         asked = dict(arguments)
         if self.rehearses:
             asked.update(group_rank=0, group_size=1, store=dist.HashStore())
+        _let_live()
         inner, store = helper(**asked)
         if not isinstance(inner, dist.ProcessGroup) or isinstance(inner, LastingProcessGroup):
             return inner, store  # this process is no member, or the group was there already

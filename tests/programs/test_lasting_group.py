@@ -106,6 +106,28 @@ def test_who_waits_is_released_and_what_comes_later_is_not_seen(pair: Pair) -> N
     del late
 
 
+def test_what_torch_does_not_serve_is_raised_though_its_handle_is_never_complete(pair: Pair) -> None:
+    whole, options = torch.ones(4), dist.ReduceScatterOptions()
+    options.reduceOp = dist._make_nccl_premul_sum(0.5)  # as FSDP2 with a factor for its gradients asks for
+    raised: list[Exception] = []
+
+    def wait(work: Any) -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            raised.append(error)
+
+    groups = (pair.lasting, pair.other)
+    works = [each.reduce_scatter_tensor_coalesced([torch.empty(2)], [whole], options) for each in groups]
+    waiting = [threading.Thread(target=wait, args=(work,), daemon=True) for work in works]
+    for each in waiting:
+        each.start()
+    for each in waiting:
+        each.join(LIMIT_S)
+    assert len(raised) == 2
+    assert all("PREMUL_SUM" in str(each) for each in raised)
+
+
 def test_a_group_that_is_not_connected_yet_rehearses() -> None:
     group = LastingProcessGroup(1, 3, NAME)
     whole = torch.empty(3)

@@ -71,6 +71,29 @@ dist.destroy_process_group()
 print("well")
 """
 
+TEARS_DOWN = """
+import os, torch.distributed as dist
+from muster.programs.lasting_world import LastingWorld
+
+NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+world, found = LastingWorld(), []
+
+def made(store, rank, size, timeout):
+    found.append(os.environ[NAME])
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+dist.Backend.register_backend("noting", made, devices=["cpu"])
+world.install()
+os.environ[NAME] = "3"  # as torchtitan does
+dist.init_process_group("noting", rank=0, world_size=1, store=dist.HashStore())
+world.break_off("a rank is lost")
+del os.environ[NAME]
+world.connect(dist.HashStore(), 2)
+assert found == ["0"] * 2, found
+dist.destroy_process_group()
+print("well")
+"""
+
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "why"),
@@ -87,10 +110,10 @@ def test_ranks_that_have_made_other_groups_are_told(mine: list[Any], theirs: lis
     assert bool(said) is bool(why)
 
 
-@pytest.mark.parametrize("how", ["alone", "rehearses"])
-def test_functional_collectives_meshes_and_subgroups_find_the_lasting_group(how: str) -> None:
+def says(program: str, *arguments: str) -> None:
+    """Runs a program, which has to end with the word "well"."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how],
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -99,6 +122,15 @@ def test_functional_collectives_meshes_and_subgroups_find_the_lasting_group(how:
         check=False,
     )
     assert done.stdout == "well\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("how", ["alone", "rehearses"])
+def test_functional_collectives_meshes_and_subgroups_find_the_lasting_group(how: str) -> None:
+    says(PROGRAM, how)
+
+
+def test_no_group_of_nccl_ends_the_process_when_a_rank_is_lost_whatever_the_program_has_set() -> None:
+    says(TEARS_DOWN)
 
 
 @pytest.mark.parametrize(
