@@ -28,7 +28,11 @@ def offered_by_torch() -> set[str]:
     """The names of ``muster.torch``, which only torch could import."""
     tree = ast.parse((ROOT / "muster" / "torch" / "__init__.py").read_text())
     return {
-        each.asname or "" for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names
+        each.asname
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.asname
     }
 
 
