@@ -43,28 +43,26 @@ static bool begin_connection(communicator_t *communicator, connection_t *connect
   connection->socket = handshake->socket;
   handshake->socket = -1;
   set_options(connection->socket);
-  actor_begin(&connection->watcher, sends ? send_run_watcher : receive_run_watcher);
-  bool good = direction_begin(&connection->back, handshake->cipher, back, !sends);
-  for (int i = 0; i < LANES; i++) {
-    lane_t *lane = &connection->lanes[i];
-    lane->connection = connection;
-    actor_begin(&lane->actor, sends ? send_run_lane : receive_run_lane);
-    good = direction_begin(&lane->direction, handshake->cipher, data, sends) && good;
-  }
-  return good;
+  actor_begin(&connection->mover, sends ? send_run_mover : receive_run_mover);
+  actor_begin(&connection->sealer, sends ? send_run_sealer : receive_run_opener);
+  return direction_begin(&connection->headers, handshake->cipher, data, sends) &&
+         direction_begin(&connection->bodies, handshake->cipher, data, sends) &&
+         direction_begin(&connection->back, handshake->cipher, back, !sends);
 }
 
 static void end_connection(connection_t *connection) {
   if (connection->communicator == NULL) return;
   watch_end(&connection->watch);
   (void)shutdown(connection->socket, SHUT_RD); /* who waits in recv for a moment comes back at once */
-  actor_stop(&connection->watcher);
-  for (int i = 0; i < LANES; i++) actor_stop(&connection->lanes[i].actor);
+  actor_stop(&connection->mover);
+  actor_stop(&connection->sealer);
   close(connection->socket);
+  direction_end(&connection->headers);
+  direction_end(&connection->bodies);
   direction_end(&connection->back);
-  for (int i = 0; i < LANES; i++) {
-    direction_end(&connection->lanes[i].direction);
-    block_give(connection->lanes[i].block);
+  block_give(connection->block);
+  for (uint64_t at = atomic_load(&connection->emptied); at < atomic_load(&connection->filled); at++) {
+    block_give(connection->ring[at % RING].block);
   }
 }
 
@@ -98,7 +96,7 @@ communicator_t *communicator_begin(bool sends, int count, handshake_t *const han
   }
   for (int i = 0; good && i < count; i++) { /* only now: whichever runs first may end them all */
     connection_t *connection = &communicator->connections[i];
-    good = watch_begin(&connection->watch, connection->socket, &connection->watcher);
+    good = watch_begin(&connection->watch, connection->socket, &connection->mover);
   }
   if (good) return communicator;
   reason_say("NCCL's encrypted connection with %s cannot begin: no memory, descriptor or cipher is left for it on this host; "
@@ -152,7 +150,8 @@ static void say_close(communicator_t *communicator) {
   clock_gettime(CLOCK_MONOTONIC, &until);
   until.tv_sec += CLOSE_PATIENCE_S;
   for (int i = 0; i < communicator->count; i++) {
-    (void)actor_run_here(&communicator->connections[i].lanes[0].actor, false);
+    connection_t *connection = &communicator->connections[i];
+    if (actor_run_here(&connection->sealer, NULL)) (void)actor_run_here(&connection->mover, NULL);
   }
   pthread_mutex_lock(&communicator->lock);
   while (!all_written(communicator) && atomic_load(&communicator->error) == 0) {
@@ -196,9 +195,8 @@ request_t *request_open(communicator_t *communicator, void *data, int size) {
   request->size = size;
   atomic_store(&request->total, -1);
   atomic_store(&request->got, 0);
-  int share = size / communicator->count; /* of each connection */
-  request->piece = share < LEAST_PIECE ? LEAST_PIECE : share > PIECE_SIZE ? PIECE_SIZE : (share + 4095) / 4096 * 4096;
-  atomic_store(&request->left, size == 0 ? 1 : ((int64_t)size + request->piece - 1) / request->piece);
+  int64_t pieces = size == 0 ? 1 : ((int64_t)size + PIECE_SIZE - 1) / PIECE_SIZE;
+  atomic_store(&request->left, pieces);
   atomic_store(&request->open, true);
   atomic_fetch_add(&communicator->open_requests, 1);
   return request;

@@ -10,11 +10,9 @@
 #include "nccl_net.h"
 #include "records.h"
 
-/* LEAST_PIECE: a message is not divided into smaller ones; SMALL: so few bytes are sealed sooner than a thread is woken. */
-enum { LANES = 2, RUN_PIECES = 4, LEAST_PIECE = 65536, SMALL = 16384 };
+enum { RING = 8, RUN_PIECES = 16, SMALL = 16384 };
 
 typedef struct communicator communicator_t;
-typedef struct connection connection_t;
 
 typedef struct {
   communicator_t *communicator;
@@ -22,54 +20,42 @@ typedef struct {
   uint64_t message;
   unsigned char *data;
   int size;              /* of a send: exact; of a receive: at most */
-  int piece;             /* of a send: into pieces of how many bytes it is divided */
   _Atomic int64_t total; /* of a receive: -1 until a header has told */
   _Atomic int64_t left;  /* of a send: pieces that the kernel has not taken */
   _Atomic int64_t got;   /* of a receive: bytes copied */
 } request_t;
 
-/* An actor that takes a record all its way: seals it and sends it, or reads it and opens it, while it is in a core's cache.
- * Two of a connection take turns at the socket, so that one seals or opens while the other one sends or reads. */
+/* A piece on its way between a connection's two actors. */
 typedef struct {
-  actor_t actor;
-  connection_t *connection;
-  direction_t direction; /* its own: its records are in ascending order */
-  atomic_bool full;      /* it holds a record that is not sent, or not opened */
-  atomic_bool waits;     /* a send: for its turn */
-  uint64_t record;
+  unsigned char *block; /* NULL: a record without a body */
+  request_t *request;   /* of a send; NULL: the record that closes */
   header_t header;
-  request_t *request; /* of a send; NULL: the record that closes */
-  unsigned char *block;
-  unsigned char sealed_header[SEALED_HEADER_SIZE];
   const unsigned char *body;
-  size_t moved; /* of a send: bytes that are out */
-} lane_t;
+  unsigned char sealed_header[SEALED_HEADER_SIZE];
+  uint64_t record;
+} piece_t;
 
-struct connection {
+typedef struct {
   communicator_t *communicator;
   int socket;
   watch_t watch;
-  actor_t watcher; /* hears what the socket's events say */
-  lane_t lanes[LANES];
-  direction_t back; /* the other way, in which only the end is said */
+  actor_t mover;  /* writes what is sealed; reads what is to be opened */
+  actor_t sealer; /* seals; or opens */
+  direction_t headers, bodies, back; /* back: the other way, in which only the end is said */
+  piece_t ring[RING]; /* sealer -> mover, or mover -> sealer */
+  _Atomic uint64_t filled, emptied;
+  atomic_bool stalled; /* who fills waits for room */
+  atomic_bool early;   /* a receive: what came waits for its irecv */
   uint64_t records, back_records;
-  atomic_bool said_close;
-  /* a send */
-  _Atomic uint64_t sent; /* records: whose turn it is */
-  lane_t *blocked;       /* waits for room in the socket */
-  atomic_bool was_full;  /* the socket had no room the last time: to seal sooner helps nobody */
-  atomic_int broken;     /* why the socket takes no more: an errno */
-  size_t back_moved;     /* bytes that came back */
-  bool peer_closed;      /* the receiver has said that it closes */
-  atomic_bool close_written; /* the record that closes is with the kernel */
-  /* a receive: what follows belongs to the lane whose turn it is */
-  atomic_int turn;
-  _Atomic uint64_t opened; /* records */
-  atomic_bool early;       /* what came waits for its irecv */
-  size_t moved;            /* bytes of the present header, or body, that are in */
-  bool header_known;
-  unsigned char header_bytes[SEALED_HEADER_SIZE]; /* of a send: what comes back */
-};
+  size_t moved;        /* a send: bytes of the first piece that are out; a receive: of the present header, or body, that are in */
+  size_t back_moved;   /* a send: bytes that came back */
+  bool header_known, said_close;
+  unsigned char header_bytes[SEALED_HEADER_SIZE];
+  header_t header;
+  unsigned char *block;      /* a receive: where the present body goes */
+  atomic_bool close_written; /* a send: the record that closes is with the kernel */
+  bool peer_closed;          /* a send: the receiver has said that it closes */
+} connection_t;
 
 struct communicator {
   bool sends;
@@ -81,7 +67,7 @@ struct communicator {
   atomic_bool ending;    /* close has begun: nothing that follows is an error */
   atomic_bool peer_gone; /* a send: the receiver has closed in order */
   atomic_int open_requests, closed;
-  pthread_mutex_t lock; /* a send: what is to be sealed next, and which lanes wait for room */
+  pthread_mutex_t lock; /* a send: what is to be sealed next */
   pthread_cond_t written;
   uint64_t to_seal, sealed_up_to; /* message and offset */
   _Atomic uint64_t posted;        /* requests that there have been */
@@ -107,24 +93,16 @@ void communicator_close(communicator_t *communicator);
 /* A place for one more request, or NULL where NCCL has NCCL_MAX_REQUESTS of them open. */
 request_t *request_open(communicator_t *communicator, void *data, int size);
 
-/* Whether another thread could take the next record at the same time: to wake it takes as long as to seal a small one. */
-static inline bool lane_needs_help(const lane_t *lane) {
-  return SEALED && lane->header.length > LEAST_PIECE && pool_has_sleeper();
-}
-
-/* The other lane of its connection. */
-static inline lane_t *other_lane(lane_t *lane) {
-  return &lane->connection->lanes[lane == &lane->connection->lanes[0]];
-}
-
 ncclResult_t request_test(request_t *request, int *done, int *size);
 
 /* Sending (sending.c). */
 ncclResult_t send_begin(communicator_t *communicator, void *data, int size, request_t **request);
-actor_run_t send_run_lane, send_run_watcher;
+bool send_run_sealer(actor_t *actor, worker_t *worker);
+bool send_run_mover(actor_t *actor, worker_t *worker);
 
 /* Receiving (receiving.c). */
 ncclResult_t receive_begin(communicator_t *communicator, void *data, int size, request_t **request);
-actor_run_t receive_run_lane, receive_run_watcher;
+bool receive_run_opener(actor_t *actor, worker_t *worker);
+bool receive_run_mover(actor_t *actor, worker_t *worker);
 
 #endif

@@ -20,7 +20,7 @@ _Static_assert(sizeof(answer_t) == 104, "the answer has no gaps");
 #ifdef MUSTER_PLAIN_FOR_BENCH
 static const char MAGIC[] = "MSNPLAIN"; /* so that it meets no sealed one */
 #else
-static const char MAGIC[] = "MSNCCLH2";
+static const char MAGIC[] = "MSNCCLH1";
 #endif
 static const char ANOTHER_SECRET[] =
     "it holds another secret or another generation than this process, or is not one of this job's; start the job again "

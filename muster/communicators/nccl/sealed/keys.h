@@ -16,7 +16,7 @@ typedef enum { PART_HEADER = 0, PART_BODY = 1 } record_part;
 /* Records under one key; then both ends go on to the next, derived from it, without a message.
  *
  * RFC 8446, section 5.5, lets AES-GCM seal 2^24.5 records of 2^14 bytes under a key: 2^34.5 of the cipher's blocks. 2^19
- * records of 2^18 bytes are 2^33. */
+ * records of 2^17 bytes are 2^32. */
 #define RECORDS_PER_KEY ((uint64_t)1 << 19)
 
 /* HMAC-SHA256. Also HKDF-Extract, with the salt as key. False where libcrypto fails. */
@@ -45,8 +45,7 @@ bool direction_begin(direction_t *direction, cipher_kind kind, const unsigned ch
 bool direction_seal(direction_t *direction, uint64_t record, record_part part, const unsigned char *plain, size_t size,
                     unsigned char *sealed);
 
-/* Opens what direction_seal made, of `size` bytes and a tag. `plain` may be `sealed`, and must be used by nobody
- * before this has answered true. */
+/* Opens what direction_seal made, of `size` bytes and a tag. `plain` must be used by nobody before this has answered true. */
 bool direction_open(direction_t *direction, uint64_t record, record_part part, const unsigned char *sealed, size_t size,
                     unsigned char *plain);
 

@@ -67,7 +67,7 @@ MUSTER_NCCL_EXPORT void muster_nccl_forget_reason(void);
  * Needs no secret, opens no socket, starts no thread: fit to be asked in a process of its own before NCCL is started. */
 MUSTER_NCCL_EXPORT int muster_nccl_self_test(char *buffer, size_t size);
 
-/* Names plug-in, protocol and the libcrypto in use: "MusterSealed protocol 2, OpenSSL 3.0.19". Never freed. */
+/* Names plug-in, protocol and the libcrypto in use: "MusterSealed protocol 1, OpenSSL 3.0.19". Never freed. */
 MUSTER_NCCL_EXPORT const char *muster_nccl_version(void);
 
 #endif

@@ -17,7 +17,7 @@
 
 /* RUNNING_AGAIN: somebody has woken it while it runs. STOPPING: somebody waits in actor_stop. */
 enum { IDLE, QUEUED, RUNNING, RUNNING_AGAIN, STOPPING, DEAD };
-enum { EVENTS_AT_ONCE = 16, KEPT_BLOCKS = 64, RUNS_WITHOUT_A_LOOK = 32 };
+enum { EVENTS_AT_ONCE = 16, KEPT_BLOCKS = 128, RUNS_WITHOUT_A_LOOK = 32 };
 
 static struct {
   pthread_mutex_t lock;
@@ -91,7 +91,7 @@ static bool change(actor_t *actor, int from, int to) { return atomic_compare_exc
 
 /* ---------------------------------------------------------------- actors */
 
-void actor_begin(actor_t *actor, actor_run_t *run) {
+void actor_begin(actor_t *actor, bool (*run)(actor_t *actor, worker_t *worker)) {
   atomic_store(&actor->state, IDLE);
   actor->run = run;
   actor->next = actor->before = NULL;
@@ -123,13 +123,13 @@ void actor_wake(actor_t *actor) {
 }
 
 /* Ends a run. The actor may be freed as soon as its state says that it does not run. */
-static void end_run(actor_t *actor, bool more, bool of_pool) {
+static void end_run(actor_t *actor, bool more, bool by_worker) {
   if (!more && change(actor, RUNNING, IDLE)) return;
   pthread_mutex_lock(&pool.lock);
   if (change(actor, RUNNING, QUEUED) || change(actor, RUNNING_AGAIN, QUEUED)) {
     bool first = pool.first == NULL;
     push(actor);
-    if (!(first && of_pool)) rouse(); /* else this thread comes to it next */
+    if (!(first && by_worker)) rouse(); /* else this thread comes to it next */
   } else {
     atomic_store(&actor->state, DEAD);
     pthread_cond_broadcast(&pool.dead);
@@ -137,13 +137,13 @@ static void end_run(actor_t *actor, bool more, bool of_pool) {
   pthread_mutex_unlock(&pool.lock);
 }
 
-bool actor_run_here(actor_t *actor, bool of_pool) {
+bool actor_run_here(actor_t *actor, worker_t *worker) {
   if (!change(actor, IDLE, RUNNING)) {
     actor_wake(actor);
     return false;
   }
-  bool more = actor->run(actor, of_pool);
-  end_run(actor, more, of_pool);
+  bool more = actor->run(actor, worker);
+  end_run(actor, more, false);
   return true;
 }
 
@@ -250,16 +250,14 @@ static void wait_for_sockets(int timeout_ms) {
 
 /* ---------------------------------------------------------------- threads */
 
-bool pool_may_wait(bool of_pool) {
-  if (!of_pool || atomic_load(&pool.idle) < 1) return false;
+bool pool_may_wait(const worker_t *worker) {
+  if (worker == NULL || atomic_load(&pool.idle) < 1) return false;
   if (atomic_fetch_add(&pool.waiting, 1) < pool.threads / 2) return true;
   atomic_fetch_sub(&pool.waiting, 1);
   return false;
 }
 
 void pool_has_waited(void) { atomic_fetch_sub(&pool.waiting, 1); }
-
-bool pool_has_sleeper(void) { return atomic_load(&pool.idle) > 1; }
 
 /* The next actor, taken out of the queue as running. */
 static actor_t *next_actor(void) {
@@ -289,13 +287,13 @@ static actor_t *next_actor(void) {
 }
 
 static void *work(void *argument) {
-  (void)argument;
+  worker_t *worker = argument;
   pthread_mutex_lock(&pool.lock);
   for (;;) {
     actor_t *actor = next_actor();
     atomic_fetch_add(&pool.running, 1);
     pthread_mutex_unlock(&pool.lock);
-    bool more = actor->run(actor, true);
+    bool more = actor->run(actor, worker);
     end_run(actor, more, true);
     atomic_fetch_sub(&pool.running, 1);
     pthread_mutex_lock(&pool.lock);
@@ -314,9 +312,16 @@ static void end_pool(void) {
 }
 
 static bool start_thread(void) {
+  worker_t *worker = calloc(1, sizeof *worker);
+  if (worker != NULL) worker->private_block = aligned_alloc(64, BLOCK_BODY);
   pthread_t thread;
-  errno = pthread_create(&thread, NULL, work, NULL);
-  if (errno != 0) return false;
+  bool memory = worker != NULL && worker->private_block != NULL;
+  errno = memory ? pthread_create(&thread, NULL, work, worker) : ENOMEM;
+  if (errno != 0) {
+    if (worker != NULL) free(worker->private_block);
+    free(worker);
+    return false;
+  }
   (void)pthread_setname_np(thread, "muster-nccl");
   pthread_detach(thread);
   return true;

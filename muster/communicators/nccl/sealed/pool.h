@@ -1,8 +1,8 @@
 /* The plug-in's threads: a bounded number a process, however many communicators and connections there are.
  *
  * Work is done by actors. An actor runs on one thread at a time, never waits for another, and returns when it has nothing
- * to do; whoever gives it something to do wakes it. A thread with no actor to run waits for the sockets (one of them) or
- * sleeps.
+ * to do; whoever gives it something to do wakes it. Actors of a connection: one that moves bytes, one that seals or opens,
+ * so that the two go on at the same time. A thread with no actor to run waits for the sockets (one of them) or sleeps.
  *
  * Where threads are to spare, an actor that moves bytes may wait in the system call for a moment (pool_may_wait): cheaper
  * than to go through epoll for each piece. All threads block all signals: those are the program's. */
@@ -11,32 +11,31 @@
 
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 
-/* A record's body: large enough that system calls and wake-ups cost little, small enough to stay in a core's cache. */
-enum { BLOCK_BODY = 262144, BLOCK_SIZE = BLOCK_BODY + 64 };
+/* A record's body: large enough that system calls and hand-overs cost little, small enough to stay in a core's cache. */
+enum { BLOCK_BODY = 131072, BLOCK_SIZE = BLOCK_BODY + 64 };
 enum { MAX_THREADS = 16, WAIT_US = 2000 };
 
+typedef struct worker worker_t;
+struct worker {
+  unsigned char *private_block; /* BLOCK_BODY bytes that nobody else sees: what is opened here is not yet verified */
+};
+
 typedef struct actor actor_t;
-/* Runs an actor, on a thread of the pool or (of_pool false) of the program. True: there is more to do, others first. */
-typedef bool actor_run_t(actor_t *actor, bool of_pool);
 struct actor {
   _Atomic int state;
-  actor_run_t *run;
+  bool (*run)(actor_t *actor, worker_t *worker); /* true: there is more to do, others first. worker NULL: not a pool's thread */
   actor_t *next, *before;
 };
 
-/* The struct that has the actor as this member. */
-#define HOLDER_OF(type, member, actor) ((type *)(void *)((char *)(actor) - offsetof(type, member)))
-
-void actor_begin(actor_t *actor, actor_run_t *run);
+void actor_begin(actor_t *actor, bool (*run)(actor_t *actor, worker_t *worker));
 
 /* Sees to it that the actor runs after this call. */
 void actor_wake(actor_t *actor);
 
 /* Runs it on this thread if it runs on none; else wakes it. Whether it ran here. */
-bool actor_run_here(actor_t *actor, bool of_pool);
+bool actor_run_here(actor_t *actor, worker_t *worker);
 
 /* Returns when it runs nowhere, and will not again. */
 void actor_stop(actor_t *actor);
@@ -60,11 +59,8 @@ bool pool_begin(void);
 bool pool_has_ended(void);
 
 /* Whether this thread may wait in a system call, WAIT_US at most, because others are idle. If so, pool_has_waited is due. */
-bool pool_may_wait(bool of_pool);
+bool pool_may_wait(const worker_t *worker);
 void pool_has_waited(void);
-
-/* Whether a thread sleeps that could take work, beside the one that waits for the sockets. */
-bool pool_has_sleeper(void);
 
 /* Blocks of BLOCK_SIZE bytes, kept for the next when given back: idle connections hold none. NULL where memory is short. */
 unsigned char *block_take(void);

@@ -68,7 +68,7 @@ int muster_nccl_self_test(char *buffer, size_t size) {
 static char version[128];
 
 static void write_version(void) {
-  snprintf(version, sizeof version, "%s protocol 2, OpenSSL %s", MUSTER_NCCL_NET_NAME, OpenSSL_version(OPENSSL_VERSION_STRING));
+  snprintf(version, sizeof version, "%s protocol 1, OpenSSL %s", MUSTER_NCCL_NET_NAME, OpenSSL_version(OPENSSL_VERSION_STRING));
 }
 
 const char *muster_nccl_version(void) {

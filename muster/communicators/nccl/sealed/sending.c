@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
+#include <stddef.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
@@ -8,84 +9,83 @@
 #include "communicator.h"
 #include "errors.h"
 
+#define CONNECTION_OF(actor, member) ((connection_t *)(void *)((char *)(actor) - offsetof(connection_t, member)))
+enum { AT_ONCE = RING / 2 }; /* pieces of one sendmsg: the sealer fills the other half at the same time */
+
 /* ---------------------------------------------------------------- what is to be sealed */
 
-/* Takes the next piece of the oldest message that is not all sealed: whichever connection has room takes it. At the end, what
- * is taken is the record that closes. *more: there is another piece. */
-static bool take_piece(lane_t *lane, bool *more) {
-  connection_t *connection = lane->connection;
-  communicator_t *communicator = connection->communicator;
+/* Takes the next piece of the oldest message that is not all sealed: whichever connection has room takes it. */
+static bool take_piece(communicator_t *communicator, piece_t *piece) {
   pthread_mutex_lock(&communicator->lock);
   bool some = communicator->to_seal < atomic_load(&communicator->posted);
   if (some) {
     request_t *request = &communicator->requests[communicator->to_seal % NCCL_MAX_REQUESTS];
     uint64_t left = (uint64_t)request->size - communicator->sealed_up_to;
-    uint32_t length = (uint32_t)(left < (uint64_t)request->piece ? left : (uint64_t)request->piece);
-    lane->request = request;
-    lane->header = (header_t){.message = request->message,
-                              .offset = (uint32_t)communicator->sealed_up_to,
-                              .length = length,
-                              .total = (uint32_t)request->size,
-                              .kind = RECORD_DATA};
-    lane->body = request->data + communicator->sealed_up_to;
+    uint32_t length = (uint32_t)(left < PIECE_SIZE ? left : PIECE_SIZE);
+    piece->request = request;
+    piece->header = (header_t){.message = request->message,
+                               .offset = (uint32_t)communicator->sealed_up_to,
+                               .length = length,
+                               .total = (uint32_t)request->size,
+                               .kind = RECORD_DATA};
+    piece->body = request->data + communicator->sealed_up_to;
     communicator->sealed_up_to += length;
     if (communicator->sealed_up_to == (uint64_t)request->size) {
       communicator->to_seal++;
       communicator->sealed_up_to = 0;
     }
-  } else if (atomic_load(&communicator->ending) && !atomic_exchange(&connection->said_close, true)) {
-    lane->request = NULL;
-    lane->header = (header_t){.kind = RECORD_CLOSE};
-    some = true;
   }
-  if (some) lane->record = connection->records++;
-  *more = communicator->to_seal < atomic_load(&communicator->posted);
   pthread_mutex_unlock(&communicator->lock);
   return some;
 }
 
 /* Seals a piece straight from the user's memory. NULL, or what is wrong. */
-static const char *seal(lane_t *lane) {
+static const char *seal(connection_t *connection, piece_t *piece) {
   static const char broken[] = "libcrypto does not seal; repair OpenSSL on this host";
-  if (!header_seal(&lane->direction, lane->record, &lane->header, lane->sealed_header)) return broken;
+  uint64_t record = connection->records++;
+  piece->block = NULL;
+  if (!header_seal(&connection->headers, record, &piece->header, piece->sealed_header)) return broken;
 #ifndef MUSTER_PLAIN_FOR_BENCH
-  if (lane->header.length > 0) {
-    if (lane->block == NULL) lane->block = block_take();
-    if (lane->block == NULL) return "no memory is left on this host; give the job more";
-    if (!direction_seal(&lane->direction, lane->record, PART_BODY, lane->body, lane->header.length, lane->block)) return broken;
-    lane->body = lane->block;
+  if (piece->header.length > 0) {
+    piece->block = block_take();
+    if (piece->block == NULL) return "no memory is left on this host; give the job more";
+    if (!direction_seal(&connection->bodies, record, PART_BODY, piece->body, piece->header.length, piece->block)) return broken;
+    piece->body = piece->block;
   }
 #endif
   return NULL;
 }
 
-/* Fills the lane with the next record. False where there is none, or it cannot be sealed. */
-static bool fill(lane_t *lane) {
-  bool more;
-  if (!take_piece(lane, &more)) return false;
-  if (more && lane_needs_help(lane) && !atomic_load(&lane->connection->was_full)) actor_wake(&other_lane(lane)->actor);
-  const char *wrong = seal(lane);
-  if (wrong != NULL) {
-    communicator_fail(lane->connection->communicator, ncclSystemError, "%s", wrong);
-    return false;
+bool send_run_sealer(actor_t *actor, worker_t *worker) {
+  connection_t *connection = CONNECTION_OF(actor, sealer);
+  communicator_t *communicator = connection->communicator;
+  for (int i = 0; i < RUN_PIECES; i++) {
+    if (atomic_load(&communicator->error) != 0 || connection->said_close) return false;
+    uint64_t filled = atomic_load(&connection->filled);
+    if (filled - atomic_load(&connection->emptied) == RING) {
+      atomic_exchange(&connection->stalled, true);
+      if (filled - atomic_load(&connection->emptied) == RING) return false; /* the mover wakes it */
+      atomic_exchange(&connection->stalled, false);
+    }
+    piece_t *piece = &connection->ring[filled % RING];
+    if (!take_piece(communicator, piece)) {
+      if (!atomic_load(&communicator->ending)) return false;
+      *piece = (piece_t){.header = {.kind = RECORD_CLOSE}};
+      connection->said_close = true;
+    }
+    const char *wrong = seal(connection, piece);
+    if (wrong != NULL) {
+      block_give(piece->block);
+      communicator_fail(communicator, ncclSystemError, "%s", wrong);
+      return false;
+    }
+    atomic_store(&connection->filled, filled + 1);
+    if (worker != NULL) actor_wake(&connection->mover);
   }
-  lane->moved = 0;
-  atomic_store(&lane->full, true);
   return true;
 }
 
 /* ---------------------------------------------------------------- what is to be written */
-
-/* Waits for what comes back and, where a lane is blocked, for room in the socket. */
-static void arm(connection_t *connection, lane_t *blocked) {
-  communicator_t *communicator = connection->communicator;
-  pthread_mutex_lock(&communicator->lock);
-  if (blocked != NULL) connection->blocked = blocked;
-  uint32_t events = connection->blocked != NULL ? EPOLLOUT : 0;
-  if (!atomic_load(&communicator->ending)) events |= EPOLLIN;
-  if (events != 0) watch_arm(&connection->watch, events);
-  pthread_mutex_unlock(&communicator->lock);
-}
 
 /* Nothing comes this way but the receiver's close, sealed, and the end of the stream. */
 static void look_for_end(connection_t *connection) {
@@ -97,7 +97,7 @@ static void look_for_end(connection_t *connection) {
     ssize_t got = recv(connection->socket, to, whole ? 1 : SEALED_HEADER_SIZE - connection->back_moved, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-      arm(connection, NULL);
+      watch_arm(&connection->watch, EPOLLIN);
       return;
     }
     if (got > 0 && !whole) {
@@ -128,70 +128,59 @@ static void look_for_end(connection_t *connection) {
   }
 }
 
-bool send_run_watcher(actor_t *actor, bool of_pool) {
-  connection_t *connection = HOLDER_OF(connection_t, watcher, actor);
-  communicator_t *communicator = connection->communicator;
-  uint32_t events = atomic_exchange(&connection->watch.events, 0);
-  int broken = atomic_exchange(&connection->broken, 0);
-  if (atomic_load(&communicator->error) != 0) return false;
-  pthread_mutex_lock(&communicator->lock);
-  lane_t *blocked = connection->blocked;
-  if (events != 0) connection->blocked = NULL;
-  pthread_mutex_unlock(&communicator->lock);
-  if (broken != 0 || events & ~(uint32_t)EPOLLOUT) look_for_end(connection);
-  else if (events != 0) arm(connection, NULL);
-  if (broken != 0) { /* what the peer said at its end says more than the broken pipe */
-    communicator_fail(communicator, ncclRemoteError,
-                      "it was cut, or the peer's process died (%s); look at that process's log and at the network",
-                      strerror(broken));
+static size_t wire_size(const piece_t *piece) { return SEALED_HEADER_SIZE + body_size(&piece->header); }
+
+/* Describes what is left of the next pieces, the first of which is partly out; returns how many parts. */
+static size_t gather(connection_t *connection, struct iovec parts[2 * AT_ONCE]) {
+  uint64_t from = atomic_load(&connection->emptied), to = atomic_load(&connection->filled);
+  size_t count = 0, skip = connection->moved;
+  for (uint64_t at = from; at < to && at < from + AT_ONCE; at++) {
+    piece_t *piece = &connection->ring[at % RING];
+    const unsigned char *starts[2] = {piece->sealed_header, piece->body};
+    size_t sizes[2] = {SEALED_HEADER_SIZE, body_size(&piece->header)};
+    for (int i = 0; i < 2; i++) {
+      size_t skipped = skip < sizes[i] ? skip : sizes[i];
+      skip -= skipped;
+      if (sizes[i] == skipped) continue;
+      parts[count++] = (struct iovec){(void *)(uintptr_t)(starts[i] + skipped), sizes[i] - skipped};
+    }
   }
-  if (events != 0 && blocked != NULL) (void)actor_run_here(&blocked->actor, of_pool);
-  return false;
+  return count;
 }
 
-/* ---------------------------------------------------------------- what is written */
-
-/* Whether it is this lane's turn to send. If not, the other one wakes it. */
-static bool has_turn(lane_t *lane) {
-  connection_t *connection = lane->connection;
-  if (atomic_load(&connection->sent) == lane->record) return true;
-  atomic_store(&lane->waits, true);
-  if (atomic_load(&connection->sent) != lane->record) return false;
-  atomic_store(&lane->waits, false);
-  return true;
-}
-
-/* Counts the lane's record as taken by the kernel. Its request may be done, and used again, from then on. */
-static void written(lane_t *lane) {
-  connection_t *connection = lane->connection;
+/* Counts `size` bytes as taken by the kernel. The request of a piece may be done, and used again, from then on. */
+static void written(connection_t *connection, size_t size) {
   communicator_t *communicator = connection->communicator;
-  if (lane->request != NULL) {
-    atomic_fetch_sub(&lane->request->left, 1);
-  } else {
-    (void)shutdown(connection->socket, SHUT_WR);
-    pthread_mutex_lock(&communicator->lock);
-    atomic_store(&connection->close_written, true);
-    pthread_cond_broadcast(&communicator->written);
-    pthread_mutex_unlock(&communicator->lock);
+  connection->moved += size;
+  uint64_t at = atomic_load(&connection->emptied);
+  while (at < atomic_load(&connection->filled)) {
+    piece_t *piece = &connection->ring[at % RING];
+    size_t whole = wire_size(piece);
+    if (connection->moved < whole) break;
+    connection->moved -= whole;
+    request_t *request = piece->request;
+    block_give(piece->block);
+    piece->block = NULL;
+    if (request != NULL) {
+      atomic_fetch_sub(&request->left, 1);
+    } else {
+      (void)shutdown(connection->socket, SHUT_WR);
+      pthread_mutex_lock(&communicator->lock);
+      atomic_store(&connection->close_written, true);
+      pthread_cond_broadcast(&communicator->written);
+      pthread_mutex_unlock(&communicator->lock);
+    }
+    atomic_store(&connection->emptied, ++at);
   }
-  atomic_store(&lane->full, false);
-  atomic_fetch_add(&connection->sent, 1);
-  lane_t *other = other_lane(lane);
-  if (atomic_exchange(&other->waits, false)) actor_wake(&other->actor);
+  if (atomic_load(&connection->filled) - at <= RING / 2 && atomic_exchange(&connection->stalled, false)) {
+    actor_wake(&connection->sealer);
+  }
 }
 
-/* Writes what is left of the lane's record, once; waits a moment for room if a thread is to spare. */
-static ssize_t write_some(lane_t *lane, bool of_pool) {
-  connection_t *connection = lane->connection;
-  size_t in_header = lane->moved < SEALED_HEADER_SIZE ? SEALED_HEADER_SIZE - lane->moved : 0;
-  size_t in_body = lane->moved + in_header - SEALED_HEADER_SIZE, length = body_size(&lane->header);
-  struct iovec parts[2] = {{lane->sealed_header + lane->moved, in_header},
-                           {(void *)(uintptr_t)(lane->body + in_body), length - in_body}};
-  if (in_header == 0) parts[0] = parts[1];
-  struct msghdr message = {.msg_iov = parts, .msg_iovlen = in_header == 0 || length == 0 ? 1 : 2};
+static ssize_t write_some(connection_t *connection, struct iovec *parts, size_t count, worker_t *worker) {
+  struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
   ssize_t sent = sendmsg(connection->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  atomic_store(&connection->was_full, sent < (ssize_t)(in_header + length - in_body));
-  if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && pool_may_wait(of_pool)) {
+  if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && pool_may_wait(worker)) {
     sent = sendmsg(connection->socket, &message, MSG_NOSIGNAL);
     int error = errno;
     pool_has_waited();
@@ -200,40 +189,31 @@ static ssize_t write_some(lane_t *lane, bool of_pool) {
   return sent;
 }
 
-/* Sends the lane's record. False where that has to wait, or fails. */
-static bool send_record(lane_t *lane, bool of_pool) {
-  connection_t *connection = lane->connection;
-  size_t whole = SEALED_HEADER_SIZE + body_size(&lane->header);
-  while (lane->moved < whole) {
-    ssize_t sent = write_some(lane, of_pool);
+bool send_run_mover(actor_t *actor, worker_t *worker) {
+  connection_t *connection = CONNECTION_OF(actor, mover);
+  communicator_t *communicator = connection->communicator;
+  uint32_t events = atomic_exchange(&connection->watch.events, 0);
+  if (atomic_load(&communicator->error) != 0) return false;
+  if (events & ~(uint32_t)EPOLLOUT) look_for_end(connection);
+  else if (events != 0) watch_arm(&connection->watch, EPOLLIN);
+  for (int i = 0; i < RUN_PIECES; i++) {
+    struct iovec parts[2 * AT_ONCE];
+    size_t count = gather(connection, parts);
+    if (count == 0) return false;
+    ssize_t sent = write_some(connection, parts, count, worker);
     if (sent >= 0) {
-      lane->moved += (size_t)sent;
+      written(connection, (size_t)sent);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      arm(connection, lane);
+      watch_arm(&connection->watch, atomic_load(&communicator->ending) ? EPOLLOUT : EPOLLIN | EPOLLOUT);
       return false;
     } else if (errno != EINTR) {
-      atomic_store(&connection->broken, errno);
-      actor_wake(&connection->watcher);
+      int error = errno;
+      look_for_end(connection); /* what the peer said at its end says more than the broken pipe */
+      communicator_fail(communicator, ncclRemoteError,
+                        "it was cut, or the peer's process died (%s); look at that process's log and at the network",
+                        strerror(error));
       return false;
     }
-  }
-  written(lane);
-  return true;
-}
-
-/* Whether the other lane is enough: it comes to the next piece after its own, and the receiver is slower than one lane. */
-static bool is_needless(lane_t *lane) { return atomic_load(&lane->connection->was_full) && atomic_load(&other_lane(lane)->full); }
-
-bool send_run_lane(actor_t *actor, bool of_pool) {
-  lane_t *lane = HOLDER_OF(lane_t, actor, actor);
-  for (int i = 0; i < RUN_PIECES; i++) {
-    if (atomic_load(&lane->connection->communicator->error) != 0) return false;
-    if (!atomic_load(&lane->full) && (is_needless(lane) || !fill(lane))) {
-      block_give(lane->block);
-      lane->block = NULL;
-      return false;
-    }
-    if (!has_turn(lane) || !send_record(lane, of_pool)) return false;
   }
   return true;
 }
@@ -260,9 +240,9 @@ ncclResult_t send_begin(communicator_t *communicator, void *data, int size, requ
     connection_t *connection = &communicator->connections[communicator->next];
     communicator->next = (communicator->next + 1) % communicator->count;
     if (size > SMALL || pending) {
-      actor_wake(&connection->lanes[0].actor);
-    } else { /* a thread would take longer to wake */
-      (void)actor_run_here(&connection->lanes[0].actor, false);
+      actor_wake(&connection->sealer);
+    } else if (actor_run_here(&connection->sealer, NULL)) { /* a thread would take longer to wake */
+      (void)actor_run_here(&connection->mover, NULL);
     }
   }
   return ncclSuccess;

@@ -239,11 +239,6 @@ static void command_abandon(void) {
   answer("ok");
 }
 
-/* Whether the memory of begun request `at` holds what message `seed` does. */
-static void command_holds(int at, unsigned seed) {
-  answer("%s", is_wrong(posted[at].data, posted[at].size, posted[at].size, seed) ? "no" : "yes");
-}
-
 static void command_devices(void) {
   int count = 0;
   net->devices(&count);
@@ -299,7 +294,6 @@ static void obey(const char *line) {
   else if (sscanf(line, "connect %399s %lf", text, &seconds) == 2) command_meet(0, text, seconds);
   else if (sscanf(line, "move %d %d %d %d %d %d %u", &a, &b, &c, &d, &e, &f, &seed) == 7) command_move(a, b, c, d, e, f, seed);
   else if (sscanf(line, "post %d %d %d %u", &a, &b, &c, &seed) == 4) command_post(a, b, c, seed);
-  else if (sscanf(line, "holds %d %u", &a, &seed) == 2) command_holds(a, seed);
   else if (sscanf(line, "wait %lf", &seconds) == 1) command_wait(seconds);
   else if (sscanf(line, "close %d", &a) == 1) command_close(a);
   else if (sscanf(line, "unlisten %d", &a) == 1) answer_result(net->closeListen(listeners[a]));

@@ -15,7 +15,7 @@ def test_messages_of_every_size_arrive_as_they_were_sent(driver: Path) -> None:
         meet(receiver, sender)
         assert move(receiver, sender, 0, count=40) == BOTH_OK
         assert move(receiver, sender, 0, step=1, count=100, room=9) == BOTH_OK
-        for edge in (4096, 16384, 65536, 131072, 262144, 4 * 262144):
+        for edge in (4096, 16384, 65536, 131072, 4 * 131072, 1 << 20):
             assert move(receiver, sender, edge - 2, step=1, count=5, flight=3, room=1) == BOTH_OK
         assert move(receiver, sender, 8 << 20, count=3, flight=2, room=100) == BOTH_OK
         assert receiver.ask("reason") == sender.ask("reason") == ""
@@ -103,19 +103,6 @@ def test_what_was_sent_before_an_orderly_close_arrives_all_of_it(driver: Path) -
         answer = receiver.ask("move 0 20000 0 1 1 0 5")
         assert answer.startswith("error 6"), answer
         assert "has closed it while data were still to come" in answer
-
-
-def test_a_close_right_after_large_messages_waits_until_they_are_opened(driver: Path) -> None:
-    """The record that closes is read by one lane of a connection while the other still opens a piece."""
-    with ranks(driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
-        for turn in range(8):
-            meet(receiver, sender, listener=turn)
-            receiver.tell(f"move {turn} {2 << 20} 0 2 2 0 5")
-            assert sender.ask(f"post {turn} {2 << 20} 2 5") == "posted 2"
-            assert sender.ask("wait 20") == "done 2"
-            assert sender.ask(f"close {turn}") == "ok"
-            assert receiver.hear() == "ok"
-        assert receiver.ask("reason") == sender.ask("reason") == ""
 
 
 def test_a_send_after_the_receiver_has_closed_fails(driver: Path) -> None:

@@ -160,7 +160,7 @@ def test_whatever_a_stranger_sends_he_gets_nothing(
     receiver, _, handle = open_listener
     draw = random.Random(seed)
     genuine = bytes.fromhex(handle)
-    begun = bytearray(b"MSNCCLH2" + genuine[8:32] + draw.randbytes(16) + bytes([0, 1, 1]) + bytes(5))
+    begun = bytearray(b"MSNCCLH1" + genuine[8:32] + draw.randbytes(16) + bytes([0, 1, 1]) + bytes(5))
     begun += draw.randbytes(96)
     hello = (
         data if draw.random() < 0.4 else bytes(begun)[: draw.choice([HELLO, draw.randrange(HELLO)])] + data

@@ -82,7 +82,7 @@ def knock(port: int, many: int, hello: bytes = b"") -> list[socket.socket]:
     return opened
 
 
-@pytest.mark.parametrize("hello", [b"", b"MSNCCLH2", b"GET / HTTP/1.1\r\n\r\n" * 20])
+@pytest.mark.parametrize("hello", [b"", b"MSNCCLH1", b"GET / HTTP/1.1\r\n\r\n" * 20])
 def test_strangers_who_stay_take_no_more_than_their_places(driver: Path, hello: bytes) -> None:
     with ranks(driver, {}, {}) as (receiver, sender):
         handle = receiver.listen()

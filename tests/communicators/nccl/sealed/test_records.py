@@ -81,23 +81,6 @@ def test_a_flipped_bit_anywhere_in_a_record_is_refused(driver: Path, number: int
                 assert refused(receive_five(receiver, sender, relay.handle, turn)), at
 
 
-@pytest.mark.parametrize("size", [1000, 200_000])
-def test_nothing_of_a_record_that_does_not_open_is_seen_in_the_receiver_s_memory(
-    driver: Path, size: int
-) -> None:
-    """Its body is right but for the tag: the GPU reads flags there before the message is done."""
-    with (
-        ranks(driver, ONE, ONE) as (receiver, sender),
-        Relay(
-            receiver.listen(), Counted(FIRST, flip(record(size) - 1)), (HELLO, FINISH, record(size))
-        ) as relay,
-    ):
-        meet(receiver, sender, relay.handle)
-        assert receiver.ask(f"post 0 {size} 1 9") == sender.ask(f"post 0 {size} 1 5") == "posted 1"
-        assert refused(receiver.ask("wait 20"))
-        assert receiver.ask("holds 0 9") == "yes"  # as it was before
-
-
 def _swapped(number: int, piece: bytes, seen: dict[str, bytes]) -> bytes:
     seen["count"] = seen.get("count", b"") + b"."
     count = len(seen["count"]) - 1
