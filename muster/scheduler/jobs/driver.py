@@ -63,7 +63,7 @@ class JobMachine(Protocol):
     """The part of :class:`muster.scheduler.core.machine.Machine` that the driver uses."""
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """Handles one event; returns the decision. ``more``: it is handled together with the next event."""
+        """Handles one event; returns the decision. ``more``: the next event is handled together with it."""
 
     def deadline(self) -> float | None:
         """The time at which the machine wants a Tick, on the clock of ``now``."""

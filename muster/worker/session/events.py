@@ -290,9 +290,11 @@ class Running(Value):
 
 
 class Over(Value):
-    """The generation is over. Unless ``planned``: abort its communicators, whatever they are doing.
+    """The generation is over.
 
-    ``save``: the job cannot continue for now, and this worker should save the training state.
+    Attributes:
+        planned: its communicators need not be aborted; otherwise abort them, whatever they are doing.
+        save: the job cannot continue for now, and this worker should save the training state.
     """
 
     generation: int
