@@ -511,7 +511,7 @@ def is_proven(job: Job, current: ProbeRound, session: events.SessionId) -> bool:
 
 
 def dismiss_outside(job: Job) -> None:
-    """Sends the end of the job to the workers outside."""
+    """Tells the workers that are outside the group how the job has ended."""
     outcome = job.ledger.outcome
     assert outcome is not None
     for session in job.probing.outside:

@@ -459,7 +459,7 @@ class JobDriver:
             self.on_ended(self)
 
     def _say_time(self, decision: Decision, now: float) -> None:
-        """Logs where the job's time went, if it is time to."""
+        """Logs where the job's time went, at intervals and when a group is established or the job ends."""
         turns = records.GroupEstablished, records.JobEnded
         if now >= self._time_due or any(isinstance(record, turns) for record in decision.records):
             self._time_due = now + TIME_SAID_EVERY_S

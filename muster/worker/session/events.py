@@ -337,7 +337,7 @@ class ChangePending(Value):
 
 
 class ChangePutOff(Value):
-    """The planned change of members does not come, or not yet."""
+    """The planned change of members is cancelled or postponed."""
 
 
 class ProbeWanted(Value):
