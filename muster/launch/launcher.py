@@ -612,10 +612,10 @@ class Launcher:
         self._screen.say(f"worker {child.label} left as it was asked to{more}")
 
     def _settle(self) -> None:
-        """Ends the remaining workers once it is known who failed first, and that one has ended.
+        """Ends the remaining workers once the worker that failed first is known and has ended.
 
-        A worker that is asked to end earlier might not get to say why it fails. The scheduler of a failed job
-        may end before the worker that failed it.
+        It waits for that, as a worker that is asked to end earlier might not report why it fails. The
+        scheduler of a failed job may end before the worker at fault.
         """
         assert self._failed_at is not None
         if (
