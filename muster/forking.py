@@ -41,10 +41,10 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Replaces the sockets by /dev/null.
+    """Replaces the sockets by /dev/null in a forked child.
 
-    So the child's socket objects may still be closed, as their descriptors are not reused before. Nothing is
-    shut down, which would end the parent's connections.
+    The descriptors stay taken, so the child's socket objects can still be closed without closing anything
+    else. The sockets are not shut down, as this would end the parent's connections.
     """
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

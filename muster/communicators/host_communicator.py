@@ -82,7 +82,7 @@ class HostCommunicator(Communicator):
     def _take_rooted(
         self, send: Array, recv: Array | None, root: int, *, gathers: bool = False
     ) -> tuple[Description, Description | None]:
-        """As :meth:`_take_pair`, but only the root has a ``recv``."""
+        """Describes the arrays as :meth:`_take_pair` does, but only the root has a ``recv``."""
         if self._has(recv, "recv", root):
             return self._take_pair(send, recv, gathers=gathers)
         return self._take(send, "send"), None
@@ -90,7 +90,7 @@ class HostCommunicator(Communicator):
     def _take_scattered(
         self, send: Array | None, recv: Array, root: int
     ) -> tuple[Description | None, Description]:
-        """Does the same as :meth:`_take_pair` with ``scatters``, but only the root has a ``send``."""
+        """Describes the arrays as :meth:`_take_pair` does, but only the root has a ``send``."""
         if self._has(send, "send", root):
             return self._take_pair(send, recv, scatters=True)
         return None, self._take(recv, "recv", writable=True)

@@ -173,12 +173,13 @@ def _free_port(held: contextlib.ExitStack) -> str:
 
 
 def check_names(hosts: Sequence[str]) -> None:
-    """Refuses schedulers' hosts of which the name service says that there is none of them.
+    """Refuses schedulers' hosts if the name service says that none of them exists.
 
-    What it cannot say now it may say later, and one of several is enough: the workers try for a while.
+    Other failures of the name service may pass, and one host that exists is enough: the workers try for a
+    while.
 
     Raises:
-        SettingsError: no host has such a name.
+        SettingsError: none of the hosts exists.
     """
     for host in hosts:
         try:

@@ -128,7 +128,8 @@ class Launcher:
         """Starts everything and waits for its end.
 
         Returns:
-            The launch's exit code. In a worker that was forked: what it is to run, in frames of its own.
+            The launch's exit code. In a forked worker: the function that runs its command, for the
+            caller to call.
 
         Raises:
             SettingsError: a log cannot be written, or the configuration not be read.
@@ -521,7 +522,7 @@ class Launcher:
             self._workers_done()
 
     def _end_the_late(self) -> None:
-        """Ends workers that were started again and are not in the job yet, once that has ended well."""
+        """Ends restarted workers that have not joined the job, once the job has ended well."""
         alive = [worker for worker in self._workers if worker.returncode is None]
         if self._stopping or not alive or not all(map(self._is_late, alive)):
             return
@@ -531,13 +532,13 @@ class Launcher:
         self._stop(signal.SIGTERM)
 
     def _is_late(self, worker: Child) -> bool:
-        """Whether a worker was started again, was in no group since, and the job has ended well."""
+        """Whether a worker was restarted, has been in no group since, and the job has ended well."""
         return worker.restarts > 0 and not worker.words().group and self._has_ended_well()
 
     def _has_ended_well(self) -> bool:
-        """Whether this launch's scheduler says so; without one, a worker that has completed the training.
+        """Whether the job has ended well, by this launch's scheduler, else by a worker that completed it.
 
-        From then on a scheduler places nobody new.
+        After that, a scheduler admits no new worker.
         """
         if self._scheduler is not None:
             return self._scheduler.returncode == 0
@@ -611,10 +612,10 @@ class Launcher:
         self._screen.say(f"worker {child.label} left as it was asked to{more}")
 
     def _settle(self) -> None:
-        """Ends the remaining workers once it is known who failed first, and that one has ended.
+        """Ends the remaining workers once the worker that failed first is known and has ended.
 
-        A worker that is asked to end earlier might not get to say why it fails. The scheduler of a failed job
-        may end before the worker that failed it.
+        It waits for that, as a worker that is asked to end earlier might not report why it fails. The
+        scheduler of a failed job may end before the worker at fault.
         """
         assert self._failed_at is not None
         if (

@@ -126,7 +126,7 @@ def plan_workers(
 
 
 def _number_of_spare(spare: int, counts: WorkerCounts) -> int | None:
-    """Returns a node id after those of the ranks, as integer node ids require; None: it is not known."""
+    """Returns a spare worker's integer node id, which follows those of the ranks; None: it is not known."""
     known = counts.first_rank is not None and counts.first_spare is not None
     return counts.world_size + (counts.first_spare or 0) + spare if known else None
 

@@ -118,7 +118,7 @@ def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
 
 
 def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
-    """Adds the spares; every host starts the same number, so that unnumbered hosts know theirs, too."""
+    """Adds the spares: the same number on every host, so that hosts without a number know theirs, too."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
         raise SettingsError(

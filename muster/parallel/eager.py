@@ -230,7 +230,7 @@ class _Held:
             ]
 
     def changes(self, missed: set[tuple[int, str]]) -> Iterator[str]:
-        """Yields the names of attributes and entries that have changed since.
+        """Yields the names of attributes and entries that have changed since this object was made.
 
         Args:
             missed: the ids of modules, with names of attributes that were read and missing. A new attribute

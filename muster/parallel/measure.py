@@ -31,7 +31,7 @@ def measure(
     """Measures this machine; with a communicator also its collectives, and the slowest rank counts.
 
     Args:
-        communicator: a communicator of which every rank calls this.
+        communicator: a communicator; all its ranks must call this.
         sizes: sizes of the larger buffer of a collective, in bytes.
         side: rows of the square matrices that are multiplied; 0: 8192 on a GPU, 1024 on a CPU.
     """

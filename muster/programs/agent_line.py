@@ -62,7 +62,7 @@ class AgentLine:
         self.stay()
 
     def stay(self) -> None:
-        """Asks the agent to let this program live when a generation ends, which is the default."""
+        """Asks the agent to let this program live when a generation ends; this is the default."""
         self._line.sendall(b"rebuilds\n")
 
     def do_not_stay(self) -> None:

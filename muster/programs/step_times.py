@@ -60,11 +60,11 @@ FSDP_MODULES = (
 )
 
 MOST_EVENTS = 4096
-"""So many waits of a GPU are kept until they are over; the oldest are given up first."""
+"""The most GPU waits kept at a time until they are over; with more, the oldest are dropped."""
 
 
 class ProgramWaits:
-    """For how long this program's training has waited for other ranks.
+    """The time that this program's training has waited for other ranks.
 
     Args:
         clock: monotonic seconds.

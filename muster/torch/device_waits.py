@@ -81,7 +81,7 @@ class DeviceWaits:
         self._is_launched = self._replayed = self._recorded > 0
 
     def take(self) -> float | None:
-        """Total duration, in seconds, of the waits that have ended since the last call; None: none has."""
+        """Returns the total seconds of the waits that have ended since the last call; None: none has."""
         found = [self._take_replayed()]
         with contextlib.suppress(RuntimeError):  # of a step that broke
             while self._eager and self._eager[0][1].query():

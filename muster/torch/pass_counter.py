@@ -92,8 +92,8 @@ class RankNumbers:
         self._tail = tail
         self._mine = 0
         self._sent = torch.zeros_like(tail)
-        # The host may read this memory while a GPU copies into it. Hence two copies, one after the other, of
-        # which the host reads the later one first: where they agree, neither was half written.
+        # The host may read this memory while a GPU copies into it. So two copies are made, one after
+        # the other, and the host reads the later one first: where they agree, neither was half written.
         self._seen = [torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda) for _ in range(2)]
 
     def serve(self, communicator: Communicator, tail: Any) -> bool:

@@ -101,7 +101,7 @@ class GivesTensors(Protocol):
 
 
 class GivesParts(Protocol):
-    """A state of which snapshots are taken."""
+    """A state that snapshots are taken of."""
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
         """The tensors of this rank at this world size."""

@@ -172,7 +172,7 @@ class Snapshots:
     # ------------------------------------------------------------ what training states call
 
     def follow(self, parts: GivesParts) -> None:
-        """Sets the state of which snapshots are taken.
+        """Sets the state that snapshots are taken of.
 
         Raises:
             SettingsError: these snapshots have a state already.

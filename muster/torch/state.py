@@ -301,7 +301,7 @@ class TorchTrainingState(TrainingState):
             self._undo(began)
 
     def before_newcomers(self) -> None:
-        """Goes back a step if a lost rank's generators are not known after it; see :class:`TrainingState`."""
+        """Undoes a step if a lost rank's generators are not known after it; see :class:`TrainingState`."""
         if self._unknown is not None and not self._generator_rows():
             self._undo(self._unknown)
 

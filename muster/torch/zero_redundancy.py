@@ -1,4 +1,4 @@
-"""Handles torch's ZeroRedundancyOptimizer, which keeps each rank's state in an optimizer within it."""
+"""Handles torch's ZeroRedundancyOptimizer, whose inner optimizer holds the rank's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from muster.torch.snapshot_tensors import put_settings, settings_of
 
 
 def opened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same objects, with the inner optimizer and the settings for each ZeroRedundancyOptimizer."""
+    """Returns the objects; a ZeroRedundancyOptimizer is replaced by its inner optimizer and its settings."""
     found: dict[str, Any] = {}
     for name, each in state.items():
         if _is_zero_redundancy(each):
@@ -20,7 +20,7 @@ def opened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OuterSettings:
-    """The numbers that a ZeroRedundancyOptimizer gives the optimizer within it before each step.
+    """The numbers that a ZeroRedundancyOptimizer gives its inner optimizer before each step.
 
     Args:
         optimizer: the ZeroRedundancyOptimizer.

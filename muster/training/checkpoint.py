@@ -128,7 +128,7 @@ def save(
         The file's path.
 
     Raises:
-        CheckpointError: the file cannot be written; or a step is under way, half of which would be saved.
+        CheckpointError: the file cannot be written; or a step is under way, so half a step would be saved.
     """
     folder = mounted_path(directory)
     return _save(folder, folder, state, keep=keep, clock=clock)

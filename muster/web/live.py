@@ -1,4 +1,4 @@
-"""The changing parts of a page: rendered once for all viewers, of which each gets only what has changed."""
+"""The changing parts of a page: rendered once for all viewers. Each viewer gets only what has changed."""
 
 from __future__ import annotations
 

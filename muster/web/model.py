@@ -107,7 +107,7 @@ class ObservedJob:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed."""
+        """Whether the job has failed."""
         return any(event.kind == "ended" and event.code == "failed" for event in self.events)
 
     def begin(self) -> None:
@@ -279,8 +279,8 @@ class Followed:
         overview: summaries of its jobs, and when its own certificates end.
         refusals: the latest connections that were refused before their job was known.
         jobs: the jobs by job id.
-        absent_since: since when it cannot be reached, in seconds since 1970; None if it can.
-        why_absent: why it cannot be reached, in words.
+        absent_since: the time from which on it cannot be reached, in seconds since 1970; None: it can be.
+        why_absent: the reason why it cannot be reached, as text.
     """
 
     where: str

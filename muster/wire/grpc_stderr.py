@@ -46,12 +46,12 @@ class NativeStderr:
     """The socket at descriptor 2, and the thread that reads its other end.
 
     Args:
-        listener: gets what is written there.
+        listener: gets what is written to descriptor 2.
         loggers: those whose handlers write to ``sys.stderr``.
 
     Attributes:
-        lock: its holder has the listener to itself.
-        real: where descriptor 2 led before.
+        lock: held while the listener is used.
+        real: a descriptor of the former standard error.
 
     Raises:
         OSError: descriptor 2 is closed, no other one is left, or the system has no such sockets.
@@ -196,7 +196,7 @@ class GrpcRecord:
     Attributes:
         level: I, W, E or F.
         source: the file and line that wrote it.
-        data: what it says, as it came.
+        data: the text, as gRPC wrote it.
     """
 
     level: str

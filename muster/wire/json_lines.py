@@ -62,7 +62,7 @@ class LineContext:
     Attributes:
         component: scheduler, worker, agent, program, launcher, uplink or web.
         job: the job; None where a process has several, or none yet.
-        generation: the newest generation of which this process has been a member.
+        generation: the newest generation that this process has been a member of.
         rank: its rank in that.
         incident: what has ended that generation, until the job goes on.
         node_id: the worker's stable name.

@@ -324,7 +324,7 @@ def _size(path: Path) -> int:
 
 
 def _record_of(text: str) -> dict[str, Any] | None:
-    """A line of a record; None: it is none."""
+    """Returns a record's line as a dictionary; None: it is not a line of a record."""
     if len(text) > MAX_LINE:
         return None
     try:

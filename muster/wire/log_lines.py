@@ -1,6 +1,6 @@
 """Log lines of the scheduler and of workers: none is longer than 300 characters, and nothing is lost.
 
-Of many events there are few lines (:class:`LogBudget`): a caller that causes many must not flood a log.
+:class:`LogBudget` limits the lines about frequent events, so that a caller cannot flood a log.
 """
 
 from __future__ import annotations

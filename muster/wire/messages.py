@@ -593,8 +593,8 @@ class FirstLoss(Value):
 class Assignment(Value):
     """A generation's membership and the receiver's rank in it.
 
-    ``rank`` -1: the receiver leaves as planned; it finishes ``switch_after_step`` with the others (-1: stops
-    at once), then says goodbye.
+    Rank -1: the receiver leaves as planned. It finishes step ``switch_after_step`` with the others (-1: it
+    stops at once), then sends its goodbye.
     """
 
     generation: int
@@ -660,14 +660,14 @@ class StacksWanted(Value):
 
 
 class SnapshotWord(Value):
-    """The scheduler's word on which snapshot is complete, and from which step on the next is taken.
+    """Tells a worker which snapshot is complete, and from which step on the next is taken.
 
     Attributes:
         generation: the generation.
-        complete: step of the newest snapshot of which every member's part is kept, here and at its partners;
-            -1: none.
-        next: the next is taken at the first step from here on at which one is due. Older incomplete ones
-            lapse.
+        complete: the step of the newest snapshot with every member's part kept, by the member and by its
+            partners; -1: none.
+        next: the step from which on the next snapshot is taken, as soon as one is due. Older incomplete
+            snapshots are given up.
     """
 
     generation: int

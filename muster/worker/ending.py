@@ -278,7 +278,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _has_foreign_cause(error: BaseException) -> bool:
-    """Whether an error was caused by an error of neither Muster nor the operating system."""
+    """Whether an error was caused by one that comes neither from Muster nor from the operating system."""
     from muster.certs.errors import CertificateError
 
     known = (WorkerError, CertificateError, OSError)

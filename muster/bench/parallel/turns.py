@@ -71,7 +71,7 @@ class _Pooled(nn.Module):  # type: ignore[misc]
 
 
 class _Tables(nn.Module):  # type: ignore[misc]
-    """DLRM's kind: tables of which each sample reads a row each, and linear layers."""
+    """A model like DLRM: each sample reads one row of each table; linear layers follow."""
 
     def __init__(self, rows: int, tables: int, width: int) -> None:
         super().__init__()

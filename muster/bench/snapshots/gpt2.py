@@ -55,7 +55,7 @@ class PausedSnapshots(Snapshots):
     taken = 0
 
     def follow(self, parts: GivesParts) -> None:
-        """Follows a state, all of which counts as this rank's part."""
+        """Follows a state; the whole state counts as this rank's part."""
         super().follow(AllOfIt(parts))
 
     def use(self, session: Any) -> None:

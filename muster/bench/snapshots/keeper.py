@@ -96,7 +96,7 @@ class PairSession:
                 self.completed.append((report.taken, report.seconds))
 
     def close(self) -> list[int]:
-        """Ends the other process; returns the steps of which it held complete copies."""
+        """Ends the other process; returns the steps for which it held complete copies."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

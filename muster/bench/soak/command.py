@@ -269,7 +269,7 @@ class FloodsFirst:
         self._left = floods
 
     def over(self, job: Soak) -> bool:
-        """Whether the last flood has ended; starts the next one when one has."""
+        """Starts the next flood if the last one has ended; returns whether all are over."""
         if self._left and not job.flooded:
             self._left -= 1
             job.flood(job.port, WARM_UP_FLOOD_S)

@@ -1,4 +1,4 @@
-"""The soak's job with sharded weights, of which each rank holds its own part, with snapshots.
+"""The soak's job with sharded weights and snapshots: each rank holds its own part of the weights.
 
 The numbers are those of ``muster.bench.soak.job``. When members change, all restore the newest snapshot that
 is complete in the ranks' memory, or the last checkpoint on disk if a part is lost.
@@ -77,7 +77,7 @@ class DividedWeights:
 
 
 def train() -> None:
-    """Trains until the stop file exists, of which all ranks learn in the same step."""
+    """Trains until the stop file exists. All ranks learn of it in the same step."""
     import muster
     from muster.bench.recovery.loop import RecordingLoop
     from muster.torch import Snapshots, SnapshotTrainingState

@@ -96,7 +96,7 @@ def digest_of(weights: Numbers) -> str:
 
 
 def train() -> None:
-    """Trains until the stop file exists, of which all ranks learn in the same step."""
+    """Trains until the stop file exists. All ranks learn of it in the same step."""
     import muster
     from muster.bench.recovery.loop import RecordingLoop
     from muster.training.loop import Step

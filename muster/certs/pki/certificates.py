@@ -344,6 +344,6 @@ def link_of(certificate: x509.Certificate) -> ChainLink:
 
 
 def list_number(crl: x509.CertificateRevocationList | None) -> int:
-    """Returns the number of a revocation list; 0 if there is none."""
+    """Returns a revocation list's CRL number; 0 if there is no list, or it has no number."""
     number = None if crl is None else extension(crl, x509.CRLNumber)
     return 0 if number is None else number.crl_number

@@ -423,7 +423,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
 
 
 def _check_rounds(data: bytes, shown: str) -> None:
-    """Refuses a file with so many hash rounds that the parser would block the process's threads for long."""
+    """Refuses a file with too many hash rounds: its parser would block the process's threads for long."""
     try:
         rounds = count_rounds(data)
     except MalformedDerError as error:

@@ -36,7 +36,7 @@ def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None
     Args:
         model: the GPU's name, as the driver reports it.
         hosts: the number of hosts of the ranks.
-        env: an environment, of which NCCL_NVLS_ENABLE is read.
+        env: an environment; NCCL_NVLS_ENABLE is read from it.
     """
     if hosts != 1 or env.get("NCCL_NVLS_ENABLE") != "0":
         return None

@@ -75,7 +75,7 @@ class IssuedWork:
 
 
 class Queued:
-    """A collective on the communicator's own stream. Holds its arrays until it is waited for."""
+    """A collective on the communicator's own stream. Keeps its arrays alive until :meth:`wait`."""
 
     __slots__ = ("_arrays", "_communicator", "_event", "_library")
 
@@ -90,7 +90,7 @@ class Queued:
         return self._library.happened(self._event)
 
     def wait(self) -> None:
-        """Makes the current stream wait for it."""
+        """Makes the current stream wait for the collective."""
         self._communicator.check()
         self._library.wait(self._event)
         self._arrays = None

@@ -185,7 +185,7 @@ def build(env: Mapping[str, str], *, force: bool = False) -> Path:
     """Builds the library unless it exists; other processes wait for the one that builds.
 
     Args:
-        env: the environment, of which CC, PATH, HOME and XDG_CACHE_HOME are read.
+        env: the environment; CC, PATH, HOME and XDG_CACHE_HOME are read from it.
         force: whether to build it even if it exists.
 
     Raises:

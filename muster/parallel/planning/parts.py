@@ -42,7 +42,7 @@ def parts_of(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, lis
 
 
 def gone_with(graph: Graph, states: Sequence[State], mesh: Mesh, lost: Collection[int]) -> list[str]:
-    """Returns the nodes of the parameters and buffers of which only the ranks in ``lost`` hold some part."""
+    """Returns the nodes of parameters and buffers that have a part held only by the ranks in ``lost``."""
     found = []
     for name, parts in parts_of(graph, states, mesh).items():
         kept = {part for rank, part in enumerate(parts) if rank not in lost}

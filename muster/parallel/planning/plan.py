@@ -177,7 +177,7 @@ class Plan:
         return f"{times_text(ratio)} data parallel, and perhaps not the best: {missing}."
 
     def _reason(self) -> str:
-        """Returns why the plan is faster: the gradient of which the least is communicated any more."""
+        """Returns why the plan is faster: it names the gradient whose traffic shrinks most."""
         gone = []
         held = parameter_shards(self.graph, self.states, self.mesh)
         for node in self.graph.nodes:

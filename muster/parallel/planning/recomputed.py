@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def indices(self) -> range:
-        """The indices of its nodes."""
+        """The indices of the layer's nodes."""
         return range(self.first, self.last + 1)
 
 

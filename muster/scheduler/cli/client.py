@@ -124,7 +124,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
 
         Args:
             node_ids: node ids of the workers.
-            hosts: hosts of which all workers are drained.
+            hosts: hosts; all their workers are drained.
             reason: the reason, for the log and the workers.
             at_s: when, in seconds since 1970; 0: now.
             cancel: cancel planned drains instead.

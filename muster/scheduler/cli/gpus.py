@@ -19,7 +19,7 @@ FIGURES = (
     "nvlink_errors",
     "remapped_rows",
 )
-"""The numbers of a report, each of which may be unknown."""
+"""The numbers of a report; each may be unknown."""
 
 
 def gpu_in_short(report: pb.GpuReport) -> str:

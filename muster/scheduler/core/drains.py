@@ -64,8 +64,9 @@ def time_of_day(job: Job, event: events.TimeOfDay, now: float) -> None:
 
 
 def _note_time_of_day(job: Job, offset_s: float) -> None:
-    """Keeps the greatest difference of the two clocks: an event that waited for the journal is older than it
-    seems.
+    """Keeps the largest offset between the time of day and the events' clock, in seconds.
+
+    If an event has waited for the journal, its offset is too small.
     """
     before = job.unix_offset_s
     job.unix_offset_s = offset_s if before is None else max(before, offset_s)

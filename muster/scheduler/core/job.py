@@ -56,7 +56,7 @@ class Outbox:
         self.remarks.append(sentence)
 
     def decision(self) -> events.Decision:
-        """Returns all of it as a decision."""
+        """Returns the records, messages, remarks and bundles as a decision."""
         return events.Decision(
             tuple(self.records), tuple(self.messages), " ".join(self.remarks), tuple(self.bundles)
         )
@@ -283,7 +283,7 @@ class Job:
     def seated(self) -> list[messages.Candidate]:
         """The workers that have or will get a place.
 
-        Before the first group is formed, spares wait for others first.
+        Before the first group is formed, spares are left out.
         """
         forming = self.phase is Phase.FORMING
         return [candidate for candidate in self.present() if not (forming and candidate.spare)]
@@ -306,7 +306,7 @@ class Job:
         return frozenset(self.members.stateless())
 
     def leaves_now(self, claim: Claim) -> bool:
-        """Whether a worker leaves by the planned change in progress; those that left earlier do not count."""
+        """Whether a worker leaves by the planned change in progress, and not by an earlier one."""
         node_id, stood = claim.candidate.node_id, self.ledger.stood
         return self.ledger.rank_of(node_id) < 0 < claim.since <= stood and node_id in self.trained
 

@@ -55,8 +55,8 @@ class Claim:
 
     Attributes:
         candidate: what its Join said.
-        since: the first generation since which it has been a member without a break; 0 if it never was one.
-        newcomer: when its last generation was formed, it had to take the state from a survivor.
+        since: the first generation of its present unbroken membership; 0 if it has never been a member.
+        newcomer: whether it had to take the state from a survivor when its last generation was formed.
         leaving: why it will leave at the next step boundary; None if it stays.
     """
 

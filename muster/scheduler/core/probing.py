@@ -511,7 +511,7 @@ def is_proven(job: Job, current: ProbeRound, session: events.SessionId) -> bool:
 
 
 def dismiss_outside(job: Job) -> None:
-    """Sends the end of the job to the workers outside."""
+    """Tells the workers that are outside the group how the job has ended."""
     outcome = job.ledger.outcome
     assert outcome is not None
     for session in job.probing.outside:
@@ -556,11 +556,11 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Parties of which a single part may leave alone.
+    """Parties that may lose a single part and stay.
 
     Attributes:
         parts: the parts of each such party, by name; the remainder has the party's own name.
-        accusations: pairs of parts of which one could not reach the other.
+        accusations: pairs of parts; the first could not reach the second.
     """
 
     parts: Mapping[str, Mapping[str, Party]]
@@ -593,19 +593,18 @@ def leaving(
 ) -> frozenset[str]:
     """Chooses the parties that must leave so that all that stay reach each other.
 
-    A party that is alone in accusing many others leaves, and so does the one of a lone pair that was in other
-    such pairs before. Of the rest, the largest set that holds the training state stays; among equals, the one
-    with the lowest ranks. It does not matter which of a pair accused the other; otherwise a party would gain
-    by not answering.
+    A party leaves that accuses many others which nobody else accuses. So does a party of a lone pair (a
+    broken pair whose parties are in no other) that was in such pairs with many others before. Of the rest,
+    the largest set that holds the training state stays; among equal sets, the one with the lowest ranks. It
+    does not matter which of a pair accused the other; otherwise a party would gain by not answering.
 
     Args:
         parties: all there are, by name.
-        accusations: who could not reach which other.
-        others: for each party, with how many different others it has been in a lone pair (including this
-            round), or had broken paths when it left.
-        split: single parts of parties that could not reach each other. The sides are compared without the
-            parts that they would lose. Such parts, and parties that are in no pair, leave by another
-            decision.
+        accusations: pairs of names; the first could not reach the second.
+        others: for each party, the number of different others with which it has been in a lone pair
+            (including this round), or had broken paths when it left.
+        split: the single parts of parties that could not reach each other. The sides are compared without
+            the parts that they would lose. The result has neither such parts nor parties in no pair.
     """
     alone = lone_accusers(parties, accusations)
     alone |= repeaters(parties, accusations, others or {})

@@ -23,7 +23,7 @@ def report(job: Job, now: float) -> None:
     if job.phase is Phase.BUILDING:
         since = f"for {now - job.deadlines.formed_at:.0f} s"
         job.say(f"The group is being built {since}: {awaited(job)}.")
-        # Each member's own log then says whom it waits for.
+        # Each member's own log then says which ranks it waits for.
         job.send_to_members(messages.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
         return
     broadcast_waiting(job)

@@ -283,7 +283,7 @@ class StragglerWatch:
                 self.named[node_id] = replace(known, unseen=known.unseen + 1)
 
     def _stand_out(self, intervals: Sequence[Interval]) -> bool:
-        """Whether anybody stands out in most of these intervals."""
+        """Whether some rank stands out in most of these intervals."""
         counts = Counter(node_id for interval in intervals for node_id in interval.stand_out)
         return max(counts.values(), default=0) >= SLOW_SHARE * len(intervals)
 

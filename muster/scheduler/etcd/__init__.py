@@ -1,1 +1,1 @@
-"""Several schedulers, one of which leads: the election and the journal, both in etcd."""
+"""Several schedulers with one leader: the election and the journal, both in etcd."""

@@ -307,9 +307,9 @@ class Leadership:
         return RENEW_S
 
     async def _key_stands(self) -> bool:
-        """Whether the leader's key is this process's.
+        """Whether the leader's key is still this process's.
 
-        Without the key the next scheduler leads, whatever the lease.
+        If the key is gone, another scheduler leads, even while this one's lease lasts.
         """
         reply = await self.etcd.read(pb.RangeRequest(key=self.key))
         return any(pair.create_revision == self.token for pair in reply.kvs)

@@ -63,7 +63,7 @@ class JobMachine(Protocol):
     """The part of :class:`muster.scheduler.core.machine.Machine` that the driver uses."""
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """Handles one event; returns the decision. ``more``: it is handled together with the next event."""
+        """Handles one event; returns the decision. ``more``: the next event is handled together with it."""
 
     def deadline(self) -> float | None:
         """The time at which the machine wants a Tick, on the clock of ``now``."""
@@ -459,7 +459,7 @@ class JobDriver:
             self.on_ended(self)
 
     def _say_time(self, decision: Decision, now: float) -> None:
-        """Logs where the job's time went, if it is time to."""
+        """Logs where the job's time went, at intervals and when a group is established or the job ends."""
         turns = records.GroupEstablished, records.JobEnded
         if now >= self._time_due or any(isinstance(record, turns) for record in decision.records):
             self._time_due = now + TIME_SAID_EVERY_S

@@ -37,7 +37,7 @@ class Storage(Protocol):
         """Stores a text under a name, replacing the previous one."""
 
     async def close(self) -> None:
-        """Lets the next process write here."""
+        """Closes the journal, so that another process can write it."""
 
 
 class WaitingStorage:

@@ -172,7 +172,7 @@ class Retention:
         return self._taken is not None and part == self._own(self._taken)
 
     def _may_take(self, step: int) -> bool:
-        """Whether the scheduler has named this step, or one before that was not due, and there is room."""
+        """Whether to take a snapshot at this step: the scheduler wants one by now, and none is under way."""
         if self._is_over or self._taken is not None or self._next is None:
             return False
         return self._passed < self._next <= step

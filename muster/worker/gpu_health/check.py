@@ -67,7 +67,7 @@ class CheckProcess:
             self.close()
 
     def _hear(self, most: int, until: float) -> bytes:
-        """Reads its output up to the limit in bytes, its end, or the deadline."""
+        """Reads the process's output: at most ``most`` bytes, until its end or the time ``until``."""
         assert self._process.stdout is not None
         heard, pipe = b"", self._process.stdout.fileno()
         while len(heard) < most and select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:

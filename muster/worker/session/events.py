@@ -290,9 +290,11 @@ class Running(Value):
 
 
 class Over(Value):
-    """The generation is over. Unless ``planned``: abort its communicators, whatever they are doing.
+    """The generation is over.
 
-    ``save``: the job cannot continue for now, and this worker should save the training state.
+    Attributes:
+        planned: its communicators need not be aborted; otherwise abort them, whatever they are doing.
+        save: the job cannot continue for now, and this worker should save the training state.
     """
 
     generation: int
@@ -335,7 +337,7 @@ class ChangePending(Value):
 
 
 class ChangePutOff(Value):
-    """The planned change of members does not come, or not yet."""
+    """The planned change of members is cancelled or postponed."""
 
 
 class ProbeWanted(Value):

@@ -676,8 +676,8 @@ class Session:
         membership = world_membership(build, self.settings.job_id, ordinal)
         timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
         if place.state_source_rank >= 0:
-            # A survivor may be busy outside collectives for any length of time. The scheduler reports whom
-            # this worker waits for, and ends the generation if all are here and cannot connect. There is also
+            # A survivor may be busy outside collectives for any length of time. The scheduler reports who is
+            # waited for, and ends the generation if all are here and cannot connect. There is also
             # a limit without a scheduler.
             timeout_s = SURVIVOR_TIMEOUT_S
         try:

@@ -412,12 +412,12 @@ class Uplink:
             await asyncio.sleep(ALIVE_EVERY_S)
 
     def _shut(self) -> None:
-        """Closes the door, so that no further stream is accepted."""
+        """Stops reading the socket, so that no further stream is accepted."""
         asyncio.get_running_loop().remove_reader(self._door)
         self._stop.set()
 
     def _take_in(self) -> None:
-        """Accepts the streams that workers have passed through the door."""
+        """Accepts the streams that workers have passed through the socket."""
         while True:
             try:
                 request, ends, _, _ = socket.recv_fds(self._door, MAX_REQUEST_BYTES, 4)
