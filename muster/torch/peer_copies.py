@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,15 +198,17 @@ class PeerCopies:
         }
         lengths = {to: torch.tensor([len(each)], device=device) for to, each in numbers.items()}
         counts = {source: torch.zeros(1, dtype=torch.int64, device=device) for source in coming}
-        _send_and_receive(lengths, counts)
+        _send_and_receive(self._rank, lengths, counts)
         theirs = {s: torch.zeros(int(count), dtype=torch.int64, device=device) for s, count in counts.items()}
-        _send_and_receive(numbers, theirs)
+        _send_and_receive(self._rank, numbers, theirs)
         heads, data = (
             {s: torch.empty(int(each[at]), dtype=torch.uint8, device=device) for s, each in theirs.items()}
             for at in (0, 1)
         )
-        _send_and_receive({to: _tensor_of(copy.head).to(device) for to, copy in sent.items()}, heads)
-        _send_and_receive({to: _tensor_of(copy.data).to(device) for to, copy in sent.items()}, data)
+        mine = {to: _tensor_of(copy.head).to(device) for to, copy in sent.items()}
+        _send_and_receive(self._rank, mine, heads)
+        mine = {to: _tensor_of(copy.data).to(device) for to, copy in sent.items()}
+        _send_and_receive(self._rank, mine, data)
         found = []
         for source, part in data.items():
             head, whole = (memoryview(each.to(_CPU).numpy()) for each in (heads[source], part))
@@ -241,10 +244,15 @@ def _tensor_of(data: Any) -> Any:
     return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
-def _send_and_receive(sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
-    """Sends and receives tensors, by rank; both sides leave out those without elements."""
-    works = [dist.isend(tensor, to) for to, tensor in sent.items() if tensor.numel()]
-    works += [dist.irecv(tensor, source) for source, tensor in found.items() if tensor.numel()]
+def _send_and_receive(rank: int, sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
+    """Sends and receives tensors, by rank; both sides leave out those without elements.
+
+    NCCL carries out what goes between two ranks in the order in which each of them has called it. So the
+    lower rank's tensor comes first at both: two that both sent first would wait for each other.
+    """
+    begin = [(to, rank, partial(dist.isend, tensor, to)) for to, tensor in sent.items() if tensor.numel()]
+    begin += [(to, to, partial(dist.irecv, tensor, to)) for to, tensor in found.items() if tensor.numel()]
+    works = [call() for _, _, call in sorted(begin, key=lambda each: each[:2])]
     for work in works:
         work.wait()
 

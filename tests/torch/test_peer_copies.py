@@ -122,6 +122,35 @@ def test_a_lost_host_s_parts_come_from_the_other_one_and_a_flipped_copy_is_not_u
     spawn(_two_hosts, (str(tmp_path / "meeting"),), nprocs=4)
 
 
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+def test_two_ranks_begin_what_they_send_each_other_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL two that both send first wait for each other, once tensors are too large for its buffers."""
+    begun: dict[int, list[str]] = {}
+    for rank in range(2):
+        order = begun.setdefault(rank, [])
+
+        def isend(tensor: Any, to: int, rank: int = rank, order: list[str] = order) -> Done:
+            order.append(f"{rank} to {to}")
+            return Done()
+
+        def irecv(tensor: Any, source: int, rank: int = rank, order: list[str] = order) -> Done:
+            order.append(f"{source} to {rank}")
+            tensor.fill_(2)
+            return Done()
+
+        monkeypatch.setattr(torch.distributed, "isend", isend)
+        monkeypatch.setattr(torch.distributed, "irecv", irecv)
+        monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+        monkeypatch.setattr(torch.distributed, "all_gather", lambda hosts, host: None)
+        PeerCopies(rank, 2).take((1, 4), part_of(rank, torch.zeros(3, dtype=torch.uint8)))
+    assert begun[0] == begun[1]
+    assert begun[0][:2] == ["0 to 1", "1 to 0"]
+
+
 def test_a_group_of_gpus_alone_takes_tensors_on_this_rank_s_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
