@@ -244,7 +244,8 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
     Raises:
         SchedulerSettingsError: no scheduler is named, and several launches run here.
     """
-    if getattr(options, "command", "") != "health" and not _is_named(options, env):
+    command = getattr(options, "command", "")  # muster web has none
+    if command != "health" and not _is_named(options, env):
         try:
             launch = launches.chosen(env, options.job or env.get("MS_JOB_ID", ""))
         except LookupError as error:
@@ -254,7 +255,7 @@ def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Targe
                 " and MS_SCHED_PORT.",
             ) from None
         if launch is not None:
-            if options.command in _CHANGES and not options.job and launches.is_elsewhere(launch):
+            if command in _CHANGES and not options.job and launches.is_elsewhere(launch):
                 raise SchedulerSettingsError(
                     f"The launch of ./muster-runs/latest has ended. Another one runs on this host: job"
                     f" {launch.job_id} in {launch.directory}.",
