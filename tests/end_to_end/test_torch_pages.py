@@ -81,10 +81,10 @@ def trained_alone() -> float:
 
 
 def commands(page: str) -> Iterator[str]:
-    """A page's commands, each in a line and without comments."""
+    """A page's commands, in lines without comments; those with output are test_taught_pages's."""
     text = (ROOT / "docs" / page).read_text()
     for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in ("" if block.startswith("$ ") else block).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words:
                 yield " ".join(words)

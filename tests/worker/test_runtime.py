@@ -40,7 +40,7 @@ from tests.worker.session.scripted import StubBackend
 
 NEED_TORCH = {
     *("CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"),
-    *("ParallelTrainingState", "layerwise", "load_divided", "parallelize", "save_divided"),
+    *("ParallelTrainingState", "ParallelModule", "layerwise", "load_divided", "parallelize", "save_divided"),
 }
 
 
