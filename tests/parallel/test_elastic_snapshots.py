@@ -120,4 +120,4 @@ def test_where_both_copies_are_lost_it_says_so(job: Job, caplog: pytest.LogCaptu
     c.kill()
     with caplog.at_level(logging.WARNING, "muster.worker"), pytest.raises(StateLostError, match="snapshots="):
         job.form([a, job.start("v"), job.start("w")], lambda p: enter(p, 0, (1, 2)).state.step)
-    assert "are nowhere" in caplog.text
+    assert "nobody holds the parts" in caplog.text

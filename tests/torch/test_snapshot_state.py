@@ -173,7 +173,7 @@ def test_what_is_whole_on_each_rank_is_refused_where_parts_are_meant() -> None:
     model = DataParallel(linear_net(), communicator=_alone())
     with pytest.raises(SettingsError, match="TorchTrainingState"):
         SnapshotTrainingState({"net": model}, muster.ShardedSampler(96, 12), snapshots=Snapshots(every=1))
-    with pytest.raises(SettingsError, match="without one"):
+    with pytest.raises(SettingsError, match="without a state"):
         SnapshotTrainingState(
             {}, muster.ShardedSampler(96, 12), snapshots=Snapshots({"a": torch.zeros(2)}, every=1)
         )
