@@ -185,16 +185,16 @@ class CopyExchange:
                 self._under_way = outgoing
             try:
                 copy = outgoing.finish()
-                if not self._is_wanted(outgoing):
+                if not self._wait_until_known(outgoing):
                     continue
                 self._keep_and_send(copy, outgoing.agreed)
             except Exception as error:  # of CUDA, say; a thread that ends would end snapshots unnoticed
-                if self._is_wanted(outgoing):
+                if self._wait_until_known(outgoing):
                     self._failed(outgoing.key, str(error))
                 continue
             self._completed(outgoing.key)
 
-    def _is_wanted(self, outgoing: OutgoingCopy) -> bool:
+    def _wait_until_known(self, outgoing: OutgoingCopy) -> bool:
         """Waits until it is known whether a copy is to be sent; False also if the exchange was closed."""
         with self._work:
             self._work.wait_for(lambda: outgoing.is_wanted is not None or self._closed.is_set())
