@@ -15,9 +15,9 @@ typedef enum { PART_HEADER = 0, PART_BODY = 1 } record_part;
 
 /* Records under one key; then both ends go on to the next, derived from it, without a message.
  *
- * RFC 8446, section 5.5, lets AES-GCM seal 2^24.5 records of 2^14 bytes under a key: 2^34.5 of the cipher's blocks. 2^19
- * records of 2^17 bytes are 2^32. */
-#define RECORDS_PER_KEY ((uint64_t)1 << 19)
+ * RFC 8446, section 5.5, lets AES-GCM seal 2^24.5 records of 2^14 bytes under a key: 2^34.5 of the cipher's blocks. 2^18
+ * records of 2^18 bytes are 2^32. */
+#define RECORDS_PER_KEY ((uint64_t)1 << 18)
 
 /* HMAC-SHA256. Also HKDF-Extract, with the salt as key. False where libcrypto fails. */
 bool hmac_sha256(const unsigned char *key, size_t key_size, const void *data, size_t size, unsigned char out[KEY_SIZE]);

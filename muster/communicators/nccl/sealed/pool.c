@@ -17,7 +17,7 @@
 
 /* RUNNING_AGAIN: somebody has woken it while it runs. STOPPING: somebody waits in actor_stop. */
 enum { IDLE, QUEUED, RUNNING, RUNNING_AGAIN, STOPPING, DEAD };
-enum { EVENTS_AT_ONCE = 16, KEPT_BLOCKS = 128, RUNS_WITHOUT_A_LOOK = 32 };
+enum { EVENTS_AT_ONCE = 16, KEPT_BLOCKS = 64, RUNS_WITHOUT_A_LOOK = 32 };
 
 static struct {
   pthread_mutex_t lock;

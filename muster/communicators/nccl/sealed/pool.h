@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 /* A record's body: large enough that system calls and hand-overs cost little, small enough to stay in a core's cache. */
-enum { BLOCK_BODY = 131072, BLOCK_SIZE = BLOCK_BODY + 64 };
+enum { BLOCK_BODY = 262144, BLOCK_SIZE = BLOCK_BODY + 64 };
 enum { MAX_THREADS = 16, WAIT_US = 2000 };
 
 typedef struct worker worker_t;

@@ -242,7 +242,9 @@ ncclResult_t receive_begin(communicator_t *communicator, void *data, int size, r
   atomic_fetch_add(&communicator->posted, 1);
   for (int i = 0; i < communicator->count; i++) {
     connection_t *connection = &communicator->connections[i];
-    if (atomic_exchange(&connection->early, false)) actor_wake(SEALED ? &connection->sealer : &connection->mover);
+    if (!atomic_exchange(&connection->early, false)) continue;
+    if (!SEALED) actor_wake(&connection->mover); /* it waits with bodies; the opener with records that have none */
+    actor_wake(&connection->sealer);
   }
   *request = opened;
   return ncclSuccess;

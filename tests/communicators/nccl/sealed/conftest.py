@@ -38,3 +38,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def thread_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The driver under the sanitizer of threads."""
     return kit.built_driver(_shared(tmp_path_factory), "thread-driver", *kit.THREAD)
+
+
+@pytest.fixture(scope="session")
+def plain_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver without ciphers: the build that a benchmark compares with."""
+    return kit.built_driver(_shared(tmp_path_factory), "plain-driver", "-DMUSTER_PLAIN_FOR_BENCH")

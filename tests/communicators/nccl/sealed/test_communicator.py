@@ -15,7 +15,7 @@ def test_messages_of_every_size_arrive_as_they_were_sent(driver: Path) -> None:
         meet(receiver, sender)
         assert move(receiver, sender, 0, count=40) == BOTH_OK
         assert move(receiver, sender, 0, step=1, count=100, room=9) == BOTH_OK
-        for edge in (4096, 16384, 65536, 131072, 4 * 131072, 1 << 20):
+        for edge in (4096, 16384, 65536, 262144, 4 * 262144 + 64):
             assert move(receiver, sender, edge - 2, step=1, count=5, flight=3, room=1) == BOTH_OK
         assert move(receiver, sender, 8 << 20, count=3, flight=2, room=100) == BOTH_OK
         assert receiver.ask("reason") == sender.ask("reason") == ""
@@ -103,6 +103,16 @@ def test_what_was_sent_before_an_orderly_close_arrives_all_of_it(driver: Path) -
         answer = receiver.ask("move 0 20000 0 1 1 0 5")
         assert answer.startswith("error 6"), answer
         assert "has closed it while data were still to come" in answer
+
+
+@pytest.mark.system
+def test_an_empty_message_before_an_orderly_close_arrives_also_without_ciphers(plain_driver: Path) -> None:
+    with ranks(plain_driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
+        meet(receiver, sender)
+        assert sender.ask("post 0 0 1 5") == "posted 1"
+        assert sender.ask("wait 20") == "done 1"
+        assert sender.ask("close 0") == "ok"
+        assert receiver.ask("move 0 0 0 1 1 0 5") == "ok"
 
 
 def test_a_send_after_the_receiver_has_closed_fails(driver: Path) -> None:

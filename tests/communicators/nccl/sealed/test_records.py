@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.communicators.nccl.sealed.kit import BOTH_OK, Rank, built_driver, meet, move, ranks
+from tests.communicators.nccl.sealed.kit import BOTH_OK, Rank, meet, move, ranks
 from tests.communicators.nccl.sealed.relay import (
     ANSWER,
     FINISH,
@@ -67,9 +67,9 @@ def test_a_relay_that_changes_nothing_is_not_noticed_and_reads_nothing(driver: P
 
 
 @pytest.mark.system
-def test_what_is_not_sealed_is_read_there(tmp_path: Path) -> None:
-    """The build that a benchmark compares with, so that what looks for the pattern is seen to find it."""
-    assert pattern_on_the_wire(built_driver(tmp_path, "plain-driver", "-DMUSTER_PLAIN_FOR_BENCH"))
+def test_what_is_not_sealed_is_read_there(plain_driver: Path) -> None:
+    """So that what looks for the pattern is seen to find it."""
+    assert pattern_on_the_wire(plain_driver)
 
 
 @pytest.mark.parametrize("number", [0, 4])
