@@ -54,7 +54,8 @@ def test_packages_import_only_what_they_may() -> None:
     tool("lint-imports", "--no-cache")
 
 
-@pytest.mark.timeout(500)  # without a cache it takes a minute of a core, which others may use too
+@pytest.mark.system  # without a cache it takes a minute of a core; `make lint` does it too
+@pytest.mark.timeout(500)
 def test_types() -> None:
     tool("mypy")
 
