@@ -41,7 +41,7 @@ test: $(DEV_READY) ## Run all tests, linters and type checks
 # In environments of their own, so that make test runs the same with and without them: sessions of noxfile.py.
 test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 test-torch-oldest: ## Run a short set of them on the oldest torch that Muster takes
-test-system: ## Run what takes minutes: floods, blame, a soak
+test-system: ## Run what takes minutes: types, floods, blame, a soak
 test-frameworks: ## Run the frameworks on top of torch
 test-newest: ## Run the pure unit tests on the newest Python found, if it is newer than PYTHON
 test-lowest: ## Run the pure unit tests and a launch with the lowest versions of what Muster needs

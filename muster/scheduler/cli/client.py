@@ -276,14 +276,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         try:
             return call(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise self._in_words(error) from None
+            raise self._in_words(error, timeout_s) from None
 
-    def _in_words(self, error: grpc.RpcError) -> SchedulerError:
+    def _in_words(self, error: grpc.RpcError, timeout_s: float = TIMEOUT_S) -> SchedulerError:
         import grpc
 
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return UnreachableError(f"The scheduler at {self.where} did not answer within {TIMEOUT_S:g} s.")
+            return UnreachableError(f"The scheduler at {self.where} did not answer within {timeout_s:g} s.")
         if code is grpc.StatusCode.UNAVAILABLE:
             reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC lists all tries
             return self._tls_needed() or self._unreachable(reason)

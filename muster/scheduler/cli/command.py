@@ -47,8 +47,8 @@ def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "pytho
         if options.command == "health" or target.launch is not None or _is_named(options, env):
             raise
         wanted = options.job or env.get("MS_JOB_ID", "")
-        which = f"no launch of job {wanted}" if wanted and launches.running(env) else "no launch of yours"
-        raise UnreachableError(f"{which.capitalize()} runs on this host, and: {error}") from None
+        which = f"No launch of job {wanted}" if wanted and launches.running(env) else "No launch of yours"
+        raise UnreachableError(f"{which} runs on this host, and: {error}") from None
 
 
 def _ask(options: argparse.Namespace, target: Target) -> int:

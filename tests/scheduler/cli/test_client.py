@@ -71,6 +71,17 @@ def test_a_scheduler_that_is_stopped(pki: Pki, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_who_waits_longer_for_stacks_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.scheduler.cli.client.STACKS_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        port = stopped.getsockname()[1]
+        with (
+            SchedulerClient(address(None, port), {}) as client,
+            pytest.raises(UnreachableError, match="did not answer within 0.2 s"),
+        ):
+            client.stacks()
+
+
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
 

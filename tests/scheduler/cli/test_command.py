@@ -87,6 +87,12 @@ def test_of_several_launches_elsewhere_none_is_taken_and_all_are_listed(
     assert port_for(*command, "--job", "day") == 1002
 
 
+def test_the_name_of_a_job_that_has_no_launch_is_written_as_it_was_given(publish: Publish) -> None:
+    publish("night", 1001, "one")
+    done = muster("status", "--job", "ResNet")
+    assert done.returncode == 1 and "No launch of job ResNet runs on this host" in done.stderr, done.stderr
+
+
 def test_the_page_of_several_launches_is_refused_too(publish: Publish) -> None:
     publish("night", 1001, "one")
     publish("day", 1002, "other")
