@@ -221,7 +221,7 @@ def _of_numbers(x: Any, name: str) -> Description:
         numbers = np.asarray(x)
     except ValueError as error:
         raise ArrayError(f"{name} cannot become an array: {error}.") from error
-    if numbers.dtype == object:
+    if numbers.dtype.kind in "OUS":
         raise ArrayError(f"{name} is a {kind_of(x)}, neither an array nor numbers.")
     return _of_numpy(np.ascontiguousarray(numbers).reshape(numbers.shape), name, _Numbers)
 

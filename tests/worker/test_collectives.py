@@ -160,6 +160,7 @@ class Convertible(Capsule):
         (lambda: muster.recv([0.0], 0), "out is a list, which cannot be filled"),
         (lambda: muster.scatter(None, root=0, out=[0.0]), "out is a list, which cannot be filled"),
         (lambda: muster.all_reduce(object()), "x is a object, neither an array nor numbers"),
+        (lambda: muster.all_reduce("three"), "x is a str, neither an array nor numbers"),
         (lambda: muster.all_reduce([[1], [2, 3]]), "x cannot become an array"),
     ],
 )

@@ -87,11 +87,13 @@ class WaitingStorage:
         await self._storage.close()
 
     async def _in_time(self, write: Callable[[], Awaitable[T]]) -> T:
-        shortage, call = self._shortage, object()
+        shortage, call, is_done = self._shortage, object(), False
         try:
             while True:
                 try:
-                    return await write()
+                    result = await write()
+                    is_done = True
+                    return result
                 except NoSpaceError as error:
                     pause_s = shortage.refused(call, error.message, self._now())
                     if shortage.report_due(self._now()):
@@ -103,5 +105,5 @@ class WaitingStorage:
                 await asyncio.sleep(pause_s)
         finally:
             since = shortage.since
-            if shortage.over(call):
+            if shortage.over(call) and is_done:  # else it is given up, or failed for another reason
                 LOG.warning("all waiting writes to the journal are done, after %.1f s", self._now() - since)

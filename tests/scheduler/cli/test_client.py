@@ -77,7 +77,7 @@ def test_who_waits_longer_for_stacks_is_told_so(monkeypatch: pytest.MonkeyPatch)
         port = stopped.getsockname()[1]
         with (
             SchedulerClient(address(None, port), {}) as client,
-            pytest.raises(UnreachableError, match="did not answer within 0.2 s"),
+            pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s"),
         ):
             client.stacks()
 
