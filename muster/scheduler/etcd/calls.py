@@ -41,7 +41,7 @@ _UNANSWERED = (
 )
 _NO_SPACE = "database space exceeded"
 _FOR_NOW = ("revision of auth store is old", "too many requests")
-"""Endings of temporary refusals: a role was just changed, or etcd is overloaded."""
+"""How the messages of temporary refusals end: a role was just changed, or etcd is overloaded."""
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -118,7 +118,7 @@ class EtcdCalls:
     async def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
         """See :class:`muster.scheduler.etcd.api.Etcd`."""
         limit_s = WRITE_TIMEOUT_S if request.ByteSize() > 100_000 else CALL_TIMEOUT_S
-        # The timeout grows whenever each member in turn has been late once more.
+        # The timeout grows after each round in which every member was late.
         patience = min(1 + self._late // len(self._endpoints), MOST_PATIENCE)
         try:
             reply: pb.TxnResponse = await self._ask("KV/Txn", request, pb.TxnResponse, limit_s * patience)

@@ -82,7 +82,7 @@ class EtcdJournal:
     async def load(self) -> Mapping[str, Sequence[Record]]:
         """Reads all records of each job, oldest first.
 
-        No other process can write during this, because this one leads.
+        No other process can write to the journal any more, because this one leads.
 
         Raises:
             EtcdJournalDamagedError: batches are missing or unreadable.
@@ -230,7 +230,7 @@ class EtcdJournal:
         request = pb.TxnRequest(
             compare=[leader.fence(), *([] if also is None else [also])],
             success=operations,
-            # etcd's member answers a transaction that neither reads nor writes from its own memory, which
+            # An etcd member answers a transaction that neither reads nor writes from its own memory, which
             # may be out of date. Therefore the transaction always contains a read.
             failure=[get(leader.key), *([] if reads is None else [reads])],
         )

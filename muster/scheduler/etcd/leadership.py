@@ -53,7 +53,7 @@ because etcd neither renews nor ends leases while it elects a leader among its o
 """
 
 WATCH_S = 2.0
-"""How long a standby relies on a watch, in seconds. An etcd member that is cut off would never report."""
+"""How long a standby relies on a watch, in seconds. A watch on a cut-off etcd member never reports."""
 
 SILENCE_REPORTED_S = 30.0
 """The time between two log lines of a standby that gets no answer from etcd, in seconds."""
@@ -164,7 +164,7 @@ class Leadership:
                 await asyncio.wait({self.deposed}, timeout=pause_s)
                 pause_s = await self._renew()
         finally:
-            self.depose("its lease is renewed no more")  # Even if this loop ends because of a fault.
+            self.depose("its lease is renewed no more")  # A fault in this loop must end the leadership, too.
 
     def fence(self) -> pb.Compare:
         """Returns the condition of a transaction that only the leader can carry out.

@@ -1,8 +1,8 @@
 """Adopts a job whose workers are ahead of its journal, because the journal was lost or is a backup.
 
-Such workers are not refused. They continue to train until the newest journal is back or an operator
-consents (``--adopt``). With that consent, their generation is adopted once all its members have joined and
-agree about it, each with a different rank.
+Such workers are not refused. They continue to train, and are held back until the newest journal is restored
+or an operator consents (``--adopt``). With that consent, their generation is adopted once all its members
+have joined and agree about it, each with a different rank.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AdoptingJob:
         self._ledger = Ledger()
         self._keep(self._records)
         if not adopt and not self._ledger.generation:
-            self._records = None  # There is no journal and nothing to adopt, so nobody is held back.
+            self._records = None  # Without a journaled generation and without --adopt, nobody is held back.
         self._held: dict[events.SessionId, events.Joined] = {}
         # Whether any worker was admitted with the journal's generation, even if it has finished since.
         self._anybody_came = False

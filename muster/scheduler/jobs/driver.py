@@ -1,8 +1,8 @@
 """Runs a job: one task takes its events and carries out its decisions, in order.
 
 Records are made durable before any message is sent. All events that are waiting form one batch with one
-commit, so that a thousand workers that join at the same time cost a few commits and not a thousand. Messages
-to a worker wait in its :class:`~muster.scheduler.jobs.stream.OutgoingStream`.
+commit, so that a thousand workers that join at the same time cost only a few commits. Messages to a worker
+wait in its :class:`~muster.scheduler.jobs.stream.OutgoingStream`.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class JobDriver:
             session.send(*self.encoder.encode_parts(message, 0))
 
     def _late(self, now: float) -> float:
-        """How long this process was paused since the last call, in seconds; 0 if it was only late."""
+        """How long this process was paused since the last call, in seconds; 0 if it was hardly late."""
         turn_s, self._awake_at = now - self._awake_at, now
         late_s = turn_s - PULSE_S
         if late_s <= LATE_S:

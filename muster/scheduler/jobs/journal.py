@@ -306,7 +306,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @contextlib.contextmanager
     def _made(self, owner: str, texts: Mapping[str, Sequence[str]], version: str) -> Iterator[Path]:
-        """Writes a journal under a temporary name, so that the caller can move it when it is complete."""
+        """Writes a complete journal under a temporary name; the caller then links or moves it into place."""
         name = beside(self.path)
         os.close(open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         try:

@@ -19,7 +19,7 @@ MAX_WAITING_BYTES = 16 * 1024 * 1024
 
 
 class EventSink(Protocol):
-    """Takes the events of a stream. The driver of the stream's job is one."""
+    """Takes the events of a stream, as the driver of the stream's job does."""
 
     def carries(self, session: events.SessionId) -> bool:
         """Whether this session was admitted and has not been sent its last message yet."""

@@ -159,7 +159,7 @@ def _keep_exit_code() -> None:
 def _leadership(
     settings: SchedulerSettings, security: Follower | None, loop: asyncio.AbstractEventLoop
 ) -> Leadership | None:
-    """Makes this process's candidate for the election; returns None if there is only one scheduler."""
+    """Makes this process's claim to lead; returns None if there is only one scheduler."""
     if settings.etcd is None:
         return None
     from muster.scheduler.etcd.calls import EtcdCalls

@@ -130,7 +130,7 @@ class Sessions:
     def refuse(self, session: OutgoingStream, error: BaseException) -> str:
         """Ends a session because of an error in handling its worker's messages; returns the error's text.
 
-        If the error is one that a worker can cause, the worker also gets a Refused with the reason.
+        For an error in ``_REFUSALS``, the worker also gets a Refused message with the reason.
         """
         _, text = status_of(error)
         if not isinstance(error, SchedulerError):

@@ -4,8 +4,8 @@ Every operation is answered immediately, when its keys exist, or at its deadline
 member that reconnects on a new stream repeats its unanswered operations, and each change is still carried
 out only once.
 
-An operation on all keys takes several turns if there are many keys, but its answer is that of a single
-moment. A list of keys is as of the start of the first turn, and a count is as of the time of the answer.
+An operation on all keys takes several turns if there are many keys, but it is answered as if it took only
+one. A list has the keys at the start of the first turn, and a count is that at the time of the answer.
 
 If the generation was formed before this scheduler started, the namespace is restored from the changes that
 all members send.

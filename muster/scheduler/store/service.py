@@ -419,7 +419,7 @@ class StoreService:
         self._arm(served)
 
     def sizes(self) -> Mapping[str, int]:
-        """The bytes that all namespaces hold, the open streams, and the members whose state is kept."""
+        """The numbers of bytes in all namespaces, of open streams, and of members whose state is kept."""
         served = [each for of_job in self._of_jobs.values() for each in of_job.served.values()]
         return {
             "bytes": self._budget.used_bytes,

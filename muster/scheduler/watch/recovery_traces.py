@@ -53,7 +53,7 @@ class Recovery:
 
     Attributes:
         lost: the generation that has ended.
-        planned: whether no member was lost, but members change at the boundary of a step.
+        planned: whether the members changed at a planned step boundary, without a loss.
         steps: the number of finished steps that heartbeats had reported when the next group was established.
     """
 
@@ -73,7 +73,7 @@ class Recovery:
         Args:
             now_ns: the present time.
             step: the first new step; 0 if none was seen.
-            error: why no new step was seen.
+            error: why the recovery failed; empty if it did not fail.
         """
         facts: dict[str, str | int | bool] = {
             "muster.job": self.job_id,

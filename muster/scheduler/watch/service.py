@@ -286,7 +286,7 @@ class WatchService:
         return True
 
     def _may_see_refusals(self, caller: Caller) -> bool:
-        """Whether a watcher may see refusals that belong to no job, as operators of the own job may."""
+        """Whether a watcher may see refusals without a job, as operators of the scheduler's own job may."""
         return self._may_see(caller, self._own_job)
 
     def _picture(self, job_id: str) -> Picture:
