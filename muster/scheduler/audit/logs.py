@@ -180,7 +180,7 @@ class Recorder:
         self._record("stacks", "an operator asks for stacks", "", {**facts, **_who(caller)})
 
     def admitted(self, job_id: str, name: str, caller: Caller, sentence: str) -> None:
-        """Records that an operator allows refused GPUs again."""
+        """Records that an operator readmits refused GPUs."""
         self._record("admitted", sentence, "by_operator", {"job_id": job_id, "name": name, **_who(caller)})
 
     def lost(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:

@@ -145,7 +145,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply.sentence
 
     def admit(self, name: str) -> str:
-        """Allows refused GPUs of a host or node again, or a single one; returns the scheduler's answer."""
+        """Readmits a refused GPU, or all those of a host or node; returns the scheduler's answer."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.AdmitRequest(job_id=self._job_id, name=name)

@@ -285,7 +285,7 @@ def _of_launch(launch: launches.Launched, options: argparse.Namespace, env: Mapp
 
 
 def with_password(options: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the environment, in which --password-file replaces the password variables if it is given."""
+    """Returns the environment; if --password-file is given, it replaces the password variables."""
     if options.password_file is None:
         return env
     sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # ``health`` may use the scheduler's own password.

@@ -1,4 +1,4 @@
-"""Converts workers' reports on their GPUs to text for tables and pages, and to plain values for JSON."""
+"""Workers' reports on their GPUs, as text for tables and pages and as plain values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def gpu_warning(rank: int, node_id: str, host: str, device: pb.Device, report: p
 
 
 def refused_in_words(refused: pb.RefusedGpu) -> str:
-    """Returns a sentence that says that a GPU is refused, why, and how to allow it again."""
+    """Returns a sentence that says that a GPU is refused, why, and how to readmit it."""
     index = f", number {refused.device_index}" if refused.device_index >= 0 else ""
     return (
         f"GPU {refused.gpu} of host {refused.host_name}{index} (node {refused.node_id}) is refused:"
