@@ -5,7 +5,7 @@ Run it with ``MS_ROLE=MS_SCHED python -m scheduler``.
 
 from muster.version import __version__ as __version__
 
-# By the link at a checkout's top: the same module under this name, not a second one.
+# A link at the top of a checkout leads here, too. Importing by its name must not make a second module.
 if __name__ == "scheduler":
     import sys
     from importlib import import_module

@@ -36,7 +36,7 @@ def main(
     Args:
         argv: the command line.
         env: the environment.
-        prog: what the command line calls this.
+        prog: the name of the program in messages.
 
     Returns:
         The exit code; 2 for a wrong setting, 130 for Ctrl-C before anything runs.
@@ -122,7 +122,7 @@ def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     process_lines.job = None if settings.serve else settings.job_id
     logs.set_up(settings.log_level, env, settings.log_format)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
-        # before grpc is imported, which reads the cipher list only then
+        # This must precede the import of grpc, which reads the cipher list only at import.
         security = load_security(settings, env)
         from muster.scheduler.serve.server import main as serve
 

@@ -1,6 +1,6 @@
 """Authenticates callers by their TLS certificates, and checks what they may do.
 
-Nothing here trusts a message: role, job and node come from the caller's certificate alone.
+The contents of messages are never trusted: role, job and node come from the caller's certificate alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class CallContext(Protocol):
     """The part of a gRPC call's context that this module reads."""
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Returns what the TLS layer reports on the peer."""
+        """Returns what the TLS layer reports about the peer."""
 
     def peer(self) -> str:
-        """The peer's address, gRPC's way."""
+        """The peer's address in gRPC's notation."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Access:
     Args:
         tls: whether the port requires client certificates. Without TLS, any caller that reaches the port may
             do anything.
-        require_identity: read at every call: whether a certificate must name job and role.
-        identity_map: read at every call: the identities that SPIFFE IDs map to.
-        revocations: read at every call: the revocation lists in force; None if there are none.
-        wall_clock: the time of day, for expiry.
+        require_identity: called for each call; returns whether a certificate must name job and role.
+        identity_map: called for each call; returns the identities that SPIFFE IDs map to.
+        revocations: called for each call; returns the revocation lists in force, or None.
+        wall_clock: returns the date and time, with which the validity of certificates is checked.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Access:
         """Checks that the caller's certificate allows one of ``roles`` in ``job`` (as ``node``).
 
         Raises:
-            NotPermittedError: with the reason and what the certificate says.
+            NotPermittedError: the certificate does not allow the call; the message says why.
         """
         if caller.certificate is None:
             return

@@ -47,11 +47,12 @@ class EtcdAddress:
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """The scheduler's settings, as read at its start. Times in seconds.
+    """The scheduler's settings, as read at its start. All times are in seconds.
 
-    ``worker_num`` 0 means that the first worker determines it (only when serving several jobs). ``port`` 0
-    means any free port (only as an option). ``hosts`` lists all schedulers of the job. With an empty
-    ``bind_host``, the one among them that belongs to this machine is used.
+    If ``worker_num`` is 0, which is allowed only when serving several jobs, the first worker determines it.
+    If ``port`` is 0, which is allowed only as an option, any free port is used. ``hosts`` lists all
+    schedulers of the job. If ``bind_host`` is empty, the scheduler listens on those ``hosts`` that are
+    addresses of this machine.
     """
 
     job_id: str
@@ -83,17 +84,17 @@ class SchedulerSettings:
 
     @property
     def incident_directory(self) -> Path | None:
-        """The directory for evidence of hangs: as set, else next to the journal; None if there is neither."""
+        """The directory for evidence of hangs: as configured, else next to the journal, else None."""
         beside = self.recovery_path / INCIDENTS if self.recovery_path is not None else None
         return self.incident_path or beside
 
     def core(self, *, own_job: bool = True) -> CoreSettings:
         """The settings of a job's state machine.
 
-        For jobs other than the scheduler's own one, the workers determine the size.
+        For jobs other than the scheduler's own, the workers determine the world size.
         """
         heartbeat_interval_s = min(1.0, self.node_timeout_s / 4)
-        several = self.etcd is not None  # Workers wait longer for one of several schedulers.
+        several = self.etcd is not None  # With several schedulers, workers wait longer for one that leads.
         return CoreSettings(
             worker_num=self.worker_num if own_job else 0,
             worker_min=self.worker_min if own_job else 0,
@@ -113,7 +114,7 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of the scheduler, or of each of several, for commands that query it."""
+    """The address of the scheduler, or of each of several schedulers, for commands that query it."""
 
     hosts: tuple[str, ...]
     port: int
@@ -150,12 +151,12 @@ def load_settings(
 
     Args:
         env: the environment.
-        config_path: the security configuration given on the command line; wins over MS_CONFIG_FILE.
-        serve: keep serving after the scheduler's own job has ended.
-        port: the command line's port; 0 lets the system choose.
+        config_path: the security configuration from the command line; overrides MS_CONFIG_FILE.
+        serve: whether to keep serving after the scheduler's own job has ended.
+        port: the port from the command line; 0 lets the system choose.
         bind_host: the address to listen on, if it differs from the one that workers connect to.
-        adopt: accept workers whose generation is newer than the journal's.
-        drain_stragglers: which stragglers are drained, as given on the command line; wins over
+        adopt: whether to accept workers whose generation is newer than the journal's.
+        drain_stragglers: which stragglers are drained, from the command line; overrides
             MS_DRAIN_STRAGGLERS.
 
     Raises:
@@ -165,7 +166,7 @@ def load_settings(
     shared = shared_settings(read, "MS_SCHED")
     address = load_address(env, config_path=config_path)
     worker_num, worker_min = (0, 0) if serve and not read.text("MS_WORKER_NUM") else read.worker_counts()
-    collective_timeout_s = read.seconds("MS_COLLECTIVE_TIMEOUT")  # The settings of the workers.
+    collective_timeout_s = read.seconds("MS_COLLECTIVE_TIMEOUT")  # A setting of the workers.
     return SchedulerSettings(
         **shared,
         hosts=address.hosts,
@@ -193,7 +194,7 @@ def load_settings(
 
 
 def drain_policy(text: str) -> DrainPolicy | None:
-    """Parses which stragglers are drained, such as ``1.5x:60s``; None means none.
+    """Parses which stragglers are drained, as in ``1.5x:60s``; returns None if none are.
 
     Raises:
         SchedulerSettingsError: the text is not in this form.
@@ -253,7 +254,7 @@ def _recovery_path(read: Environment, address: Address) -> Path | None:
             remedy="Set MS_RECOVERY_PATH to etcd, as in etcd://a:2379,b:2379/muster, or name one host.",
         )
     if not read.flag("MS_ENABLE_RECOVERY"):
-        # Whoever sets a path relies on it being used.
+        # Somebody who sets a path expects that a journal is kept there.
         if path is not None and not read.text("MS_ENABLE_RECOVERY"):
             raise SchedulerSettingsError(
                 "MS_RECOVERY_PATH is set and MS_ENABLE_RECOVERY is not: set it to 1 to keep a journal there,"

@@ -1,6 +1,7 @@
-"""The scheduler's errors: one family, a remedy in every message, one mapping to gRPC's codes.
+"""The scheduler's errors, all of one base class, and their mapping to gRPC's codes.
 
-Messages never contain a key, password or unique id, and text from peers is escaped before it is logged.
+A message says what the user can do. It never contains a key, password or unique id, and text from peers is
+escaped before it is logged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerError(RemediedError):
-    """Base of everything that Muster's scheduler raises.
+    """Base class of all errors that Muster's scheduler raises.
 
     Args:
         message: what happened, in one sentence.
@@ -31,25 +32,25 @@ class SchedulerError(RemediedError):
 
 
 class SchedulerSettingsError(SchedulerError):
-    """A variable, option or file has a wrong value; names it, the value and the legal range."""
+    """A variable, option or file has a wrong value; the message names it, the value and the legal range."""
 
     exit_code = 2
 
 
 class BindError(SchedulerError):
-    """The scheduler's address cannot be bound; says which and why."""
+    """The scheduler's address cannot be bound; the message says which address and why."""
 
 
 class JournalUnavailableError(SchedulerError):
-    """A decision could not be made durable, so nothing of it may be sent."""
+    """A decision could not be made durable, so none of its messages may be sent."""
 
 
 class NoSpaceError(SchedulerError):
-    """The journal's disk is full. The write is to be tried again, because there may be space later."""
+    """The journal has no space. The caller should repeat the write, because there may be space later."""
 
 
 class DeposedError(SchedulerError):
-    """Another scheduler leads or may lead: this one may neither write nor send final messages.
+    """Another scheduler leads or may lead, so that this one may neither write nor send final messages.
 
     Its exit code asks for a restart: EX_TEMPFAIL of sysexits(3).
     """
@@ -62,11 +63,11 @@ class JobFailedError(SchedulerError):
 
 
 class RequestError(SchedulerError):
-    """Base of a caller's errors; ``refusal`` is the short name used in metrics and the audit log."""
+    """Base class of a caller's errors; ``refusal`` is the short name for metrics and the audit log."""
 
 
 class MalformedError(RequestError):
-    """A message breaks the protocol or a bound; names the field."""
+    """A message violates the protocol or exceeds a limit; the error's message names the field."""
 
     grpc_code = "INVALID_ARGUMENT"
     refusal = "malformed"
@@ -80,14 +81,14 @@ class UnauthenticatedError(RequestError):
 
 
 class NotPermittedError(RequestError):
-    """The caller's certificate is good but does not allow this call."""
+    """The caller's certificate is valid but does not allow this call."""
 
     grpc_code = "PERMISSION_DENIED"
     refusal = "not_permitted"
 
 
 class NotFoundError(RequestError):
-    """No such job or node."""
+    """The job, node or GPU that the caller names does not exist."""
 
     grpc_code = "NOT_FOUND"
     refusal = "not_found"
@@ -117,7 +118,7 @@ class StoppingError(RequestError):
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Maps an error to the gRPC code and the message that the caller gets.
 
-    Of an error that is not one of Muster's, the caller learns only that it happened.
+    If the error is not one of Muster's, the caller learns only that there was an error.
     """
     import grpc
 
@@ -129,8 +130,8 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 async def begin_stream(context: Context) -> None:
     """Sends a stream's headers separately from its first message.
 
-    Otherwise they are sent with the first message. If that write is interrupted, gRPC does not know that the
-    headers were sent and can never end the call.
+    Otherwise, gRPC sends them with the first message. If that write is interrupted, gRPC does not know that
+    the headers were sent and can never end the call.
     """
     import grpc.aio
 
@@ -141,8 +142,8 @@ async def begin_stream(context: Context) -> None:
 async def end_call(context: Context, error: BaseException) -> NoReturn:
     """Ends a call with an error's code and sentence; always raises, for gRPC.
 
-    A caller that disconnects before it has its answer is not logged as a fault, because a caller can do that
-    at any rate.
+    If the caller has disconnected before it gets the answer, no fault is logged, because a caller can
+    disconnect as often as it likes.
     """
     import grpc.aio
 

@@ -1,4 +1,4 @@
-"""Tells systemd that the scheduler is ready, alive or stopping; adds priorities to its log lines.
+"""Tells systemd that the scheduler is ready, alive or stopping, and adds priorities to its log lines.
 
 The protocols are described in ``man sd_notify`` and ``man sd-daemon``. Outside systemd, nothing is sent.
 """
@@ -42,9 +42,9 @@ def notify(state: str, env: Mapping[str, str]) -> bool:
 
 
 def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
-    """Returns the interval of watchdog notifications in seconds: half of the allowed one.
+    """Returns the interval of watchdog notifications in seconds: half of what systemd allows.
 
-    None without a watchdog.
+    Returns None if there is no watchdog.
     """
     try:
         allowed_us = int(env.get("WATCHDOG_USEC", ""))
@@ -62,5 +62,5 @@ def is_journal(fd: int, env: Mapping[str, str]) -> bool:
 
 
 def priority_prefix(level: int) -> str:
-    """The prefix of a line in the journal that gives its priority; ``level`` is one of logging's."""
+    """The prefix that gives a line in systemd's journal its priority; ``level`` is a level of ``logging``."""
     return f"<{next((number for least, number in _PRIORITIES if level >= least), _DEBUG)}>"

@@ -1,1 +1,1 @@
-"""The scheduler's log: refusals, failed handshakes, and the limits on how many lines they cause."""
+"""The scheduler's log and audit log, and the limits on how many lines peers can cause in them."""

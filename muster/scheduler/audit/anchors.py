@@ -1,4 +1,4 @@
-"""Records the head of the audit log in the journal, so that lines missing at its end are detected."""
+"""Records the head of the audit log in the journal, so that missing lines at the log's end are detected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from muster.scheduler.jobs.storage import Storage
 LOG = logging.getLogger("scheduler")
 
 ANCHOR_INTERVAL_S = 1.0
-"""Interval between two records of the head. Lines written within this time can be cut off without being
-detected.
+"""The time between two records of the head, in seconds. If lines that are more recent than that are cut off,
+this is not detected.
 """
 
 PREFIX = "audit/"
@@ -25,7 +25,7 @@ class Anchors:
 
     Args:
         audit: the log.
-        storage: the journal; must be open from :meth:`begin` to :meth:`end`.
+        storage: the journal; it must be open from :meth:`begin` to :meth:`end`.
     """
 
     def __init__(self, audit: AuditLog, storage: Storage) -> None:
@@ -35,7 +35,7 @@ class Anchors:
         self._keeping: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Reports lines that the journal knows of and the log lacks, and starts recording the head."""
+        """Reports lines that the journal knows of but the log lacks, and starts to record the head."""
         head = self._audit.head
         text = (await self._storage.notes()).get(PREFIX + head.log, "")
         try:

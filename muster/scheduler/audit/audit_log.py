@@ -1,9 +1,9 @@
 """The audit log: who joined, left, was refused, expelled or drained, and who was a member in which step.
 
 Each line is signed and names the previous line (``chain.py``). The key is created on first use in
-``FILE.key``, readable by this user only; ``muster audit key`` prints the public key. If the log is renamed,
-as logrotate does, the next line goes to a new file with the old name. A restarted scheduler appends to the
-existing file.
+``FILE.key``, which only this user can read; ``muster audit key`` prints the public key. If the log is
+renamed, for example by logrotate, the next line is written to a new file with the old name. A restarted
+scheduler appends to the existing file.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from muster.scheduler.errors import SchedulerSettingsError
 from muster.wire.files import open_own, open_regular
 
 TAIL_BYTES = 8 * 1024 * 1024
-"""How many bytes at the end of a file are read to find its last line. The line of a generation of 4,096
-members has 0.5 MB.
+"""The number of bytes at the end of a file that are read to find its last line. A line about a generation of
+4,096 members has 0.5 MB.
 """
 
 _KEY_BYTES = 4096
 
 
 class AuditLog:
-    """JSON lines, appended, chained and signed.
+    """A file of JSON lines, each of which is chained to the previous line and signed.
 
     Args:
         path: the file; created with mode 0600. It must not be a symbolic link or belong to another user.
-        wall_clock: the time of day.
+        wall_clock: returns the date and time.
 
     Raises:
-        SettingsError: the file cannot be opened, or its key cannot be read or made.
+        SchedulerSettingsError: the file cannot be opened, or its key cannot be read or created.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class AuditLog:
 
     @property
     def head(self) -> Head:
-        """The last line that was written."""
+        """The position and hash of the last line that was written."""
         return self._head
 
     @property
@@ -79,7 +79,7 @@ class AuditLog:
         return public_text(self._key)
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
-        """Appends one event with a single write, so that lines of two processes do not mix."""
+        """Appends one event with a single write, so that it does not mix with another process's lines."""
         entry = {"time": self._wall_clock().isoformat(timespec="milliseconds"), "event": event, **facts}
         with self._lock:
             try:
@@ -141,7 +141,7 @@ def _load_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _last_line(path: Path, key: str) -> tuple[Head | None, bool]:
-    """Returns the last line that this key has signed, and whether the file ends in the middle of a line."""
+    """Returns the last line signed with this key, and whether the file ends in the middle of a line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
@@ -153,5 +153,5 @@ def _last_line(path: Path, key: str) -> tuple[Head | None, bool]:
             return read.head, bool(lines[-1])
         with contextlib.suppress(ValueError, RecursionError):
             if line and "log" not in json.loads(line):
-                break  # Written by an older version.
+                break  # A version before 0.3 wrote this line, so no line before it is signed.
     return None, bool(lines[-1])

@@ -1,10 +1,10 @@
 """The chain of an audit log: each line has the number and hash of the previous line, and is signed.
 
-A line is a JSON object whose last fields are ``log`` (a random id of the log), ``number`` (from 1 on),
-``before`` (SHA-256 of the previous line; 64 zeros in the first line) and ``signature`` (Ed25519, RFC 8032),
-computed over everything before it in the line). The signature proves who wrote a line. Number and hash prove
-that no line between two others is missing. The head, which the scheduler records in its journal, proves that
-no line is missing at the end.
+A line is a JSON object. Its last fields are ``log`` (a random id of the log), ``number`` (from 1 on),
+``before`` (the SHA-256 hash of the previous line; 64 zeros in the first line) and ``signature`` (Ed25519, RFC
+8032, computed over everything before it in the line). The signature proves who wrote a line. The number and
+the hash prove that no line in between is missing. The head, which the scheduler records in its journal,
+proves that no line is missing at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 NOTHING = "0" * 64
-"""The hash that the first line names as that of its predecessor."""
+"""The value of ``before`` in the first line, which has no predecessor."""
 
 _SIGNATURE = b', "signature": "'
 _END = b'"}'
@@ -42,7 +42,7 @@ class Head:
     digest: str = NOTHING
 
     def encoded(self, key: str) -> str:
-        """The head as the journal stores it, with the public key of the log."""
+        """Encodes the head and the log's public key as the text that the journal stores."""
         return f"{self.number} {self.digest} {key}"
 
 
@@ -65,13 +65,13 @@ class Anchor:
 
 
 def public_text(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:
-    """The public key, also of a private key, as 64 hexadecimal digits."""
+    """Returns a public key, or that of a private key, as 64 hexadecimal digits."""
     public = key.public_key() if isinstance(key, Ed25519PrivateKey) else key
     return public.public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
 
 def signed(entry: Mapping[str, object], head: Head, key: Ed25519PrivateKey) -> tuple[bytes, Head]:
-    """Signs an entry as the line after a head; returns the line with its line break, and the new head."""
+    """Signs an entry as the line after ``head``; returns the line with its line break, and the new head."""
     chained = {**entry, "log": head.log, "number": head.number + 1, "before": head.digest}
     body = json.dumps(chained, ensure_ascii=True).encode("ascii")
     signature = base64.b64encode(key.sign(body))
@@ -84,10 +84,10 @@ class SignedLine:
     """A parsed line of a log. Its signature has not been checked yet.
 
     Attributes:
-        where: its file and line number, for messages.
-        entry: its fields.
-        head: its place in the log.
-        before: the hash of the previous line that it names.
+        where: the file and the line's number in it, for messages.
+        entry: the line's fields.
+        head: the line's log, number and hash.
+        before: the previous line's hash, as this line gives it.
     """
 
     where: str
@@ -107,7 +107,7 @@ class SignedLine:
 
 
 def read_line(line: bytes, where: str) -> SignedLine | None:
-    """Parses one line, without its line break; returns None if it is incomplete or not signed."""
+    """Parses one line without its line break; returns None if the line is incomplete or not signed."""
     front, mark, rest = line.rpartition(_SIGNATURE)
     try:
         if not mark or not rest.endswith(_END):
@@ -126,9 +126,10 @@ class AuditVerdict:
     """The result of checking the files of one or more logs.
 
     Attributes:
-        lines: the lines that are unchanged, in order.
-        problems: a sentence for each line, or run of lines, that is missing, changed or of another key.
-        unsigned: how many lines are unsigned, because a version before 0.3 wrote them.
+        lines: the valid lines, in order.
+        problems: a sentence for each line, or run of lines, that is missing, changed or signed with another
+            key.
+        unsigned: the number of unsigned lines, which a version before 0.3 wrote.
         keys: the public key of each log.
     """
 
@@ -142,12 +143,12 @@ def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), k
     """Checks that lines of audit logs are complete, unchanged and signed with the log's first key.
 
     Args:
-        lines: for each line its place (file and line number) and its bytes without line break. The files of a
-            log may come in any order.
+        lines: for each line, its place (file and line number) and its bytes without the line break. The files
+            of a log may come in any order.
         anchors: the heads recorded in a journal.
-        key: the public key that must have signed all lines, in hexadecimal digits. If empty, the key of the
-            anchor is used. Without an anchor, the key named in the log's first line is used, which only
-            proves that all lines have the same author.
+        key: the public key with which all lines must verify, in hexadecimal digits. If empty, the anchor's
+            key is used, or without an anchor, the key in the log's first line. The latter only proves that
+            all lines have the same author.
     """
     verdict = AuditVerdict()
     logs: dict[str, list[SignedLine]] = {}
@@ -170,7 +171,7 @@ def verify(lines: Iterable[tuple[str, bytes]], anchors: Iterable[Anchor] = (), k
 
 
 def _is_older(data: bytes) -> bool:
-    """Whether a version that did not sign wrote the line."""
+    """Whether the line was written by a version of Muster that did not sign lines."""
     try:
         entry = json.loads(data)
     except (ValueError, RecursionError):
@@ -185,7 +186,7 @@ def _named_key(lines: list[SignedLine]) -> str:
 def _problems(
     log: str, lines: list[SignedLine], key: str, anchor: Anchor | None, good: list[SignedLine]
 ) -> Iterator[str]:
-    """Finds the faults of one log, in order; adds its valid lines to ``good``."""
+    """Yields the problems of one log, in order; adds its valid lines to ``good``."""
     if lines and not key:
         yield f"The key of log {log} is not known: name it with --key, or add the file with its first line."
         return

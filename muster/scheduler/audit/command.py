@@ -34,7 +34,7 @@ exit codes: 0 the log is whole; 1 lines are missing or changed; 2 a file cannot 
 
 
 class UnreadableError(SchedulerError):
-    """A file that was named cannot be read."""
+    """A file that the user named cannot be read."""
 
     exit_code = 2
 
@@ -45,9 +45,9 @@ class Tenure:
 
     Attributes:
         job_id: the job.
-        generation: its number.
-        first_step: the first step that it executed, from 0.
-        end_step: the step after its last one; None if the log does not say.
+        generation: the generation's number.
+        first_step: the first step that the generation executed, from 0.
+        end_step: the step after the last one that it executed; None if the log does not say.
         members: the members by rank, each with rank, node_id, host, incarnation and certificate.
     """
 
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tenures(lines: Iterable[SignedLine]) -> list[Tenure]:
-    """Lists who was a member when, by job and generation.
+    """Lists the members of each generation and their steps, by job and generation.
 
     A step that was redone belongs to the last generation that executed it.
     """
@@ -181,7 +181,7 @@ def _journal_anchors(name: str | None) -> Iterator[Anchor]:
 
 
 def _told_anchors(name: str | None) -> Iterator[Anchor]:
-    """Parses the output of ``etcdctl get --prefix``: alternating lines of key and value."""
+    """Parses the output of ``etcdctl get --prefix``, in which lines of keys and values alternate."""
     if name is None:
         return
     try:

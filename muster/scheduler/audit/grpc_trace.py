@@ -1,4 +1,4 @@
-"""Parses failed TLS handshakes from gRPC's trace, and limits how many lines they cause. Does no I/O."""
+"""Parses failed TLS handshakes from gRPC's trace, and limits how many log lines they cause. Does no I/O."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SENTENCES = {
 REASONS = tuple(_SENTENCES)
 """The codes of all failures."""
 
-_SIGNS = {  # The first pattern found in gRPC's text decides.
+_SIGNS = {  # The first pattern that is found in gRPC's text determines the code.
     "certificate has expired": "expired",
     "certificate is not yet valid": "not_yet_valid",
     "unsupported certificate purpose": "wrong_use",
@@ -47,8 +47,8 @@ _SIGNS = {  # The first pattern found in gRPC's text decides.
     "WRONG_VERSION_NUMBER|ENCRYPTED_LENGTH_TOO_LONG": "no_tls",
     "ALPN": "no_grpc",
     "UNSUPPORTED_PROTOCOL|NO_(SHARED|COMMON)_|WRONG_CURVE": "no_common_settings",
-    # The second pattern is an alert in the clear, although TLS 1.3 encrypts at that point: OpenSSL's clients
-    # refuse a server in this way.
+    # The second pattern is an unencrypted alert at a point where TLS 1.3 encrypts. OpenSSL's clients refuse a
+    # server in this way.
     "_ALERT_|BAD_PACKET_LENGTH": "refused_us",
     "Handshake (read|write) failed": HUNG_UP,
 }
@@ -56,7 +56,7 @@ _SIGNS = {  # The first pattern found in gRPC's text decides.
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed handshake: the reason's code, the other side's address and port, a sentence, and a count."""
+    """Failed handshakes: the reason's code, the peer's address and port, a sentence, and their number."""
 
     reason: str
     peer: str
@@ -80,7 +80,7 @@ def _failure(code: str, peer: str, error: str = "") -> Failure:
 
 
 def _detail(error: str) -> str:
-    """Returns what BoringSSL says about the certificate, else the name of its error, else gRPC's text."""
+    """Returns BoringSSL's reason for refusing a certificate, else its error's name, else gRPC's text."""
     for pattern in (r"CERTIFICATE_VERIFY_FAILED: ([^:]+)", r"OPENSSL_internal:(\w+)", r"\((.+)\)$", "(.*)"):
         found = re.search(pattern, error)
         if found is not None:
@@ -118,7 +118,7 @@ class TraceReader:
         )
         if not arguments.startswith(b"true"):
             return explain(error.partition(b"\n")[0].decode("ascii", "replace"), peer)
-        if not self._timeouts:  # The scheduler itself is stopping.
+        if not self._timeouts:  # The handshake was shut down because the scheduler is stopping.
             return None
         self._timeouts -= 1
         return _failure(TIMED_OUT, peer)
@@ -129,7 +129,7 @@ MAX_HOSTS = 128
 
 
 class Thinner:
-    """Limits log lines: logs the first failure of an address, then a count once in each interval.
+    """Limits log lines: logs an address's first failure, and then a count once in each interval.
 
     Peers that only disconnect, as probes and port scans do, are counted separately.
     """
@@ -141,21 +141,21 @@ class Thinner:
         }
 
     def add(self, failure: Failure, now_s: float) -> list[Failure]:
-        """Counts a failure; returns what is to be logged now."""
+        """Counts a failure; returns the failures and summaries that must be logged now."""
         told, budget = [*self.due(now_s)], self._budgets[failure.reason == HUNG_UP]
         is_due = budget.take(failure.host, failure.reason, failure, now_s)
         return [*told, failure] if is_due else told
 
     def due(self, now_s: float) -> Iterator[Failure]:
-        """Closes the intervals that have ended; yields a summary of what was suppressed in each.
+        """Closes the intervals that have ended; yields a summary of the suppressed failures of each.
 
-        With ``float("inf")`` as the time, closes all of them.
+        If the time is ``float("inf")``, all intervals are closed.
         """
         for budget in self._budgets.values():
             yield from map(_summary, budget.due(now_s))
 
     def next_s(self) -> float | None:
-        """When :meth:`due` next has something to yield; None if nothing was suppressed."""
+        """The time at which :meth:`due` next yields a summary; None if nothing was suppressed."""
         return earliest(budget.next_s() for budget in self._budgets.values())
 
 

@@ -1,6 +1,7 @@
-"""Log lines, and the events among them that also go into the audit log.
+"""Log lines, and the events among them that are also written to the audit log.
 
-One line per event, facts as key=value; text from a peer is escaped, so that it cannot forge a line.
+Each event is one line with its facts as key=value. Text from a peer is escaped, so that it cannot forge a
+line.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ AUDITED = frozenset(
 )
 Follow = Callable[[str, str, str, Mapping[str, object]], None]
 FINGERPRINT_SHOWN = 23
-"""Characters: 16 hexadecimal digits with colons between."""
+"""The length of a shortened fingerprint in characters: 16 hexadecimal digits with colons in between."""
 
 _LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
 
@@ -49,7 +50,7 @@ class LineFormatter(BoundedFormatter):
         return f"{stamp} {record.levelname} "
 
     def text(self, record: logging.LogRecord) -> str:
-        """The message; a traceback's line breaks are escaped like any other."""
+        """The message, in which all line breaks are escaped, also those of a traceback."""
         text = record.getMessage()
         if record.exc_info:
             text += " " + self.formatException(record.exc_info)
@@ -57,7 +58,7 @@ class LineFormatter(BoundedFormatter):
 
 
 class JournalFormatter(LineFormatter):
-    """The same format with the prefix from which systemd's journal reads a line's priority."""
+    """Formats lines like :class:`LineFormatter`, with a prefix that tells systemd's journal the priority."""
 
     def head(self, record: logging.LogRecord) -> str:
         """The priority, the time and the level."""
@@ -65,7 +66,7 @@ class JournalFormatter(LineFormatter):
 
 
 class JournalJsonFormatter(JsonFormatter):
-    """The same as JSON. The journal removes the prefix before it displays or forwards a line."""
+    """Formats lines as JSON with the same prefix, which systemd's journal removes before it shows them."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
@@ -80,7 +81,7 @@ def _formatter(format_: str, env: Mapping[str, str]) -> logging.Formatter:
 
 
 def set_up(level: str, env: Mapping[str, str], format_: str = "text") -> None:
-    """Sets up the scheduler's log on standard error.
+    """Sets up the scheduler's log, which is written to standard error.
 
     Args:
         level: the lowest level that is logged.
@@ -96,7 +97,7 @@ def set_up(level: str, env: Mapping[str, str], format_: str = "text") -> None:
 
 
 def fields(**facts: object) -> str:
-    """Formats facts as ``key=value``, quoted if the value contains spaces; leaves out empty values."""
+    """Formats facts as ``key=value``, with quotes where the value needs them; omits empty values."""
     parts = []
     for key, value in facts.items():
         text = one_line(str(value))
@@ -118,14 +119,14 @@ class AuditFile(Protocol):
 
 
 class Recorder:
-    """Records events: each as a log line, security events in the audit log too, and refusals in a counter."""
+    """Records each event as a log line, security events also in the audit log; counts refusals."""
 
     def __init__(self, audit: AuditFile | None = None) -> None:
         self._audit = audit
         self._followers: list[Follow] = []
         self.refusals: Counter[str] = Counter()
-        # All keys exist from the start: another thread counts, and the dictionary must not grow while it is
-        # read.
+        # All keys exist from the start, because another thread counts, and the dictionary must not grow
+        # while it is read.
         self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def note(self, note: Note) -> None:
@@ -142,7 +143,7 @@ class Recorder:
         self._record(note.kind, note.text, note.code, facts, state=note)
 
     def membership(self, kind: str, job_id: str, text: str, facts: Mapping[str, object]) -> None:
-        """Writes a change of membership into the audit log only; see ``audit/membership.py``."""
+        """Records a change of membership in the audit log only; see ``audit/membership.py``."""
         if self._audit is not None:
             self._audit.write(kind, {"job_id": job_id, **facts, "text": one_line(text)})
 
@@ -154,10 +155,10 @@ class Recorder:
     async def turn_away(
         self, call: str, context: Any, caller: Caller | None, error: BaseException
     ) -> NoReturn:
-        """Records that a call was refused or failed, and ends it. Always raises, as gRPC's abort does.
+        """Records that a call was refused or failed, and ends the call. Always raises, as gRPC's abort does.
 
         Args:
-            call: its method.
+            call: the name of the call's method.
             context: gRPC's context of the call.
             caller: the caller, if it is known.
             error: the reason.
@@ -169,21 +170,21 @@ class Recorder:
         await end_call(context, error)
 
     def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str, hosts: str = "") -> None:
-        """Records an operator's drain; also one that is planned for later or cancelled."""
+        """Records that an operator drains workers, plans a drain for later, or cancels one."""
         whose = {name: value for name, value in (("node_id", node_id), ("hosts", hosts)) if value}
         self._record("drained", sentence, "", {"job_id": job_id, **whose, **_who(caller)})
 
     def stacks_asked(self, job_id: str, node_id: str, caller: Caller) -> None:
-        """Records that an operator asked for workers' stacks; an empty node id means all workers."""
+        """Records that an operator asked for workers' stacks. An empty node id means all workers."""
         facts: dict[str, object] = {"job_id": job_id, **({"node_id": node_id} if node_id else {})}
         self._record("stacks", "an operator asks for stacks", "", {**facts, **_who(caller)})
 
     def admitted(self, job_id: str, name: str, caller: Caller, sentence: str) -> None:
-        """Records that an operator lets refused GPUs in again."""
+        """Records that an operator readmits refused GPUs."""
         self._record("admitted", sentence, "by_operator", {"job_id": job_id, "name": name, **_who(caller)})
 
     def lost(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
-        """Records who reported the end of a worker's process, if the worker lost its place by it."""
+        """Records who reported the end of a worker's process, because of which the worker lost its place."""
         self._record("lost", sentence, "by_launcher", {"job_id": job_id, "node_id": node_id, **_who(caller)})
 
     def job_ended(self, job_id: str, caller: Caller, sentence: str) -> None:
@@ -191,16 +192,16 @@ class Recorder:
         self._record("ended", sentence, "by_operator", {"job_id": job_id, **_who(caller)})
 
     def follow(self, follower: Follow) -> None:
-        """Calls ``follower`` with kind, text, code and facts of everything recorded from now on.
+        """Calls ``follower`` with kind, text, code and facts of each event that is logged from now on.
 
-        For failed handshakes it is called from another thread.
+        For failed handshakes, it is called from another thread.
         """
         self._followers.append(follower)
 
     def handshake_failed(self, failure: Failure) -> None:
-        """Records failed TLS handshakes. Runs in a thread of its own; the caller has already counted them.
+        """Records failed TLS handshakes, which the caller has already counted. Runs in a separate thread.
 
-        A peer that only disconnected, as probes and port scans do, is logged at debug level.
+        If a peer only disconnected, as probes and port scans do, this is logged at debug level.
         """
         facts: dict[str, object] = {"call": "handshake", "peer": failure.peer}
         if failure.count > 1:
@@ -240,7 +241,7 @@ class Recorder:
 def _as_json(
     kind: str, text: str, code: str, facts: dict[str, object], state: Note | None
 ) -> dict[str, object]:
-    """Converts the facts of an event to fields of a JSON line."""
+    """Converts an event and its facts to the fields of a JSON line."""
     rest = {name: value for name, value in facts.items() if name != "job_id"}
     told: dict[str, object] = {"job": facts.get("job_id"), **rest, "event": kind, "text": text or kind}
     if code:
@@ -252,9 +253,9 @@ def _as_json(
 
 
 def _brief(facts: dict[str, object]) -> dict[str, object]:
-    """Shortens facts for a log line: a fingerprint to the length that ``certs revoke --fingerprint`` needs.
+    """Shortens a fingerprint in a log line to the length that ``certs revoke --fingerprint`` needs.
 
-    The audit log has the full fingerprint.
+    The audit log contains the full fingerprint.
     """
     certificate = facts.get("certificate")
     return facts if certificate is None else {**facts, "certificate": str(certificate)[:FINGERPRINT_SHOWN]}

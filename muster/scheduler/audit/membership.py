@@ -1,4 +1,4 @@
-"""Audit log entries on membership: who is a member of which generation, and from which step on."""
+"""Writes to the audit log who is a member of which generation, and from which step on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from muster.scheduler.core import records
 from muster.scheduler.jobs.driver import JobDriver
 
 FORMED, OVER = "formed", "over"
-"""Events of the audit log: a generation was formed; a generation is over and no other has been formed yet."""
+"""Events of the audit log: a generation was formed; a generation is over, and no next one has been formed."""
 
 Write = Callable[[str, str, str, Mapping[str, object]], None]
 
 
 def follow(driver: JobDriver, write: Write) -> None:
-    """Writes what a job's durable records say about membership, from now on.
+    """Writes the changes of membership in a job's durable records from now on.
 
     Args:
         driver: the driver of the job.

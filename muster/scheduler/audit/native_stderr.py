@@ -1,7 +1,7 @@
 """Reads failed TLS handshakes from the scheduler's standard error, the only place where gRPC reports them.
 
-Failed handshakes are logged and the rest of the trace is dropped. Other output of C code is logged as well:
-escaped, limited in number, and marked as such (:mod:`muster.wire.grpc_stderr`).
+Failed handshakes are logged, and the rest of the trace is dropped. Other output of C code is logged as well:
+escaped, marked as such, and with a limited number of lines (:mod:`muster.wire.grpc_stderr`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ASKED_LINES = 200
 def handshakes_watched(env: MutableMapping[str, str], *, tls: bool) -> Iterator[HandshakeWatch | None]:
     """Turns on gRPC's trace of handshakes, and reads its output while the context is open.
 
-    Enter it before grpc is imported, because grpc reads the environment at import. If the operator has set
-    GRPC_VERBOSITY or GRPC_TRACE, the requested output is logged, escaped and marked, and there are no lines
-    about handshakes. Where standard error cannot be captured, gRPC's output is turned off.
+    The context must be entered before grpc is imported, because grpc reads the environment at import. If the
+    operator has set GRPC_VERBOSITY or GRPC_TRACE, the requested output is logged, escaped and marked, but
+    failed handshakes are not. If standard error cannot be captured, gRPC's output is turned off.
     """
     asked = bool({"GRPC_VERBOSITY", "GRPC_TRACE"} & env.keys())
     watch = None
@@ -45,7 +45,7 @@ class HandshakeWatch:
     """Reads C code's standard error and reports failed handshakes.
 
     Args:
-        asked: whether the operator asked for the trace, which then goes to the log.
+        asked: whether the operator asked for gRPC's output, which is then logged.
     """
 
     def __init__(self, *, asked: bool = False) -> None:
@@ -57,19 +57,19 @@ class HandshakeWatch:
         self.native = NativeStderr(self, (LOG,))
 
     def report_to(self, recorder: Recorder) -> None:
-        """Sets the recorder that receives reports from now on."""
+        """Sets the recorder that gets the reports from now on."""
         with self.native.lock:
             self._recorder = recorder
 
     def finish_reports(self) -> None:
-        """Reports what has been written so far, and no handshakes afterwards."""
+        """Reports the handshakes that failed so far; later ones are not reported."""
         with self.native.lock:
             self.native.drain()
             self._tell(self._thinner.due(float("inf")))
             self._recorder = None
 
     def close(self) -> None:
-        """Restores standard error; nothing that was written is lost."""
+        """Restores standard error, and logs everything that was written before."""
         self.native.close()
         self._say(self._sayings.due(float("inf")))
 

@@ -1,4 +1,4 @@
-"""Limits log and audit lines per caller: writes the first few refusals, then only their number."""
+"""Limits the lines that one caller can cause: the first few refusals are written, then their number."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from muster.wire.log_lines import OTHERS, LogBudget, Suppressed
 
 WINDOW_S = 60.0
 LINES = 20
-"""How many refusals of one caller are written within a window."""
+"""The most refusals of one caller that are written within a window."""
 
 MAX_CALLERS = 1024
 
 DECISIONS = 200
-"""The most sentences about one job within :data:`DECISIONS_WINDOW_S`. They are limited because its workers
-can cause them.
+"""The most decisions about one job that are written within :data:`DECISIONS_WINDOW_S`. They are limited
+because the job's workers can cause them.
 """
 
 DECISIONS_WINDOW_S = 10.0
@@ -27,20 +27,20 @@ Facts = Mapping[str, object]
 
 
 def caller_of(facts: Facts) -> str:
-    """The key under which a caller's refusals are counted: certificate, else address without the port."""
+    """The key for counting a caller's refusals: the certificate, else the address without the port."""
     return str(facts.get("certificate") or str(facts.get("peer", "")).rpartition(":")[0])
 
 
 class ThinnedRecorder(Recorder):
     """A recorder that limits how many refusals of each caller go to the log and the audit log.
 
-    Failed handshakes are not limited here: their reporter already limits them, in another thread. Decisions
-    of a job are limited per job, because refusals are among them.
+    Failed handshakes are not limited here, because their reporter already limits them in another thread. The
+    decisions of each job are limited as well, because refusals are among them.
 
     Args:
         audit: the audit log, if there is one.
-        clock: the event loop, for the time and for callbacks. Everything but failed handshakes is recorded
-            from its thread.
+        clock: the event loop, which provides the time and callbacks. Everything except failed handshakes is
+            recorded from its thread.
     """
 
     def __init__(self, audit: AuditFile | None, clock: Clock) -> None:

@@ -26,10 +26,10 @@ WATCHING_SERVICE = "rendezvous.v1.Watching"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
 STACKS_TIMEOUT_S = 20.0
-"""Timeout in seconds of a request for stacks; longer than the time that workers have to answer."""
+"""Timeout of a request for stacks, in seconds; longer than the time that workers have to answer."""
 
 TRY_S = 2.0
-"""How long each of several schedulers may take to answer before the next one is tried, in seconds."""
+"""How long one of several schedulers may take to answer before the next one is tried, in seconds."""
 
 TAKEOVER_S = 5.0
 """How long to wait for one of several schedulers to become the leader, in seconds."""
@@ -47,7 +47,7 @@ class TlsNeededError(UnreachableError):
     """The scheduler requires TLS, and no config.json is set on this side."""
 
 
-class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own word, handed on
+class RefusedByScheduler(SchedulerError):  # noqa: N818 - it passes on the scheduler's refusal
     """The scheduler refused the call; ``code`` is the name of gRPC's status code."""
 
     def __init__(self, message: str, *, code: str) -> None:
@@ -56,17 +56,17 @@ class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own wo
 
 
 class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
-    """A connection to a scheduler for a few calls; with several schedulers, to the leader.
+    """A connection to a scheduler for a few calls; if there are several schedulers, to the leader.
 
     Args:
-        address: the address of the scheduler, or of each of several, and the job.
-        env: the environment that may name the certificate's password.
+        address: the address of the scheduler, or of each of several schedulers, and the job.
+        env: the environment, which may contain the certificate's password.
         certificate: the PKCS#12 file to use instead of the configured one.
-        role: whose configured certificate and password to use, ``operator`` or ``scheduler``.
+        role: the role whose configured certificate and password are used, ``operator`` or ``scheduler``.
         wait_s: how long to look for the leader if there are several schedulers, in seconds.
 
     Raises:
-        UnreachableError: nobody listens there.
+        UnreachableError: no scheduler answers there, or none of several leads.
         muster.certs.errors.CertificateError: TLS failed on either side.
     """
 
@@ -94,14 +94,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply
 
     def jobs(self) -> pb.JobsReply:
-        """Asks for the jobs that this side may see."""
+        """Asks for the jobs that this caller may see."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         reply: pb.JobsReply = self._call("Jobs", pb.JobsRequest(), pb.JobsReply.FromString)
         return reply
 
     def drain(self, node_id: str, reason: str) -> str:
-        """Asks that a worker finish its step and leave; returns the scheduler's answer as text."""
+        """Drains a worker: it finishes its step and leaves. Returns the scheduler's answer as text."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
@@ -118,17 +118,17 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         cancel: bool = False,
         preview: bool = False,
     ) -> str:
-        """Drains workers by node id or host, now or later.
+        """Drains workers now or later, cancels planned drains, or asks what a drain would cost.
 
-        Or cancels planned drains, or asks what a drain would cost.
+        Returns the scheduler's answer as text.
 
         Args:
-            node_ids: node ids of the workers.
-            hosts: hosts; all their workers are drained.
+            node_ids: the node ids of the workers.
+            hosts: hosts of which all workers are drained.
             reason: the reason, for the log and the workers.
-            at_s: when, in seconds since 1970; 0: now.
-            cancel: cancel planned drains instead.
-            preview: only return what it would cost.
+            at_s: the time of the drain, in seconds since 1970; 0 means now.
+            cancel: whether to cancel planned drains instead.
+            preview: whether to only ask what the drain would cost.
         """
         from muster.wire.v1 import rendezvous_pb2 as pb
 
@@ -145,7 +145,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply.sentence
 
     def admit(self, name: str) -> str:
-        """Lets refused GPUs in again, of a host or node or a single one; returns the scheduler's answer."""
+        """Readmits a refused GPU, or all those of a host or node; returns the scheduler's answer."""
         from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.AdmitRequest(job_id=self._job_id, name=name)
@@ -162,14 +162,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return reply
 
     def watch(self, job_id: str = "") -> Iterator[watch_pb.WatchReply]:
-        """Follows one job until the scheduler ends; without a job id, all jobs that this side may see.
+        """Follows one job, or without a job id, all jobs that this caller may see, until the scheduler ends.
 
         Args:
             job_id: the job.
 
         Raises:
             UnreachableError: the scheduler is gone.
-            RefusedByScheduler: this side may not watch, or the job does not exist or has ended.
+            RefusedByScheduler: the caller may not watch, or the job does not exist or has ended.
         """
         import grpc
 
@@ -203,7 +203,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     def close(self) -> None:
-        """Closes the connection; calls in progress on it end."""
+        """Closes the connection, which ends calls that are in progress."""
         self._channel.close()
 
     def __exit__(self, *_: object) -> None:
@@ -249,9 +249,9 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         )
 
     def _check_listens(self) -> None:
-        """Checks that something listens at the address.
+        """Checks that a process listens at the address.
 
-        A channel without TLS connects only at the first call, too late to try another address.
+        A channel without TLS connects only at its first call, when it is too late to try another address.
         """
         try:
             socket.create_connection((self._host, self._address.port), self._limit_s).close()
@@ -285,14 +285,14 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"The scheduler at {self.where} did not answer within {timeout_s:g} s.")
         if code is grpc.StatusCode.UNAVAILABLE:
-            reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC lists all tries
+            reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC lists all attempts
             return self._tls_needed() or self._unreachable(reason)
         return RefusedByScheduler(details or code.name, code=code.name)
 
     def _tls_needed(self) -> TlsNeededError | None:
-        """Returns the error for a plaintext call to a scheduler that speaks TLS.
+        """Returns the error for a plaintext call to a scheduler that uses TLS.
 
-        None if the cause is another one.
+        Returns None if the call failed for another reason.
         """
         from muster.certs.runtime.probe import Spoken, spoken_at
 
@@ -317,7 +317,7 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
         self, address: Address, env: Mapping[str, str], certificate: Path | None, role: str
     ) -> grpc.Channel:
         options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Muster's own errors report what this log would.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Muster's errors say what gRPC would log.
         if address.config_path is None:
             import grpc
 
@@ -352,10 +352,10 @@ class SchedulerClient(contextlib.AbstractContextManager["SchedulerClient"]):
 
 
 class Following(contextlib.AbstractContextManager["Following"]):
-    """A client that reconnects: when its scheduler is gone, it looks for the new leader among several.
+    """A client that reconnects. If its scheduler is one of several and is gone, it looks for the new leader.
 
     Args:
-        connect: opens a connection; raises the errors of :class:`SchedulerClient`.
+        connect: opens a connection; may raise the errors of :class:`SchedulerClient`.
         several: whether there are several schedulers.
     """
 
@@ -368,7 +368,7 @@ class Following(contextlib.AbstractContextManager["Following"]):
         """Asks for the job's state.
 
         Raises:
-            UnreachableError: no scheduler answers, or none of several becomes the leader in time.
+            UnreachableError: the scheduler does not answer, or none of several becomes the leader in time.
         """
         try:
             return self._client.status()

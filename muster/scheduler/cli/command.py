@@ -23,17 +23,17 @@ from muster.wire.variables import option_help
 WATCH_S = 2.0
 
 WHICH = "the launch of ./muster-runs/latest, else of the only launch of yours on this host"
-"""Which scheduler is queried if none is named."""
+"""The scheduler that is queried if none is named."""
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "python -m scheduler") -> int:
     """Runs ``status``, ``jobs``, ``health``, ``drain``, ``admit`` or ``stacks``.
 
     Returns:
-        The exit code; of ``health``, 1 when the scheduler does not serve.
+        The exit code. For ``health``, it is 1 if the scheduler does not serve.
 
     Raises:
-        SchedulerError: a setting is wrong, or the scheduler cannot be reached or refuses the call.
+        SchedulerError: a setting is wrong, the scheduler cannot be reached, or it refuses the call.
         muster.certs.errors.CertificateError: TLS failed on either side; the message says why.
     """
     options = parser(prog).parse_args(list(arguments))
@@ -114,7 +114,7 @@ def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def common_options(*, address: str = "--host") -> argparse.ArgumentParser:
-    """Creates the parser of the common options: which scheduler, which job, and which certificate.
+    """Creates the parser of the common options: the scheduler, the job, and the certificate.
 
     Args:
         address: the name of the option for the scheduler's address.
@@ -207,7 +207,7 @@ def _seconds(text: str) -> float:
 
 
 _CHANGES = ("drain", "admit")
-"""Commands that change a job: where this directory's own launch is over, they take nobody else's."""
+"""Commands that change a job. If this directory's launch is over, they do not act on another launch."""
 
 
 def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
@@ -221,7 +221,8 @@ class Target:
     Attributes:
         address: the scheduler's address.
         env: the environment of the command.
-        launch: the launch by which it was found; None if it was named, or no launch runs here.
+        launch: the launch to which the scheduler belongs; None if the scheduler was named, or no launch runs
+            here.
     """
 
     address: Address
@@ -238,13 +239,11 @@ class Target:
 def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
     """Finds the scheduler that is named, else that of :data:`WHICH`.
 
-    A command that changes a job is refused (SchedulerSettingsError) where the launch of this directory is
-    over and only one of another directory runs.
-
     Raises:
-        SchedulerSettingsError: no scheduler is named, and several launches run here.
+        SchedulerSettingsError: no scheduler is named, and several launches run here. Or the command changes
+            a job, this directory's launch is over, and only another directory's launch runs.
     """
-    command = getattr(options, "command", "")  # muster web has none
+    command = getattr(options, "command", "")  # The options of muster web have no command.
     if command != "health" and not _is_named(options, env):
         try:
             launch = launches.chosen(env, options.job or env.get("MS_JOB_ID", ""))
@@ -286,17 +285,17 @@ def _of_launch(launch: launches.Launched, options: argparse.Namespace, env: Mapp
 
 
 def with_password(options: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the environment with the file of --password-file in place of the password variables."""
+    """Returns the environment; if --password-file is given, it replaces the password variables."""
     if options.password_file is None:
         return env
-    sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # ``health`` may use the scheduler's own.
+    sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # ``health`` may use the scheduler's own password.
     file = str(options.password_file.absolute())
     own = {name: value for name, value in env.items() if name not in sides}
     return {**own, **{f"{side}_FILE": file for side in sides}}
 
 
 def confirmed(question: str) -> bool:
-    """Asks for confirmation on a terminal. Without a terminal, returns True."""
+    """Asks for confirmation on a terminal; returns True if there is no terminal."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -304,21 +303,21 @@ def confirmed(question: str) -> bool:
 
 
 def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    """The role whose certificate is used: the scheduler's own for a probe that has no other."""
+    """The role whose certificate is used: the scheduler's own if ``health`` runs in its environment."""
     return "scheduler" if options.command == "health" and env.get("MS_ROLE") == "MS_SCHED" else "operator"
 
 
 def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
-    """The certificate to use: the operator's, which ``muster certs init`` puts next to config.json."""
+    """The certificate file for this command; None to use the one that config.json names."""
     if options.command in ("drain", "admit", "stacks") or options.cert is not None:
         return operator_certificate(options, address)
     return None
 
 
 def operator_certificate(options: argparse.Namespace, address: Address) -> Path | None:
-    """Returns the file of --cert, else the operator's next to config.json.
+    """Returns the file of --cert, else the ``operator.p12`` that ``muster certs init`` puts by config.json.
 
-    None to use what config.json names.
+    Returns None if there is neither, so that the certificate in config.json is used.
 
     Raises:
         SchedulerSettingsError: --cert is given without a config.json.

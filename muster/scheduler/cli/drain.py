@@ -64,7 +64,7 @@ def moment_of(text: str, now: dt.datetime | None = None) -> float:
     found = _CLOCK.fullmatch(text)
     if found is not None:
         hour, minute, second = (int(part or 0) for part in found.groups())
-        # On a day on which clocks change, the zone is that of the requested time, not the current one.
+        # On a day on which the clocks change, the UTC offset is that of the requested time, not of now.
         today = here.replace(tzinfo=None, hour=hour, minute=minute, second=second, microsecond=0)
         moments = (today, today + dt.timedelta(days=1))
         zone = None if now is None else here.tzinfo
@@ -123,23 +123,23 @@ def run(
         return 1
     print(f"draining {what}{when}", file=sys.stderr)
     if len(nodes) == 1 and options.at is None:
-        print(client.drain(nodes[0], options.reason), file=out)  # Older schedulers know this call.
+        print(client.drain(nodes[0], options.reason), file=out)  # Older schedulers know only this.
     else:
         print(client.drain_many(nodes, hosts, options.reason, at_s=options.at or 0.0), file=out)
     return 0
 
 
 def describe(nodes: Sequence[str], hosts: Sequence[str]) -> str:
-    """``nodes 3, 4`` or ``host gpu-17``."""
+    """Names the nodes or hosts, as in ``nodes 3, 4`` or ``host gpu-17``."""
     noun, names = ("host", hosts) if hosts else ("node", nodes)
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(names)}"
 
 
 def cost(client: SchedulerClient, nodes: Sequence[str], hosts: Sequence[str]) -> str:
-    """Asks the scheduler what the drain would cost; an older scheduler cannot answer.
+    """Asks the scheduler what the drain would cost, and says so if an older scheduler cannot tell.
 
     Raises:
-        RefusedByScheduler: no such workers exist, or this side may not ask.
+        RefusedByScheduler: a worker does not exist, or the caller may not ask.
     """
     try:
         return client.drain_many(nodes, hosts, preview=True)

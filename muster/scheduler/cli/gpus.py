@@ -19,11 +19,11 @@ FIGURES = (
     "nvlink_errors",
     "remapped_rows",
 )
-"""The numbers of a report; each may be unknown."""
+"""The names of a report's numbers, each of which may be unknown."""
 
 
 def gpu_in_short(report: pb.GpuReport) -> str:
-    """Short form: ``98 %, 61 C``; ``ill`` for a GPU with a fault; a dash if the driver reports nothing."""
+    """Short form, as in ``98 %, 61 C``; the state if the GPU is not well; a dash if nothing is reported."""
     if report.state != WELL:
         return report.state
     busy = [f"{report.busy_percent} %"] if report.HasField("busy_percent") else []
@@ -32,7 +32,7 @@ def gpu_in_short(report: pb.GpuReport) -> str:
 
 
 def gpu_in_full(report: pb.GpuReport) -> str:
-    """Full form: ``98 % busy, 10.2 of 80.0 GB, 1980 MHz, 61 C``, then the faults that were found."""
+    """Full form, as in ``98 % busy, 10.2 of 80.0 GB, 1980 MHz, 61 C``, and then the faults."""
     parts = []
     if report.HasField("busy_percent"):
         parts.append(f"{report.busy_percent} % busy")
@@ -54,14 +54,14 @@ def gpu_in_full(report: pb.GpuReport) -> str:
 
 
 def gpu_warnings(workers: Iterable[pb.WorkerStatus]) -> Iterator[str]:
-    """A sentence for each worker whose GPU has a fault."""
+    """Yields a sentence for each worker whose GPU has a fault."""
     for worker in workers:
         if worker.HasField("gpu") and worker.gpu.state != WELL:
             yield gpu_warning(worker.rank, worker.node_id, worker.host_name, worker.device, worker.gpu)
 
 
 def gpu_warning(rank: int, node_id: str, host: str, device: pb.Device, report: pb.GpuReport) -> str:
-    """A sentence saying that a worker's GPU has a fault, and which."""
+    """Returns a sentence that says which fault a worker's GPU has."""
     index = f", {device.kind}:{device.index}" if device.kind and device.index >= 0 else ""
     where = f"node {node_id} on host {host}{index}"
     who = f"Rank {rank} ({where})" if rank >= 0 else f"{where[0].upper()}{where[1:]}"
@@ -69,7 +69,7 @@ def gpu_warning(rank: int, node_id: str, host: str, device: pb.Device, report: p
 
 
 def refused_in_words(refused: pb.RefusedGpu) -> str:
-    """A sentence saying that a GPU is refused, why, and how to let it in again."""
+    """Returns a sentence that says that a GPU is refused, why, and how to readmit it."""
     index = f", number {refused.device_index}" if refused.device_index >= 0 else ""
     return (
         f"GPU {refused.gpu} of host {refused.host_name}{index} (node {refused.node_id}) is refused:"
@@ -78,7 +78,7 @@ def refused_in_words(refused: pb.RefusedGpu) -> str:
 
 
 def refused_json(refused: pb.RefusedGpu) -> dict[str, Any]:
-    """A refused GPU as plain values."""
+    """Converts a refused GPU to plain values for JSON."""
     return {
         "gpu": refused.gpu,
         "host": {"name": refused.host_name, "id": refused.host_id, "address": refused.address or None},
@@ -89,7 +89,7 @@ def refused_json(refused: pb.RefusedGpu) -> dict[str, Any]:
 
 
 def gpu_json(worker: pb.WorkerStatus) -> dict[str, Any] | None:
-    """A worker's GPU as plain values; unknown numbers are null."""
+    """Converts a worker's GPU to plain values for JSON. Unknown numbers are null."""
     if not worker.HasField("gpu"):
         return None
     report = worker.gpu

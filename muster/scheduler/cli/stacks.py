@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def show(reply: pb.StacksReply, out: TextIO) -> int:
-    """Prints each worker's stacks under its name; returns the exit code, which is 1 if no worker answered."""
+    """Prints each worker's stacks under its name. Returns the exit code, which is 1 if no worker answered."""
     if not reply.workers:
         out.write("no workers\n")
     for worker in reply.workers:

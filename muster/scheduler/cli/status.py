@@ -26,7 +26,7 @@ PARTNERS_SHOWN = 3
 
 
 def as_json(reply: pb.StatusReply) -> dict[str, Any]:
-    """The reply as plain values; ranks that are not assigned yet are null."""
+    """Converts the reply to plain values for JSON. Ranks that are not assigned yet are null."""
     return {
         "job_id": reply.job_id,
         "state": reply.state,
@@ -64,7 +64,7 @@ def _drain_json(drain: pb.PlannedDrain) -> dict[str, Any]:
 
 
 def goodput_in_words(seconds_by_cause: Mapping[str, float]) -> str:
-    """``time: 93 % training, 5 % forming, 2 % redoing, of 1:02:03``; the largest part first."""
+    """Formats ``time: 93 % training, 5 % forming, 2 % redoing, of 1:02:03``, with the largest part first."""
     whole_s = sum(seconds_by_cause.values())
     parts = sorted(seconds_by_cause.items(), key=lambda each: -each[1])
     shares = ", ".join(f"{100 * seconds / whole_s:.0f} % {cause}" for cause, seconds in parts)
@@ -72,7 +72,7 @@ def goodput_in_words(seconds_by_cause: Mapping[str, float]) -> str:
 
 
 def steps_in_words(reply: pb.StatusReply) -> str:
-    """``epoch 3 of 10, step 480 of 1,000, about 0:03:00 left at the pace of now``, as far as it is known."""
+    """``epoch 3 of 10, step 480 of 1,000, about 0:03:00 left at the pace of now``; known parts only."""
     said = []
     if reply.epoch:
         said.append(f"epoch {reply.epoch:,}" + (f" of {reply.epochs:,}" if reply.epochs else ""))
@@ -85,7 +85,7 @@ def steps_in_words(reply: pb.StatusReply) -> str:
 
 
 def drain_in_words(drain: pb.PlannedDrain) -> str:
-    """A planned drain as a sentence."""
+    """Describes a planned drain in words."""
     names = [
         f"{noun} {', '.join(some)}"
         for noun, some in (("host", drain.hosts), ("node", drain.node_ids))
@@ -134,7 +134,7 @@ def _checkpoint_json(checkpoint: pb.CheckpointReport) -> dict[str, Any]:
 
 
 def _snapshot_json(snapshot: pb.SnapshotReport) -> dict[str, Any]:
-    """The newest snapshot that is complete here and at its partners, and one in progress, as plain values."""
+    """Converts a worker's newest complete snapshot, and one in progress, to plain values for JSON."""
     newest = newest_of(snapshot)
     return {
         "step": newest if newest >= 0 else None,
@@ -147,7 +147,7 @@ def _snapshot_json(snapshot: pb.SnapshotReport) -> dict[str, Any]:
 
 
 def newest_of(snapshot: pb.SnapshotReport) -> int:
-    """The newest snapshot that is complete on a worker and its partners; -1 if there is none."""
+    """The step of the newest snapshot that a worker and its partners keep completely; -1 if there is none."""
     return max(snapshot.agreed, snapshot.taken if snapshot.complete else -1)
 
 
@@ -199,7 +199,7 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
 
 
 def job_as_json(where: str, job: pb.JobSummary) -> dict[str, Any]:
-    """An entry of the list of jobs as plain values."""
+    """Converts an entry of the list of jobs to plain values for JSON."""
     return {
         "scheduler": where,
         "job_id": job.job_id,
@@ -212,7 +212,7 @@ def job_as_json(where: str, job: pb.JobSummary) -> dict[str, Any]:
 
 
 def show(reply: pb.StatusReply, out: TextIO, *, width: int | None = None) -> None:
-    """Prints a job as a table; ``width`` in columns, None for the terminal's width."""
+    """Prints a job as a table. ``width`` is in columns; None means the terminal's width."""
     console = _console(out, width)
     for part in _parts(reply, console.width):
         console.print(part)
@@ -244,9 +244,9 @@ def watch(ask: Callable[[], pb.StatusReply], out: TextIO, *, pause: Callable[[],
     """Prints a job repeatedly until Ctrl-C or the job's end; returns the exit code.
 
     Args:
-        ask: queries the scheduler.
+        ask: asks the scheduler for the job's state.
         out: the stream to print to.
-        pause: called to wait between two queries.
+        pause: waits between two calls of ``ask``.
     """
     from rich.console import Group
     from rich.live import Live
@@ -350,7 +350,7 @@ def _row(worker: pb.WorkerStatus, *, wide: bool) -> list[str]:
 
 
 def _waits(worker: pb.WorkerStatus) -> str:
-    """The share of its recent steps during which a worker waited for other workers or for data."""
+    """Formats the share of recent steps' time in which a worker waited for other workers or for data."""
     shares = worker.shares
     waited_s = shares.waited + shares.data
     whole_s = shares.computed + waited_s
@@ -358,7 +358,7 @@ def _waits(worker: pb.WorkerStatus) -> str:
 
 
 def _snapshot(worker: pb.WorkerStatus) -> str:
-    """Formats ``120 at 3, 12 s``: the newest snapshot that is kept, the ranks that keep it, and its age."""
+    """Formats ``120 at 3, 12 s``: the step of the newest complete snapshot, the partners, and its age."""
     newest = newest_of(worker.snapshot) if worker.HasField("snapshot") else -1
     if newest < 0:
         return "-"
@@ -367,7 +367,7 @@ def _snapshot(worker: pb.WorkerStatus) -> str:
 
 
 def copies_in_words(copies: pb.JobCopies) -> Iterator[str]:
-    """The last complete snapshot and the last checkpoint of a job, each as a sentence if there is one."""
+    """Yields a line about a job's last complete snapshot and one about its last checkpoint."""
     if copies.HasField("snapshot_step"):
         age, took = _seconds(copies.snapshot_age_s), _seconds(copies.snapshot_seconds)
         yield (

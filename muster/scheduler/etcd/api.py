@@ -13,7 +13,7 @@ class EtcdError(SchedulerError):
 
 
 class EtcdUnreachableError(EtcdError):
-    """No answer came in time. The request may have been carried out, may still be, or may never be."""
+    """No answer came in time. etcd may have carried out the request, may do so later, or may never do so."""
 
 
 class EtcdRefusedError(EtcdError):
@@ -29,7 +29,7 @@ class EtcdFullError(EtcdRefusedError, NoSpaceError):
 
 
 class Etcd(Protocol):
-    """The part of etcd's public API that is used here. Each call is one attempt.
+    """The part of etcd's public API that is used here. Each call makes a single attempt.
 
     Raises:
         EtcdUnreachableError: there was no answer.
@@ -41,7 +41,7 @@ class Etcd(Protocol):
         """Reads keys; linearizable."""
 
     async def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
-        """Evaluates comparisons, and then carries out one of two lists of operations, atomically."""
+        """Atomically evaluates comparisons and carries out one of two lists of operations."""
 
     async def grant(self, ttl_s: int) -> int:
         """Creates a lease; returns its id."""
@@ -50,7 +50,7 @@ class Etcd(Protocol):
         """Renews a lease; returns its new lifetime in seconds, 0 if it has ended."""
 
     async def revoke(self, lease: int) -> None:
-        """Ends a lease, and deletes its keys."""
+        """Ends a lease, which deletes its keys."""
 
     async def await_deletion(self, key: bytes, revision: int, limit_s: float) -> None:
         """Returns when ``key`` is deleted in or after ``revision``, or after ``limit_s`` seconds."""
@@ -72,17 +72,17 @@ def delete(key: bytes, end: bytes) -> pb.RequestOp:
 
 
 def created_in(key: bytes, revision: int) -> pb.Compare:
-    """Holds while ``key`` is the one created in ``revision``; with 0, while the key does not exist."""
+    """The condition that ``key`` was created in ``revision``; with 0, that the key does not exist."""
     equal, create = pb.Compare.CompareResult.EQUAL, pb.Compare.CompareTarget.CREATE
     return pb.Compare(result=equal, target=create, key=key, create_revision=revision)
 
 
 def modified_in(key: bytes, revision: int) -> pb.Compare:
-    """Holds while ``key`` was last modified in ``revision``; with 0, while the key does not exist."""
+    """The condition that ``key`` was last modified in ``revision``; with 0, that it does not exist."""
     equal, mod = pb.Compare.CompareResult.EQUAL, pb.Compare.CompareTarget.MOD
     return pb.Compare(result=equal, target=mod, key=key, mod_revision=revision)
 
 
 def end_of(prefix: bytes) -> bytes:
-    """The first key after all keys that begin with ``prefix``, which must not end with 0xff."""
+    """The end of the range of keys that begin with ``prefix``, which must not end with 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,4 +1,4 @@
-"""Sends requests to etcd over gRPC: to one endpoint, and to the next one after a call without an answer."""
+"""Sends requests to etcd over gRPC, to one endpoint. After an unanswered call, the next one is used."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials
 
 CALL_TIMEOUT_S = 0.6
-"""Timeout in seconds of one try of a call that etcd answers immediately. Transactions may write 1 MB to disk:
-see :data:`WRITE_TIMEOUT_S`.
+"""Timeout in seconds of one attempt of a call that etcd answers immediately. Large transactions, which may
+write 1 MB to disk, have :data:`WRITE_TIMEOUT_S`.
 """
 
 WRITE_TIMEOUT_S = 2.0
 MOST_PATIENCE = 4
-"""The largest factor by which a transaction's timeout is multiplied if no member of a slow etcd answers in
-time.
+"""The largest factor by which a transaction's timeout grows while no member of a slow etcd answers in time.
 
-Only transactions get more time: a scheduler that campaigns while etcd has no majority must learn soon that
-there is one again.
+Only transactions get more time. A scheduler that campaigns while etcd has no majority must soon notice when
+there is a majority again.
 """
 
 _SERVICE = "/etcdserverpb."
@@ -42,7 +41,7 @@ _UNANSWERED = (
 )
 _NO_SPACE = "database space exceeded"
 _FOR_NOW = ("revision of auth store is old", "too many requests")
-"""Temporary refusals: a role was just changed, or etcd is overloaded."""
+"""How the messages of temporary refusals end: a role was just changed, or etcd is overloaded."""
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -62,9 +61,9 @@ _REMEDIES = {
 
 
 class _Line:
-    """A channel to one member. Once it is given up, it is closed when its last call ends.
+    """A channel to one member. After :meth:`give_up`, it is closed when its last call ends.
 
-    It is not closed earlier, because closing a channel ends its calls as if the waiting task had been
+    It is not closed earlier, because closing a channel would end its calls as if the waiting tasks had been
     cancelled.
     """
 
@@ -85,7 +84,7 @@ class _Line:
             await self._close_unused()
 
     async def give_up(self) -> None:
-        """Prevents new calls, and closes the channel once it has none."""
+        """Closes the channel once no call uses it."""
         self._given_up = True
         await self._close_unused()
 
@@ -95,7 +94,7 @@ class _Line:
 
 
 class EtcdCalls:
-    """etcd's API over channels that are reopened when they break, with the credentials then in force.
+    """etcd's API over gRPC channels. A broken channel is reopened with the credentials then in force.
 
     Args:
         endpoints: host and port of each member.
@@ -119,7 +118,7 @@ class EtcdCalls:
     async def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
         """See :class:`muster.scheduler.etcd.api.Etcd`."""
         limit_s = WRITE_TIMEOUT_S if request.ByteSize() > 100_000 else CALL_TIMEOUT_S
-        # The timeout grows once each member was late once, again once each was late twice, and so on.
+        # The timeout grows after each round in which every member was late.
         patience = min(1 + self._late // len(self._endpoints), MOST_PATIENCE)
         try:
             reply: pb.TxnResponse = await self._ask("KV/Txn", request, pb.TxnResponse, limit_s * patience)
@@ -181,9 +180,9 @@ class EtcdCalls:
     async def _stream(
         self, method: str, request: Any, kind: Any, limit_s: float
     ) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
-        """Sends one message on a stream.
+        """Context that sends one message on a stream, and lends a function that returns its next reply.
 
-        The channel stays in use while messages of the answer are awaited.
+        The channel counts as in use until the context ends.
         """
         async with self._call() as channel:
             call = channel.stream_stream(
@@ -208,7 +207,7 @@ class EtcdCalls:
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[grpc.aio.Channel]:
-        """Context that lends the current channel, and converts a gRPC error to one of Muster's."""
+        """Context that lends the current channel, and converts gRPC's errors to Muster's."""
         at, line = self._at, self._line()
         try:
             async with line.call() as channel:
@@ -243,7 +242,7 @@ class EtcdCalls:
         if self._at == at:
             self._at = (at + 1) % len(self._endpoints)
         if code is grpc.StatusCode.UNAVAILABLE and self._lines.get(at) is line:
-            del self._lines[at]  # The next channel uses the certificate valid at that time.
+            del self._lines[at]  # The next channel is opened with the certificate that is valid then.
             await line.give_up()
         return EtcdUnreachableError(
             f"etcd at {line.where} does not answer: {answer or code.name.lower()}.",
@@ -252,5 +251,5 @@ class EtcdCalls:
 
 
 def _ended(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:
-    """Makes an error of a stream's end, like those that gRPC raises for other calls."""
+    """Converts a stream's end to an error like those that gRPC raises for other calls."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)

@@ -1,14 +1,14 @@
-"""The journal in etcd: the records of one batch are one value, written by one fenced transaction.
+"""The journal in etcd: each batch of records is one value, written by one fenced transaction.
 
-The key of a batch ends with the batch's number; a job's head has the numbers of its first and last batch. A
-transaction requires that this process still leads, so that only one of two schedulers writes. It also
-requires that the head is as this process knows it, so that no transaction is carried out twice, however late
-it arrives. If no answer comes, the same transaction is sent again, and the stored head then shows whether the
-first one had been carried out.
+The key of a batch ends with the batch's number. The head of a job contains the numbers of its first and last
+batch. A transaction requires that this process still leads, so that only one of two schedulers can write. It
+also requires that the head is as this process knows it, so that a transaction is never carried out twice,
+however late it arrives. If no answer comes, the same transaction is sent again. The stored head then shows
+whether the first attempt was carried out.
 
-A value above :data:`PART_BYTES` is written in parts, each of them fenced. The batch itself is written last;
-it has the number of parts and makes them valid. After :data:`COMPACT_RECORDS` records of a job, one
-transaction replaces them all by a snapshot.
+A value larger than :data:`PART_BYTES` is written in parts, each by a fenced transaction. The batch itself is
+written last. It contains the number of parts and makes them valid. After :data:`COMPACT_RECORDS` records of a
+job, one transaction replaces all its records with a snapshot.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ PART_BYTES = 1_000_000
 """Size of a part in bytes: by default, a request to etcd may have at most 1.5 MiB."""
 
 MAX_BATCH_BYTES = 256 * 1024 * 1024
-"""The most bytes of records in a batch: a snapshot of the largest job has a few MB."""
+"""The most bytes of records in a batch, uncompressed. A snapshot of the largest job has a few MB."""
 
 COMPACT_RECORDS = 256
 """After this many records of a job, one snapshot replaces them."""
 
 PAGE = 16
-"""How many values are read at a time."""
+"""The number of values that one request reads."""
 
 _WHOLE, _PARTS = b"z", b"p"
 
 
 class EtcdJournalDamagedError(SchedulerError):
-    """The content of etcd is not a journal of this version, or a part of it is missing."""
+    """The keys in etcd are not a journal of this version, or a part of the journal is missing."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The batches of a job, and the revision in which the head was written; 0 if it never was."""
+    """A job's first and last batch, and the revision in which this head was written; 0 if never."""
 
     first: int = 1
     last: int = 0
@@ -82,7 +82,7 @@ class EtcdJournal:
     async def load(self) -> Mapping[str, Sequence[Record]]:
         """Reads all records of each job, oldest first.
 
-        No other process can write any more, because this one leads.
+        No other process can write to the journal any more, because this one leads.
 
         Raises:
             EtcdJournalDamagedError: batches are missing or unreadable.
@@ -91,7 +91,7 @@ class EtcdJournal:
         try:
             return await self._load()
         except EtcdJournalDamagedError:
-            await self._commit([])  # Otherwise, the content may not be that of a journal at all.
+            await self._commit([])  # If another scheduler leads now, it may have changed the journal.
             raise
 
     async def _load(self) -> Mapping[str, Sequence[Record]]:
@@ -125,10 +125,11 @@ class EtcdJournal:
         if not records:
             await self._commit([])
             return
-        await self._compact(job_id)  # The earlier transaction was put off, but may still be carried out.
+        # A compaction that lacked space is repeated first, because etcd may still carry out its transaction.
+        await self._compact(job_id)
         await self._write(job_id, records)
         self._note(job_id, records)
-        with contextlib.suppress(EtcdFullError):  # These records are written.
+        with contextlib.suppress(EtcdFullError):  # The records themselves are already durable.
             await self._compact(job_id)
 
     async def forget(self, job_id: str) -> None:
@@ -157,7 +158,7 @@ class EtcdJournal:
         await self._commit([put(self._base("notes") + name.encode(), text.encode())])
 
     async def close(self) -> None:
-        """Lets the next scheduler lead."""
+        """Resigns, so that the next scheduler can lead."""
         await self._leadership.resign()
 
     # ------------------------------------------------------------ keys
@@ -181,7 +182,7 @@ class EtcdJournal:
     # ------------------------------------------------------------ writing
 
     async def _write(self, job_id: str, records: Sequence[Record], *, alone: bool = False) -> None:
-        """Writes the next batch; ``alone``: in place of all earlier batches."""
+        """Writes the next batch. With ``alone``, it replaces all earlier batches."""
         head = self._heads.get(job_id, _Head())
         number = head.last + 1
         value = _WHOLE + _packed(records)
@@ -202,7 +203,7 @@ class EtcdJournal:
         )
 
     async def _move(self, job_id: str, head: _Head, operations: Sequence[pb.RequestOp]) -> None:
-        """Carries out these operations and replaces the job's head, if it is as this process knows it."""
+        """Carries out these operations and replaces the job's head, if nobody else has changed that head."""
         key, value = self._head_key(job_id), b"%d %d" % (head.first, head.last)
         before = self._heads.get(job_id, _Head()).revision
         reply = await self._commit([put(key, value), *operations], modified_in(key, before), get(key))
@@ -212,7 +213,7 @@ class EtcdJournal:
             found = reply.responses[1].response_range.kvs
             if not found or found[0].value != value:
                 raise self._leadership.depose("etcd says that another has written since")
-            revision = found[0].mod_revision  # An earlier try was carried out, and its answer was lost.
+            revision = found[0].mod_revision  # An earlier attempt was carried out, but its answer was lost.
         self._heads[job_id] = _Head(head.first, head.last, revision)
 
     async def _commit(
@@ -221,16 +222,16 @@ class EtcdJournal:
         also: pb.Compare | None = None,
         reads: pb.RequestOp | None = None,
     ) -> pb.TxnResponse:
-        """Carries out these operations if this process leads and ``also`` holds.
+        """Carries out these operations if this process leads and the condition ``also`` holds.
 
-        Otherwise, carries out ``reads``.
+        Otherwise, carries out ``reads``. Raises DeposedError if this process does not lead.
         """
         leader = self._leadership
         request = pb.TxnRequest(
             compare=[leader.fence(), *([] if also is None else [also])],
             success=operations,
-            # A transaction that neither reads nor writes is answered from the memory of the member that is
-            # asked, which may be behind. So there is always a read in it.
+            # An etcd member answers a transaction that neither reads nor writes from its own memory, which
+            # may be out of date. Therefore the transaction always contains a read.
             failure=[get(leader.key), *([] if reads is None else [reads])],
         )
         reply = await self._answer(request)
@@ -249,7 +250,7 @@ class EtcdJournal:
                 await self._pause(error)
 
     async def _pause(self, error: EtcdError) -> None:
-        """Waits before the next try; gives up the leadership if etcd refuses this process."""
+        """Waits before the next attempt; raises DeposedError if etcd refuses this process."""
         leader = self._leadership
         if leader.deposed.done():
             raise leader.depose(leader.deposed.result()) from error
@@ -266,10 +267,10 @@ class EtcdJournal:
             for record in records if ledger is not None else ():
                 ledger.apply(record)  # type: ignore[union-attr]
         except (KeyError, AttributeError, TypeError):
-            self._ledgers[job_id] = None  # Recovery reports this; nothing may be lost here.
+            self._ledgers[job_id] = None  # The records are kept, so that recovery can report what is wrong.
 
     async def _compact(self, job_id: str) -> None:
-        """Replaces a job's many records by one snapshot, if its generation is established."""
+        """Replaces a job's records with one snapshot, if they are many and its generation is established."""
         if self._kept.get(job_id, 0) < COMPACT_RECORDS:
             return
         ledger = self._ledgers[job_id]
@@ -280,7 +281,7 @@ class EtcdJournal:
     # ------------------------------------------------------------ reading
 
     async def _pairs(self, base: bytes) -> AsyncIterator[pb.KeyValue]:
-        """All keys that begin with ``base``, in order."""
+        """Yields all keys that begin with ``base`` and their values, in order of the keys."""
         key, end = base, end_of(base)
         while True:
             request = pb.RangeRequest(key=key, range_end=end, limit=PAGE)
@@ -336,7 +337,7 @@ class EtcdJournal:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Unpacks a value; refuses one that is larger than any batch before all of it is in memory."""
+    """Decompresses a value. A value larger than any batch is refused before all of it is in memory."""
     stream = zlib.decompressobj()
     text = stream.decompress(data, MAX_BATCH_BYTES)
     if stream.unconsumed_tail or not stream.eof:

@@ -1,13 +1,13 @@
 """Elects the leading scheduler with an etcd lease, and provides the token that fences every write.
 
-The leader's key exists as long as its lease, and etcd gives each created key a unique revision. That revision
-is the token: a transaction that requires it is refused as soon as the key is gone, whatever the clocks show
+The leader's key exists as long as its lease, and etcd gives each created key a unique revision. This revision
+is the token. A transaction that requires it is refused as soon as the key is gone, whatever the clocks show
 and however long the leader was paused. The leader also watches its own lease and steps down when it cannot
-renew it, so that its workers find the next leader. Safety does not depend on that.
+renew it, so that its workers find the next leader. Safety does not depend on stepping down.
 
-Another key has the version of the last leader; the transaction of its election writes it. A later version may
-have written records that an earlier one does not understand, so a scheduler of an earlier version neither
-leads nor stands by.
+Another key holds the version of the last leader; the transaction that elects a leader writes it. A later
+version of Muster may have written records that an earlier version does not understand. Therefore a scheduler
+of an earlier version neither leads nor stands by.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from muster.wire.messages import is_later_series
 from muster.wire.v1 import etcd_pb2 as pb
 
 LEASE_S = 2
-"""The shortest lease, in seconds, that etcd grants by default: one and a half times its election timeout,
+"""The shortest lease that etcd grants by default, in seconds: one and a half times its election timeout,
 rounded up.
 """
 
@@ -48,26 +48,26 @@ RETRY_S = 0.1
 """The pause after a request that was not answered, in seconds."""
 
 STEP_DOWN_S = 3.5
-"""The leader steps down this many seconds after its last renewal. This is longer than a lease, because etcd
-neither renews nor ends leases while it elects a leader of its own.
+"""The leader steps down this many seconds after its last successful renewal. This is longer than a lease,
+because etcd neither renews nor ends leases while it elects a leader among its own members.
 """
 
 WATCH_S = 2.0
-"""How long a standby relies on a watch, in seconds: a watch on a member that is cut off stays silent."""
+"""How long a standby relies on a watch, in seconds. A watch on a cut-off etcd member never reports."""
 
 SILENCE_REPORTED_S = 30.0
-"""The pause between two log lines of a standby that gets no answer from etcd, in seconds."""
+"""The time between two log lines of a standby that gets no answer from etcd, in seconds."""
 
 REFUSED_S = 25.0
-"""How long a standby that etcd refuses keeps trying before it ends, in seconds. Ending earlier would make
-systemd give up on a service that restarts too often, and a role that is restored later would not help.
+"""How long a standby that etcd refuses keeps trying before it exits, in seconds. If it exited earlier, it
+would restart so often that systemd gives up on it. Restoring its role in etcd later would then not help.
 """
 
 LOG = logging.getLogger("scheduler")
 
 
 class LaterVersionError(SchedulerError):
-    """A later version of Muster has led here; this version may not read what that one has written."""
+    """A later version of Muster has led here, whose records this version may not understand."""
 
     exit_code = 2
 
@@ -98,14 +98,14 @@ class Leadership:
         prefix: prefix of all keys of these schedulers.
         name: a readable name of this process.
         clock: the event loop.
-        schedulers: the addresses of all schedulers that may lead. The leader's key contains them after its
-            name.
+        schedulers: the addresses of all schedulers that may lead. The leader's key contains them after the
+            leader's name.
 
     Attributes:
         key: the leader's key.
-        version_key: the key with the version of the last leader.
+        version_key: the key that holds the version of the last leader.
         token: the revision in which this process created the leader's key; 0 if it never led.
-        deposed: completed with the reason as soon as this process knows that it no longer leads.
+        deposed: a future that gets the reason as soon as this process knows that it no longer leads.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Leadership:
 
         Raises:
             EtcdRefusedError: etcd has refused this process for :data:`REFUSED_S`.
-            SchedulerSettingsError: the leader belongs to other schedulers, which serve other workers.
+            SchedulerSettingsError: the leader belongs to a different group of schedulers.
             LaterVersionError: a later version of Muster has led here.
         """
         while not await self._tried():
@@ -164,12 +164,13 @@ class Leadership:
                 await asyncio.wait({self.deposed}, timeout=pause_s)
                 pause_s = await self._renew()
         finally:
-            self.depose("its lease is renewed no more")  # A fault here must not go unnoticed.
+            self.depose("its lease is renewed no more")  # A fault in this loop must end the leadership, too.
 
     def fence(self) -> pb.Compare:
         """Returns the condition of a transaction that only the leader can carry out.
 
-        It compares the revision, not the key's value, because another process may have the same name.
+        The condition compares the key's revision, not its value, because another process may have the same
+        name.
         """
         return created_in(self.key, self.token)
 
@@ -181,7 +182,7 @@ class Leadership:
         return DeposedError(f"This scheduler leads no more: {why}.", remedy=self._remedy)
 
     async def resign(self) -> None:
-        """Lets the next scheduler lead immediately; without an answer from etcd, when the lease has ended."""
+        """Lets the next scheduler lead immediately, or after the lease has ended if etcd does not answer."""
         if self._lease:
             with contextlib.suppress(EtcdError):
                 await self.etcd.revoke(self._lease)
@@ -191,7 +192,7 @@ class Leadership:
     async def _tried(self) -> bool:
         try:
             reply = await self.etcd.read(pb.RangeRequest(key=self.key, range_end=end_of(self.key)))
-            if not self._tries:  # Reads are answered without space as well.
+            if not self._tries:  # An etcd without space still answers reads.
                 self._answered()
             found = {pair.key: pair for pair in reply.kvs}
             version = found.get(self.version_key, pb.KeyValue())
@@ -204,7 +205,7 @@ class Leadership:
             await asyncio.sleep(RETRY_S)
             return False
         except EtcdFullError as error:
-            # Nobody can lead before there is space, however often the scheduler is started.
+            # Exiting would not help, because nobody can lead before there is space.
             self._complain(error)
             await self._back_off()
             return False
@@ -218,7 +219,7 @@ class Leadership:
         await asyncio.sleep(pause_s(self._tries))
 
     def _bear(self, error: EtcdRefusedError) -> None:
-        """Logs once that etcd refuses; raises the refusal when it has lasted for long."""
+        """Logs a refusal by etcd once; raises it after etcd has refused for :data:`REFUSED_S`."""
         now = self._clock.time()
         if self._refused_since is None:
             self._refused_since = now
@@ -227,10 +228,10 @@ class Leadership:
             raise error
 
     async def _follow(self, leader: pb.KeyValue, revision: int) -> bool:
-        if self._lease and leader.lease == self._lease:  # The answer to a try that had won was lost.
+        if self._lease and leader.lease == self._lease:  # This process had won, but the answer was lost.
             self.token = leader.create_revision
             return True
-        # Another scheduler leads, so there is nothing that could be refused.
+        # This process only reads while another scheduler leads, so earlier refusals no longer count.
         self._refused_since, self._tries = None, 0
         name, addresses = parse_leader(leader.value)
         self._check_belongs(name, addresses)
@@ -258,7 +259,7 @@ class Leadership:
             )
 
     async def _try(self, version: pb.KeyValue) -> bool:
-        """Becomes the leader, if nobody leads or has led since ``version`` was read."""
+        """Becomes the leader if nobody leads, and nobody has led since ``version`` was read."""
         now = self._clock.time()
         if not self._lease or now > self._renewed_at + LEASE_S / 2:
             self._lease = 0
@@ -307,9 +308,9 @@ class Leadership:
         return RENEW_S
 
     async def _key_stands(self) -> bool:
-        """Whether the leader's key is still this process's.
+        """Whether the leader's key is still the one that this process created.
 
-        If the key is gone, another scheduler leads, even while this one's lease lasts.
+        If it is not, another scheduler may lead, even while this one's lease lasts.
         """
         reply = await self.etcd.read(pb.RangeRequest(key=self.key))
         return any(pair.create_revision == self.token for pair in reply.kvs)

@@ -1,8 +1,8 @@
 """Adopts a job whose workers are ahead of its journal, because the journal was lost or is a backup.
 
-Such workers are not refused: they continue to train, and wait for the newest journal or for an operator's
-consent (``--adopt``). With that consent, their generation is adopted once all its members have reported the
-same about it, each with a different rank.
+Such workers are not refused. They continue to train, and are held back until the newest journal is restored
+or an operator consents (``--adopt``). With that consent, their generation is adopted once all its members
+have joined and agree about it, each with a different rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class AdoptingJob:
         job_id: the job.
         settings: its settings.
         journaled: the records of its journal.
-        now: seconds on the clock of all calls.
-        adopt: whether the operator has consented to adopting members that agree.
+        now: the time in seconds, on the clock of all calls.
+        adopt: whether the operator has consented to adopting a generation whose members agree.
 
     Attributes:
         machine: the job's machine; replaced when a generation is adopted.
 
     Raises:
-        RecoveryError: as :meth:`Job.recover`.
+        RecoveryError: as for :meth:`Machine.recover`.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class AdoptingJob:
         self._ledger = Ledger()
         self._keep(self._records)
         if not adopt and not self._ledger.generation:
-            self._records = None  # There is no journal, so that every message is as usual.
+            self._records = None  # Without a journaled generation and without --adopt, nobody is held back.
         self._held: dict[events.SessionId, events.Joined] = {}
-        # A worker with the journal's generation; one that has finished since has shown that generation too.
+        # Whether any worker was admitted with the journal's generation, even if it has finished since.
         self._anybody_came = False
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """Like :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
+        """Like :meth:`Machine.step`; also holds back workers that are ahead, and adopts their generation."""
         if self._records is None:
             return self.machine.step(event, now, more=more)
         if isinstance(event, events.Joined) and (self._held or self._is_ahead(event)):
@@ -73,7 +73,7 @@ class AdoptingJob:
         if self._held and isinstance(event, events.Tick):
             return Decision()  # Nobody is declared lost before it is clear which generation counts.
         if isinstance(event, events.ProcessEnded) and (self._held or not self._anybody_came):
-            return Decision()  # For the same reason; the worker repeats it later.
+            return Decision()  # For the same reason; the report is repeated later.
         session = getattr(event, "session", None)
         if session in self._held:
             if isinstance(event, events.SessionLost | events.LeftCleanly):
@@ -90,19 +90,19 @@ class AdoptingJob:
         return decision
 
     def deadline(self) -> float | None:
-        """Like :meth:`Job.deadline`; no deadline while workers are held back."""
+        """Like :meth:`Machine.deadline`, but without a deadline while workers are held back."""
         return math.inf if self._held else self.machine.deadline()
 
     def overdue(self, now: float) -> Sequence[events.SessionId]:
-        """Like :meth:`Job.overdue`; nobody while workers are held back."""
+        """Like :meth:`Machine.overdue`, but nobody is overdue while workers are held back."""
         return () if self._held else self.machine.overdue(now)
 
     def view(self, now: float) -> JobView:
-        """Like :meth:`Job.view`."""
+        """Like :meth:`Machine.view`."""
         return self.machine.view(now)
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
-        """Like :meth:`Job.weigh_drain`."""
+        """Like :meth:`Machine.weigh_drain`."""
         return self.machine.weigh_drain(node_ids, hosts)
 
     # ------------------------------------------------------------ inside
@@ -144,7 +144,7 @@ class AdoptingJob:
         return Decision((), ((event.session, messages.Welcome(*times)), (event.session, waiting)), sentence)
 
     def _decide(self, now: float) -> Decision | None:
-        """Lets all workers that are held back continue, once it is clear in which generation."""
+        """Lets the workers that are held back continue, once it is clear which generation counts."""
         held = list(self._held.values())
         takeover: tuple[records.Record, ...] = ()
         if self._adopt:
@@ -168,7 +168,7 @@ class AdoptingJob:
         )
 
     def _takeover(self, held: Sequence[events.Joined]) -> Iterable[records.Record]:
-        """The record of the generation that the workers hold and the journal lacks."""
+        """Yields the records of the generation that the workers hold and the journal lacks."""
         incarnations = {event.candidate.node_id: event.candidate.incarnation for event in held}
         if self._ledger.opened is None:
             yield records.JobOpened(self._job_id, *sizes(self._settings, held[0].candidate))
@@ -194,7 +194,7 @@ class AdoptingJob:
 
 
 def agreeing_members(held: Sequence[events.Joined]) -> list[events.Joined]:
-    """The members of the newest generation by rank, if all are there and agree; otherwise none."""
+    """Returns the members of the newest generation by rank if all have joined and agree; otherwise none."""
     generation = max(event.held_generation for event in held)
     members = sorted(
         (event for event in held if event.held_generation == generation), key=lambda one: one.held_rank

@@ -1,7 +1,7 @@
 """Runs a job: one task takes its events and carries out its decisions, in order.
 
-Records are made durable before any message is sent. Events that are waiting together are stepped together, so
-that a thousand workers that join at the same time cost a few commits and not a thousand. Messages to a worker
+Records are made durable before any message is sent. All events that are waiting form one batch with one
+commit, so that a thousand workers that join at the same time cost only a few commits. Messages to a worker
 wait in its :class:`~muster.scheduler.jobs.stream.OutgoingStream`.
 """
 
@@ -38,24 +38,24 @@ LATE_S = 0.1
 """How late the periodic tick may be on a machine that is only busy, in seconds."""
 
 DOUBT_S = 0.25
-"""A worker that counts as silent is checked again after this many seconds, and is lost if nothing has
-come.
+"""A worker that counts as silent is checked again after this many seconds, and is lost if it has still sent
+nothing.
 """
 
 LOSS_SETTLE_TIMES = 4
 """How many times in a row the driver waits for more losses: survivors must be told within 100 ms."""
 
 TIME_SAID_EVERY_S = 600.0
-"""How often the log says where a job's time went, in seconds; also whenever a group is established or the job
-ends.
+"""How often the log says how a job's time was spent, in seconds. It also says so whenever a group is
+established and when the job ends.
 """
 
 STACKS_AT_ONCE = 4
 """The most operators that may wait for stacks of one job at the same time."""
 
 PUT_OFF_S = 1.0
-"""How often workers are told that nothing can be written at present, in seconds, so that they keep waiting
-for the decision.
+"""How often workers are told that the journal cannot be written at present, in seconds, so that they keep
+waiting for the decision.
 """
 
 
@@ -63,19 +63,19 @@ class JobMachine(Protocol):
     """The part of :class:`muster.scheduler.core.machine.Machine` that the driver uses."""
 
     def step(self, event: events.Event, now: float, *, more: bool = False) -> Decision:
-        """Handles one event; returns the decision. ``more``: the next event is handled together with it."""
+        """Handles one event; returns the decision. ``more``: the job advances only with the next event."""
 
     def deadline(self) -> float | None:
-        """The time at which the machine wants a Tick, on the clock of ``now``."""
+        """The time at which the machine needs a Tick, on the clock of ``now``; None if it needs none."""
 
     def overdue(self, now: float) -> Sequence[events.SessionId]:
-        """The streams whose workers the next Tick would declare lost for their silence."""
+        """The sessions of the workers that a Tick at ``now`` would declare lost because of their silence."""
 
     def view(self, now: float) -> JobView:
-        """The job as status shows it."""
+        """The job as ``status`` shows it."""
 
     def weigh_drain(self, node_ids: Collection[str], hosts: Collection[str]) -> str:
-        """Returns sentences on what it would cost to drain these workers."""
+        """Returns sentences that say what it would cost to drain these workers."""
 
 
 class Timer(Protocol):
@@ -92,15 +92,15 @@ class Clock(Protocol):
         """Seconds on a monotonic clock."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Calls back at ``when``."""
+        """Calls ``callback`` at ``when``."""
 
 
 @dataclass(frozen=True)
 class Note:
     """An event for the log: ``kind`` is one word, ``text`` the sentence.
 
-    ``generation`` is the job's newest. ``incident`` is the generation that was ended by this event or an
-    earlier one; 0 if the job is not in an incident.
+    ``generation`` is the job's newest. ``incident`` is the generation whose end began the present incident;
+    0 if the job is not in an incident.
     """
 
     kind: str
@@ -149,18 +149,19 @@ class JobDriver:
         job: its machine.
         clock: the event loop, or a test's clock.
         make_durable: writes records; returns once they would survive a crash.
-        note: called with everything that is worth a log line.
-        unwritable: why nothing can be made durable at present; empty if nothing is known to prevent it.
-        unread: given addresses of peers, returns those with bytes that have arrived and are not read yet.
+        note: called with each event that is worth a log line.
+        unwritable: returns why nothing can be made durable at present; empty if nothing is known to prevent
+            it.
+        unread: given addresses of peers, returns those that have sent bytes that are not read yet.
         formed: the newest generation.
-        formed_here: this process has formed it, as opposed to one before a restart.
-        generation_over: why the newest generation is over, while no other has formed; empty if it is not
+        formed_here: whether this process formed the newest generation, and not an earlier process before a
+            restart.
+        generation_over: why the newest generation is over, until another one is formed; empty if it is not
             over.
         encoder: the encoder of outgoing messages.
-        incident: the generation whose end the job has not recovered from yet; 0 if there is none.
-        keep: called with the evidence of a hang; returns immediately, and sets ``evidence``.
-        evidence: says which evidence of the last hang there is and where it is stored; empty if there is
-            none.
+        incident: the generation that has ended without the job having recovered yet; 0 if there is none.
+        keep: called with the evidence of a hang; returns immediately, and sets ``evidence`` later.
+        evidence: a sentence that says where the evidence of the last hang is stored; empty if there is none.
     """
 
     job_id: str
@@ -203,7 +204,7 @@ class JobDriver:
         self._watchers.append(watcher)
 
     def admit(self, session: OutgoingStream) -> None:
-        """Sends messages for this stream by ``session`` from now on.
+        """Registers a stream, so that messages to its worker are sent on it from now on.
 
         Raises:
             StoppingError: the driver has stopped.
@@ -213,7 +214,7 @@ class JobDriver:
         self.sessions[session.id] = session
 
     def carries(self, session: events.SessionId) -> bool:
-        """Whether this stream's session was admitted and has not got its last message yet."""
+        """Whether this session was admitted and has not been sent its last message yet."""
         return session in self.sessions
 
     def post(self, event: events.Event) -> None:
@@ -221,7 +222,7 @@ class JobDriver:
         self._queue.put_nowait(_Item(event))
 
     async def submit(self, event: events.Event) -> str:
-        """Enqueues an event, waits until it is carried out, and returns the decision's reason.
+        """Enqueues an event, waits until its decision is carried out, and returns the decision's reason.
 
         A stream that waits for each of its events before it reads the next one cannot flood the job.
 
@@ -238,7 +239,7 @@ class JobDriver:
         """Asks one worker, or all, for stacks; returns the answers that came within ``GATHER_S`` seconds.
 
         Raises:
-            LimitError: too many ask already.
+            LimitError: too many callers already wait for stacks.
             StoppingError: the driver has stopped.
         """
         if len(self._stacks_for) >= STACKS_AT_ONCE:
@@ -254,7 +255,7 @@ class JobDriver:
             del self._stacks_for[ticket]
 
     async def run(self) -> None:
-        """Handles events until cancelled. An error that it raises (a broken disk, a fault) ends the job."""
+        """Handles events until cancelled. An error that it raises, such as a broken disk's, ends the job."""
         self._awake_at = self.clock.time()
         self._arm()
         batch: list[_Item] = []
@@ -279,7 +280,7 @@ class JobDriver:
             batch.append(self._queue.get_nowait())
 
     async def _settle(self, batch: list[_Item]) -> None:
-        """Waits while losses keep coming, so that losses with one cause lead to one new generation."""
+        """Waits while more losses arrive, so that losses with a common cause lead to one new generation."""
         seen = 0
         for _ in range(LOSS_SETTLE_TIMES):
             losses = sum(isinstance(item.event, events.SessionLost | events.ProcessEnded) for item in batch)
@@ -297,10 +298,10 @@ class JobDriver:
         self._arm()
 
     def decide(self, batch: list[_Item], now: float) -> list[Stepped]:
-        """Steps the machine with each event; its records and messages still have to be written and sent."""
+        """Steps the machine with each event. The caller must then write the records and send the messages."""
         stood_s, held_up_s = self._stood_s + self._late(now), self._held_up_s
         self._stood_s = self._held_up_s = 0.0
-        if stood_s:  # This goes first: the waiting events may be its consequence.
+        if stood_s:  # The pause is handled first, because it may have caused the waiting events.
             batch.insert(0, _Item(events.ProcessPaused(stood_s)))
         if held_up_s:
             batch.insert(0, _Item(events.HeldUp(held_up_s)))
@@ -312,7 +313,7 @@ class JobDriver:
                 item.event.session in over
                 or item.event.session not in self.sessions
                 or (item.event.session in ended and self._is_unknown(item.event.candidate))
-            ):  # The stream has had its last message by now, so nothing could answer the event.
+            ):  # The stream has ended or has been sent its last message, so the Join could not be answered.
                 stepped.append((item, Decision()))
                 continue
             if isinstance(item.event, events.Tick):
@@ -333,13 +334,13 @@ class JobDriver:
         return stepped
 
     def _is_unknown(self, candidate: messages.Candidate) -> bool:
-        """Whether no stream of this process has got a place yet."""
+        """Whether this worker's process has no place in the job."""
         process = candidate.node_id, candidate.incarnation
         known = (worker.candidate for worker in self.view().workers)
         return all((each.node_id, each.incarnation) != process for each in known)
 
     async def persist(self, stepped: Sequence[Stepped]) -> None:
-        """Makes the records durable; nothing may be sent before that, or if it fails."""
+        """Makes the records durable. No message may be sent before that, and none at all if it fails."""
         records = [record for _, decision in stepped for record in decision.records]
         last_words = any(
             isinstance(message, messages.Refused | messages.Ended)
@@ -355,7 +356,7 @@ class JobDriver:
             self._written()
 
     def _still_writing(self) -> None:
-        """Records the time, and tells workers why nothing comes."""
+        """Measures pauses during a long write, and tells workers why they get no decision."""
         now, before = self.clock.time(), self._awake_at
         late_s = self._late(now)
         self._stood_s += late_s
@@ -381,27 +382,29 @@ class JobDriver:
             session.send(*self.encoder.encode_parts(message, 0))
 
     def _late(self, now: float) -> float:
-        """How long this process has not run since the last look, up to now, in seconds."""
+        """How long this process was paused since the last call, in seconds; 0 if it was hardly late."""
         turn_s, self._awake_at = now - self._awake_at, now
         late_s = turn_s - PULSE_S
         if late_s <= LATE_S:
             return 0.0
-        # A process that was busy ran for most of the time; one that was stopped perhaps for none of it.
+        # A busy process ran for most of the time. A stopped process may not have run at all.
         return turn_s if late_s > PULSE_S / 2 else late_s
 
     def carry_out(self, stepped: Sequence[Stepped], now: float) -> None:
-        """Sends and logs the decisions, and answers the callers that wait for them."""
+        """Sends and logs the decisions, and gives their reasons to the waiting callers of :meth:`submit`."""
         for item, decision in stepped:
             self._carry_out(item.event, decision, now)
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
 
     def look(self, now: float) -> tuple[events.ReceiveBacklog | None, bool]:
-        """Checks, before a Tick declares workers lost, whether this process is itself behind with reading.
+        """Checks whether silent workers have sent bytes that this process has not read yet.
+
+        It is called before a Tick declares workers lost.
 
         Returns:
-            An event saying that this process is behind, if it is; and whether the Tick must wait until that
-            is known.
+            An event that names the workers with unread bytes, None if there are none; and whether the Tick
+            must be put off, because it is not known yet whether this process is behind with reading.
         """
         overdue: dict[str, list[events.SessionId]] = {}  # Workers of one host may share a stream.
         for session_id in self.job.overdue(now):
@@ -418,7 +421,8 @@ class JobDriver:
         known, self._doubted = self._doubted, {each for some in overdue.values() for each in some}
         if self._doubted <= known:
             return None, False
-        # Bytes that were read just now are still in gRPC's threads. This look has shown how busy those are.
+        # Bytes that were just read may still be in gRPC's threads. The time of this check shows how busy
+        # the process is.
         looked_at = self.clock.time()
         self._doubt_until = looked_at + max(DOUBT_S, 2 * (looked_at - now))
         return None, True
@@ -431,7 +435,7 @@ class JobDriver:
         self.note(Note(kind, self.job_id, text, session, code, generation, incident or self.incident))
 
     def _begin_incident(self, decision: Decision) -> None:
-        """Starts the incident first, so that log lines about the decision's causes belong to it."""
+        """Starts an incident if the decision ends a generation, so that its log lines belong to it."""
         if self.formed is not None and not self.incident:
             ends = (records.GenerationEnded, records.GenerationFormed)
             if any(isinstance(record, ends) for record in decision.records):
@@ -448,7 +452,8 @@ class JobDriver:
             session = self.sessions.get(session_id)
             if session is not None:
                 self._deliver(session, message, event)
-        # A periodic report (who is missing) is repeated; what peers cause is logged only when it changes.
+        # Periodic reports, such as who is missing, are repeated. A reason that a peer causes is logged only
+        # when it changes.
         if decision.reason and (decision.reason != self._reason or isinstance(event, events.Tick)):
             self.write("decided", decision.reason)
         self._reason = decision.reason or self._reason
@@ -459,14 +464,14 @@ class JobDriver:
             self.on_ended(self)
 
     def _say_time(self, decision: Decision, now: float) -> None:
-        """Logs where the job's time went, at intervals and when a group is established or the job ends."""
+        """Logs how the job's time was spent: at intervals, when a group is established, and at the end."""
         turns = records.GroupEstablished, records.JobEnded
         if now >= self._time_due or any(isinstance(record, turns) for record in decision.records):
             self._time_due = now + TIME_SAID_EVERY_S
             self._write_time(now)
 
     def _write_time(self, now: float) -> None:
-        """Writes where the job's time went, for ``muster report``."""
+        """Logs how the job's time was spent, for ``muster report``."""
         if spent := self.job.view(now).time_by_cause:
             self.write("time", spent_in_words(spent))
 
@@ -518,12 +523,12 @@ class JobDriver:
             self.counters.first_join_s = now
 
     def observe(self, record: records.Record, now: float, held_generation: int = 0) -> None:
-        """Updates counters and sessions after a record."""
+        """Updates the counters and the newest generation from a durable record, and calls the watchers."""
         counters = self.counters
         if isinstance(record, records.GenerationFormed):
             counters.formed_s = now
             self.formed, self.generation_over = record, ""
-            # Otherwise it was adopted from its members.
+            # A generation that a joining worker already holds was adopted, not formed here.
             self.formed_here = record.generation > held_generation
         elif isinstance(record, records.GenerationEnded):
             self.generation_over = record.reason
@@ -572,7 +577,7 @@ class JobDriver:
 
 
 def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
-    """For each event, whether it is a loss followed by another loss, ignoring heartbeats in between."""
+    """Returns for each event whether it is a loss that is followed by another loss; ignores heartbeats."""
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):

@@ -1,6 +1,6 @@
-"""Writes evidence of hangs: a directory for each, readable by its owner only.
+"""Writes the evidence of each hang into a directory that only its owner can read.
 
-Keeps the newest few of a job.
+Only the newest :data:`KEPT` directories of each job are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = 16
 
 SUMMARY, COLLECTIVES = "incident.txt", "collectives.txt"
 MOST_COLLECTIVES = 100_000
-"""The most lines on collectives in one bundle. In a large job, only the last few of each rank fit."""
+"""The most lines on collectives in one bundle. A large job has room for only the last few of each rank."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -41,8 +41,8 @@ class IncidentFiles:
 
         Args:
             job_id: the job.
-            bundle: what was gathered.
-            when: the time of day.
+            bundle: the evidence that was gathered.
+            when: the date and time, for the directory's name and the summary.
 
         Raises:
             OSError: the bundle cannot be written.

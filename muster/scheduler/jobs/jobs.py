@@ -40,15 +40,15 @@ class Jobs:
     Args:
         settings: the scheduler's settings.
         clock: the event loop.
-        note: called with everything that is worth a log line.
+        note: called with each event that is worth a log line.
         new_machine: makes the machine of a new job.
         recover_machine: makes a job's machine from its records.
         storage: the journal; None without recovery.
         incidents: stores evidence of hangs; None to keep none.
-        stood_by: whether this process was a standby of another scheduler: a job that ended under that one is
-            over, and is not started again.
-        time_of_day: the time in seconds since 1970, used for planned drains of recovered jobs. None: those
-            drains wait.
+        stood_by: returns whether this process was a standby of another scheduler. If so, a job that ended
+            under that scheduler is not started again.
+        time_of_day: returns the time in seconds since 1970, which planned drains of recovered jobs need. If
+            None, these drains wait.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Jobs:
         return self._storage.unwritable if self._storage is not None else ""
 
     async def open(self) -> None:
-        """Opens the journal and recovers its jobs; opens the scheduler's own job, unless it serves several.
+        """Opens the journal, recovers its jobs, and opens the scheduler's own job.
 
-        If it serves several, each job begins with its first worker, because an idle daemon must not run into
-        MS_TOPO_TIMEOUT.
+        A scheduler that serves several jobs does not open its own one here. Each of its jobs begins with its
+        first worker, so that an idle daemon does not run into MS_TOPO_TIMEOUT.
         """
         if self._storage is not None:
             await self._recover_all(self._storage)
@@ -108,11 +108,11 @@ class Jobs:
 
         Args:
             job_id: the job.
-            fresh: the worker holds no earlier place, so an ended job may start again.
+            fresh: whether the worker holds no generation yet, so that a job that has ended may start again.
 
         Raises:
-            UnknownJobError: this scheduler serves one job, and not this one.
-            LimitError: the scheduler has as many jobs as it may.
+            UnknownJobError: this scheduler serves only one job, which is not this one.
+            LimitError: the scheduler already has the largest allowed number of jobs.
         """
         driver = self._drivers.get(job_id)
         if driver is not None and not self._is_to_begin_again(driver, fresh):
@@ -162,7 +162,7 @@ class Jobs:
             follower(driver)
 
     async def close(self) -> None:
-        """Stops all jobs; their workers are told that the scheduler is stopping."""
+        """Stops all jobs and closes the journal. Workers are told that the scheduler is stopping."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -197,7 +197,7 @@ class Jobs:
             jobs = await storage.load()
         except DeposedError:
             raise
-        except Exception as error:  # Whatever the storage raises: without it, nothing may be promised.
+        except Exception as error:  # Without a readable journal, no decision could be kept.
             raise JournalUnavailableError(str(error)) from error
         for job_id, journaled in jobs.items():
             await self._recover(storage, job_id, journaled)
@@ -213,7 +213,7 @@ class Jobs:
         if ended is not None and own and not self._settings.serve and self._stood_by():
             self.own_job_over.set_result(ended)
             return
-        if ended is not None:  # A scheduler that is started after the end of its job means a new run.
+        if ended is not None:  # A scheduler that is started after its job has ended begins a new run.
             await storage.forget(job_id)
             return
         settings = self._settings.core(own_job=own)
@@ -259,11 +259,11 @@ class Jobs:
         raise LimitError(f"The scheduler already holds {MAX_JOBS} jobs.", remedy="End one, or start another.")
 
     async def _forget(self, job_id: str) -> None:
-        """Forgets an ended job, first in the journal.
+        """Forgets a job that has ended, first in the journal.
 
-        The caller may be gone before the journal has space for that. In this case, the next caller repeats
-        it: if a new run were written after the end of the old one, a restarted scheduler would take it for
-        ended.
+        If the journal has no space, this waits, and its caller may give up before it succeeds. The job is
+        then still known, so that the next caller tries again. A new run must not be journaled after the end
+        of the old one, because a restarted scheduler would regard it as ended.
         """
         if self._storage is not None:
             try:
@@ -275,7 +275,7 @@ class Jobs:
         self._tasks.pop(job_id).cancel()
 
     def _keep(self, driver: JobDriver, bundle: events.Bundle) -> None:
-        """Writes evidence of a hang in a thread, so that a slow disk delays nobody."""
+        """Writes the evidence of a hang in another thread, so that a slow disk does not block the loop."""
         task = asyncio.ensure_future(self._write_evidence(driver, bundle))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -300,10 +300,10 @@ class Jobs:
 
     def _lose_journal(self, error: SchedulerError) -> None:
         if not self.journal_lost.done():
-            self.journal_lost.set_result(error)  # Those of all other jobs as well.
+            self.journal_lost.set_result(error)  # All jobs share the journal.
 
     def _stopped(self, driver: JobDriver, task: asyncio.Task[None]) -> None:
-        """Handles the end of a driver's task, which is always an error: logs it and ends the job."""
+        """Handles the end of a driver's task: if it was an error, logs it and ends the job."""
         error = None if task.cancelled() else task.exception()
         if error is None:
             return

@@ -1,18 +1,18 @@
 """The journal: the records of all jobs in one SQLite file, from which a scheduler restarts.
 
-Every call of :meth:`Journal.append` is one transaction, on the disk when it returns (``synchronous=FULL``). A
-scheduler that was killed between two commits finds exactly the commits that returned (and perhaps the one in
-progress, complete). SQLite's rollback journal is used, not its write-ahead log: commits are then in the file
-itself, where damage is detected, while SQLite silently ignores a damaged write-ahead log together with its
-commits.
+Every call of :meth:`Journal.append` is one transaction, which is on the disk when the call returns
+(``synchronous=FULL``). A scheduler that restarts after being killed finds exactly the commits that returned,
+and perhaps the complete commit that was in progress. SQLite's rollback journal is used, not its write-ahead
+log: commits are then in the file itself, where damage is detected. SQLite would silently ignore a damaged
+write-ahead log and lose its commits.
 
-Each record's checksum covers the records before it, and the last checksum of a job is stored separately. So a
-record that was changed, moved, repeated or lost is detected. After :data:`COMPACT_RECORDS` records of a job,
-a snapshot of their result replaces them.
+Each record's checksum covers the records before it, and the last checksum of a job is stored separately, so
+that a changed, moved, repeated or lost record is detected. After :data:`COMPACT_RECORDS` records of a job, a
+snapshot of the ledger replaces them.
 
 A journal of version 0.1 (format 1) is rewritten when it is opened; the old file is kept next to it.
 
-The file is locked exclusively, so that two schedulers never write one journal. All checks run on a copy
+The file is locked exclusively, so that two schedulers never write to one journal. All checks run on a copy
 before anything is written.
 """
 
@@ -56,10 +56,10 @@ OLD_VERSION = 1
 """The format of version 0.1: the same records, each with its own CRC-32."""
 
 COMPACT_RECORDS = 256
-"""Number of a job's records after which one snapshot replaces them."""
+"""The number of a job's records after which one snapshot replaces them."""
 
 PROBE_BYTES = 64 * 1024
-"""Bytes that are written to find out whether there is space: more than SQLite needs for a few records."""
+"""Bytes that are written to test whether there is space; more than SQLite needs for a few records."""
 
 _NOTE = "note:"
 """Prefix of a note's key, which distinguishes it from the keys of owner and version."""
@@ -127,7 +127,7 @@ class Files(Protocol):
         """Makes records durable, all or none."""
 
     def load(self, job_id: str) -> Sequence[Record]:
-        """All records of a job, oldest first."""
+        """Reads all records of a job, oldest first."""
 
     def job_ids(self) -> Sequence[str]:
         """The jobs that have records."""
@@ -197,11 +197,12 @@ class InThread:
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """Durable records of jobs. May be used from any thread, but only by one at a time.
+    """Durable records of jobs. May be used from any thread, but only from one thread at a time.
 
     Args:
-        path: the file; created if it does not exist, together with its folder, which only this user can read.
-        owner: job id of the scheduler that keeps it; "" to skip this check.
+        path: the file. If it does not exist, it is created together with its folder, which only this user
+            can read.
+        owner: the job id of the scheduler that keeps the journal; "" to skip the check of the owner.
 
     Raises:
         JournalError: the file cannot be used; nothing in it was changed.
@@ -231,7 +232,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 raise
 
     def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """Writes records in one commit; they survive a crash once this returns.
+        """Writes records in one commit. They survive a crash once this returns.
 
         Raises:
             JournalFullError: there is no space, and nothing was written. The records may be appended again
@@ -245,7 +246,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._appended[job_id] = self._appended.get(job_id, 0) + len(texts)
         if self._appended[job_id] >= COMPACT_RECORDS:
             with contextlib.suppress(JournalFullError), self._as_journal_errors():
-                self._compact(job_id)  # Otherwise with the next record: these are written.
+                self._compact(job_id)  # If this fails for lack of space, the next append tries again.
 
     def load(self, job_id: str) -> list[Record]:
         """Reads all records of a job, in the order in which they were appended.
@@ -273,7 +274,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             return _notes(self._connection)
 
     def note(self, name: str, text: str) -> None:
-        """Stores a text under a name, replacing the previous one; it survives a crash once this returns.
+        """Stores a text under a name, replacing the previous text. It survives a crash once this returns.
 
         Raises:
             JournalError: the note could not be written.
@@ -297,7 +298,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     # ------------------------------------------------------------ opening
 
     def _create(self, owner: str) -> None:
-        """Creates an empty journal, unless another scheduler creates it first; the lock decides."""
+        """Creates an empty journal unless another scheduler has created one; the lock decides who uses it."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError), self._made(owner, {}, __version__) as name:
             os.link(name, self.path)
@@ -305,7 +306,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @contextlib.contextmanager
     def _made(self, owner: str, texts: Mapping[str, Sequence[str]], version: str) -> Iterator[Path]:
-        """Writes a journal next to the path and moves it there, so that no half-written one has that name."""
+        """Writes a complete journal under a temporary name; the caller then links or moves it into place."""
         name = beside(self.path)
         os.close(open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         try:
@@ -324,13 +325,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             name.unlink(missing_ok=True)
 
     def _upgrade(self, owner: str) -> None:
-        """Replaces a journal of version 0.1 by one of the present format; the old file is kept next to it."""
+        """Replaces a journal of version 0.1 with one of the present format; keeps the old file beside it."""
         with self._copy() as connection:
             [whose] = connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone() or (None,)
             self._check_whose(whose, owner)
             texts = self._old_texts(connection)
         with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")  # This rolls back what a killed scheduler had begun.
+            connection.execute("BEGIN IMMEDIATE")  # Rolls back what a killed scheduler had begun.
             connection.execute("COMMIT")
         kept = self.path.with_name(f"{self.path.name}.format-{OLD_VERSION}")
         kept.unlink(missing_ok=True)
@@ -360,7 +361,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             os.close(folder)
 
     def _take_lock(self) -> int:
-        # Held until close(): closing any descriptor of the file would drop SQLite's own locks.
+        # The descriptor stays open until close(), because closing any descriptor drops SQLite's own locks.
         lock = open_regular(self.path, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -383,7 +384,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[sqlite3.Connection]:
-        """Opens a copy of the journal after its pages were checked."""
+        """Copies the journal, checks the pages of the copy, and lends a connection to it."""
         self._check_header()
         with tempfile.TemporaryDirectory(prefix="muster-journal-") as folder:
             copy = Path(folder) / "copy"
@@ -417,7 +418,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
 
     def _check_objects(self, connection: sqlite3.Connection) -> None:
-        """Refuses objects that would act when records are written (triggers) or replace a table (views)."""
+        """Refuses triggers, which would act when records are written, and views, which replace tables."""
         query = "SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view') LIMIT 1"
         for kind, name in connection.execute(query):
             raise self._damaged(f"it has a {kind}, {str(name)[:80]}")
@@ -438,7 +439,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
 
     def _note_version(self) -> None:
-        """Records the version that writes from now on; logs it if another version wrote before."""
+        """Records the version that writes from now on; logs if another version wrote the journal before."""
         before = _writer(self._connection)
         if before != __version__:
             if before:
@@ -507,14 +508,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             raise self._damaged(f"record {number}: {error}") from error
 
     def _compact(self, job_id: str) -> None:
-        """Replaces a job's records by one snapshot, if its generation is established and they are valid."""
+        """Replaces a job's records with one snapshot, if they are valid and the generation is established."""
         ledger = Ledger()
         try:
             for record in self._read(self._connection)[job_id]:
                 ledger.apply(record)
         except (KeyError, AttributeError, TypeError):
             self._appended[job_id] = 0
-            return  # Recovery reports this; nothing may be lost here.
+            return  # The records are kept, so that recovery can report what is wrong with them.
         if ledger.established and ledger.outcome is None:
             with self._transaction() as connection:
                 _delete(connection, job_id)
@@ -536,13 +537,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             if isinstance(error, sqlite3.OperationalError):
                 raise self._unreadable(str(error), full=self._is_full(error)) from error
             raise self._damaged(str(error)) from error
-        except UnicodeDecodeError as error:  # In what SQLite says about a damaged schema.
+        except UnicodeDecodeError as error:  # SQLite's message about a damaged schema may not be UTF-8.
             raise self._damaged("a part of it that is text is not UTF-8") from error
         except OSError as error:
             raise self._unreadable(error.strerror or str(error), full=error.errno in _NO_SPACE) from error
 
     def _is_full(self, error: sqlite3.OperationalError) -> bool:
-        """Whether SQLite lacks space. If a quota is reached, it only says that writing failed."""
+        """Whether the error means that the disk is full.
+
+        If a quota is reached, SQLite only says that writing failed, so a test file is written then.
+        """
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             return code == sqlite3.SQLITE_FULL
@@ -573,7 +577,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """Reads a journal's notes from a copy, so that this is possible while a scheduler writes.
+    """Reads a journal's notes from a copy, so that this also works while a scheduler has the journal open.
 
     Raises:
         OSError: the file cannot be read.
@@ -599,7 +603,7 @@ def _notes(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def _writer(connection: sqlite3.Connection) -> str:
-    """The version that last wrote a journal; empty if it was not recorded."""
+    """The version of Muster that last wrote a journal; empty if the journal does not say."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
     return str(row[0]) if row is not None else ""
 
@@ -620,7 +624,7 @@ def _insert(connection: sqlite3.Connection, job_id: str, texts: Sequence[str]) -
 
 
 def heads_agree(connection: sqlite3.Connection, heads: dict[str, tuple[int, str]]) -> bool:
-    """Whether each job's number of records and last checksum are the stored ones."""
+    """Whether each job's number of records and last checksum match those stored in ``heads``."""
     kept = connection.execute("SELECT job_id, number, checksum FROM heads")
     return heads == {job_id: (number, checksum) for job_id, number, checksum in kept}
 

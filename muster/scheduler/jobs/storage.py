@@ -1,4 +1,4 @@
-"""The interface of journals; and a wrapper that repeats writes until the journal has space."""
+"""The interface of journals, and a wrapper that repeats writes until the journal has space."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 class Storage(Protocol):
     """A journal: :mod:`muster.scheduler.jobs.journal` or :mod:`muster.scheduler.etcd.journal`.
 
-    A call that raises :class:`NoSpaceError` may be repeated unchanged, and is then carried out only once.
+    A call that raises :class:`NoSpaceError` may be repeated unchanged. It is carried out only once.
     """
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
         """Reads all records of each job, oldest first."""
 
     async def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """Makes records durable, all or none. Without records, checks that nobody else writes here."""
+        """Makes records durable, all or none. Without records, only checks that nobody else writes here."""
 
     async def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
@@ -41,7 +41,7 @@ class Storage(Protocol):
 
 
 class WaitingStorage:
-    """A journal whose calls wait for space, for any length of time. Other errors are passed on.
+    """A journal whose calls wait until there is space, however long that takes. Passes on other errors.
 
     Args:
         storage: the journal.

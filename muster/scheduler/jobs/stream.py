@@ -19,10 +19,10 @@ MAX_WAITING_BYTES = 16 * 1024 * 1024
 
 
 class EventSink(Protocol):
-    """Takes the events of a stream: the driver of its job."""
+    """Takes the events of a stream, as the driver of the stream's job does."""
 
     def carries(self, session: events.SessionId) -> bool:
-        """Whether messages to this stream are still sent by it."""
+        """Whether this session was admitted and has not been sent its last message yet."""
 
     def post(self, event: events.Event) -> None:
         """Takes an event."""
@@ -43,8 +43,8 @@ class _Outgoing:
 class OutgoingStream:
     """A worker's stream with its bounded queue of outgoing messages.
 
-    Sending never waits: a peer that does not read fills its own queue and is dropped, without any effect on
-    others.
+    Sending never waits. A peer that does not read fills its own queue and is then dropped, which does not
+    affect other peers.
 
     Attributes:
         id: the number by which the job's machine knows the stream.
@@ -52,13 +52,13 @@ class OutgoingStream:
         candidate: the worker's own description, once its Join was allowed.
         driver: the job that must be told when the stream is lost; None before the Join and after the loss.
         closed: the error that the peer gets after the last message; None for a normal end.
-        takes_deltas: an assignment may build on the last one that was sent.
+        takes_deltas: whether an assignment may be sent as its difference from the last one.
         held: the generation of the last assignment sent; 0 if none was sent.
-        expiry_reported: the log has said that the peer's certificate ended.
-        over: no further message is accepted; the waiting ones are still sent.
-        dropped: set when the stream must end immediately, whether or not all was sent.
-        wake: set when there is something to send, or the stream is to end. Sessions on one connection share
-            ``dropped`` and ``wake``.
+        expiry_reported: whether the log has said that the peer's certificate has expired.
+        over: whether the stream accepts no further messages; the waiting ones are still sent.
+        dropped: set when the stream must end immediately, even if messages are still waiting.
+        wake: set when there is a message to send, or the stream is to end. Sessions that share a host's
+            stream share ``dropped`` and ``wake``.
     """
 
     id: events.SessionId
@@ -82,11 +82,11 @@ class OutgoingStream:
         """Queues one serialized message; drops the stream when it is too far behind.
 
         Args:
-            parts: the message in pieces, joined only when it leaves: receivers of the same membership
-                share the piece that holds it, so that a thousand queues do not hold it a thousand times.
-            of_generation: the generation after which the message is void.
-            assigns: the generation that the message begins; void messages that are still waiting are dropped.
-                0 if it begins none.
+            parts: the message in pieces, which are joined when it is sent. All workers that get the same
+                membership share the piece that contains it, so that a thousand queues hold it only once.
+            of_generation: whether the message belongs to one generation, so that it is void in the next one.
+            assigns: the generation that the message assigns, 0 if none. Void messages of earlier generations
+                that are still waiting are then dropped.
         """
         if self.over:
             return
@@ -119,7 +119,7 @@ class OutgoingStream:
         self.wake.set()
 
     async def has_next(self) -> bool:
-        """Waits for a message to send; False after the last."""
+        """Waits for a message to send; returns False after the last one."""
         while not self._waiting:
             if self.over:
                 return False
@@ -132,13 +132,13 @@ class OutgoingStream:
         return self._waiting[0].size if self._waiting else 0
 
     async def next(self) -> bytes | None:
-        """Waits for the next message to send; None after the last."""
+        """Waits for the next message to send and returns it; None after the last one."""
         if not await self.has_next():
             return None
         return b"".join(self.take())
 
     def take(self) -> tuple[bytes, ...]:
-        """The next message as its pieces; empty if none is waiting."""
+        """Removes and returns the next message, in pieces; empty if none is waiting."""
         if not self._waiting:
             return ()
         outgoing = self._waiting.popleft()

@@ -1,9 +1,9 @@
 """Finds connections with bytes that the kernel has received and this process has not read yet.
 
-Under a flood of TLS handshakes, gRPC's threads read the workers' streams seconds late, while the event loop
-is on time. Only the kernel then knows that a worker has sent something. It is queried by netlink, as ``ss``
-does (see sock_diag(7)), which needs no privileges. This takes a few calls for thousands of connections, while
-querying each descriptor would acquire the interpreter's lock each time.
+Under a flood of TLS handshakes, gRPC's threads read the workers' streams seconds late, although the event
+loop is on time. Only the kernel then knows that a worker has sent something. It is queried over netlink, as
+``ss`` does (see sock_diag(7)), which needs no privileges. A few calls are enough for thousands of
+connections; querying each descriptor would acquire the interpreter's lock each time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _REQUEST_AND_DUMP = 0x301
 _ERROR, _DONE = 2, 3
 _ESTABLISHED, _CLOSE_WAIT = 1, 8
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
-_REQUEST = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states; of all sockets
+_REQUEST = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states; zeros select all sockets
 _ANSWER = struct.Struct("=4x2x2s16x16s4x8x4xI")  # Port and address of the other end, number of unread bytes.
 _RECEIVE_BYTES = 1 << 17
 _TIMEOUT_S = 1.0
 
 
 def unread_peers(peers: Collection[str]) -> list[str]:
-    """Returns those of ``peers`` on whose connections unread bytes wait; none if the system does not show it.
+    """Returns the peers whose connections have unread bytes; none if the system does not tell.
 
     Args:
         peers: addresses of the other ends, ``1.2.3.4:5`` or ``[::1]:5``.
@@ -41,7 +41,7 @@ def unread_peers(peers: Collection[str]) -> list[str]:
 
 
 def _with_unread(family: int) -> Iterator[bytes]:
-    """The address and port of the other end of each connection with unread bytes."""
+    """Yields the other end's address and port of each connection that has unread bytes."""
     states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, states)
     header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST_AND_DUMP, 0, 0)

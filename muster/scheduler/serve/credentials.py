@@ -1,6 +1,6 @@
-"""Loads the scheduler's credentials at its start, and decides whether it may serve without TLS.
+"""Loads the scheduler's credentials at its start, and checks whether it may serve without TLS.
 
-Nothing here imports grpc, because the cipher list must be in the environment before that.
+This module does not import grpc, because the cipher list must be in the environment before that import.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Follower | None:
-    """Loads the certificates that config.json names; None if there is no configuration.
+    """Loads the certificates that config.json names; returns None if there is no configuration.
 
     Raises:
-        muster.certs.errors.CertificateError: the configuration or a certificate is unusable, or not a
-            scheduler's.
+        muster.certs.errors.CertificateError: the configuration or a certificate cannot be used, or the
+            certificate is not a scheduler's.
     """
     if settings.config_path is None:
         return None
@@ -50,13 +50,13 @@ def check_is_scheduler(credentials: Credentials, job_id: str | None) -> None:
 
 
 def check_may_listen(settings: SchedulerSettings, addresses: list[str], *, tls: bool) -> bool:
-    """Restricts plaintext to loopback.
+    """Checks that a scheduler without TLS listens only on loopback, unless the operator has consented.
 
     Returns:
-        Whether to warn, because plaintext may leave this machine with the operator's consent.
+        Whether to warn that, with the operator's consent, plaintext may leave this machine.
 
     Raises:
-        SchedulerSettingsError: plaintext beyond loopback without consent.
+        SchedulerSettingsError: plaintext could leave this machine, and the operator has not consented.
     """
     if tls or all(is_loopback(address) for address in addresses):
         return False

@@ -1,4 +1,4 @@
-"""The metrics of the ranks' GPUs, as far as the driver reports them."""
+"""The metrics of the ranks' GPUs that the driver reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ report it.
 
 
 def gpu_metrics(views: Sequence[JobView]) -> Iterator[Metric]:
-    """The metric families; a rank whose GPU is unknown has no samples."""
+    """Returns the metric families. A rank whose GPU is unknown has no samples."""
     refused = GaugeMetricFamily(
         "muster_gpus_refused", "GPUs that failed a check and were not admitted since.", labels=["job"]
     )

@@ -20,12 +20,12 @@ class GuardedHealth(health.aio.HealthServicer):
         self._recorder = recorder
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Answers whether a service is serving."""
+        """Answers whether a service can serve at present."""
         await self._guard("Check", context)
         return await super().Check(request, context)
 
     async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Streams whether a service is serving."""
+        """Streams whether a service can serve, now and after each change."""
         await self._guard("Watch", context)
         return await super().Watch(request, context)
 

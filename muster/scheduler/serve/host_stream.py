@@ -1,7 +1,7 @@
 """Serves the sessions of many workers on one stream, which their host's uplink opens.
 
-Each worker has a session as on a stream of its own; for the job there is no difference. The connection, the
-handshake and messages to all workers are shared.
+Each worker has a session, as if it had a stream of its own, and the job sees no difference. The workers share
+the connection, the handshake, and messages that go to all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BATCH_BYTES = 1 << 20
 
 HOST_STREAM_ENDED = "its host's stream ended"
 _DROPS = (TooSlowError, UnauthenticatedError)
-"""Errors that end the whole stream, not only one worker's session."""
+"""Errors that end the whole host's stream, not only one worker's session."""
 
 _ForJob = tuple[EventSink, events.Event]
 
@@ -50,7 +50,7 @@ class HostStreams:
     """Serves ``rendezvous.v1.HostStream``.
 
     Args:
-        sessions: counts the workers' sessions and passes their events to their jobs.
+        sessions: counts the workers' sessions and converts their messages to events of their jobs.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -75,7 +75,7 @@ class HostStreams:
         try:
             await begin_stream(context)
             await host.serve(context)
-            # This waits for a peer that does not read; the stream counts until it is gone.
+            # This may wait for a peer that does not read. The stream is counted until the peer is gone.
             if stream.closed is not None:
                 await end_call(context, stream.closed)
         finally:
@@ -83,7 +83,10 @@ class HostStreams:
 
 
 class _HostSession:
-    """One host's stream and its workers by the host's numbers; ``_stream`` represents the stream itself."""
+    """One host's stream and its workers, by the numbers that the host gave them.
+
+    ``_stream`` stands for the host's stream itself, without a worker.
+    """
 
     def __init__(self, sessions: Sessions, caller: Caller, stream: OutgoingStream) -> None:
         self._sessions = sessions
@@ -95,7 +98,7 @@ class _HostSession:
         self._turned_away: list[tuple[int, SchedulerError]] = []
 
     async def serve(self, context: Context) -> None:
-        """Reads and writes until either has ended."""
+        """Reads and writes until one of the two ends."""
         writer = asyncio.ensure_future(self._write(context))
         dropped = asyncio.ensure_future(self._stream.dropped.wait())
         tasks = {asyncio.ensure_future(self._read(context)), writer, dropped}
@@ -108,16 +111,16 @@ class _HostSession:
             if self._stream.dropped.is_set() and self._stream.closed is None:
                 drops = [each.closed for each in self._workers.values() if isinstance(each.closed, _DROPS)]
                 self._stream.closed = next(iter(drops), None)
-            # A message whose write is interrupted would keep gRPC from ever ending the call.
+            # The writer must finish its message: gRPC could never end the call after an interrupted write.
             self._ending = True
             self._stream.wake.set()
             limit_s = self._sessions.limits.farewell_timeout_s
             await asyncio.wait({writer, dropped}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # Also when gRPC cancels the call because its connection broke.
+        finally:  # This also runs when gRPC cancels the call because its connection broke.
             for task in tasks:
                 task.cancel()
             self._turned_away.clear()
-            # The end of the host's stream says nothing about the workers: they may come back on another one.
+            # The host's stream may have ended while its workers live: they may come back on another stream.
             for number in list(self._workers):
                 self._let_go(number, HOST_STREAM_ENDED, may_return=True)
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -129,7 +132,7 @@ class _HostSession:
             driver.post(event)
 
     def _removed(self, number: int, detail: str, *, may_return: bool) -> _ForJob | None:
-        """Removes a worker; returns the event that its job still has to get."""
+        """Removes a worker; returns the event to send to its job, None if the job knows already."""
         session = self._workers.pop(number)
         session.over = True
         self._sessions.release(session)
@@ -149,7 +152,7 @@ class _HostSession:
             await self._take(_parsed(data))
 
     async def _take(self, items: Iterable[pb.FromWorker]) -> None:
-        """Carries out a batch, before the next one is read, so that no host floods the jobs."""
+        """Passes a batch of messages to the jobs and waits for them, so that no host floods the jobs."""
         events: defaultdict[int, list[_ForJob]] = defaultdict(list)
         for item in items:
             found = await self._event(item)
@@ -164,12 +167,12 @@ class _HostSession:
                 await driver.submit(event)
 
     async def _event(self, item: pb.FromWorker) -> _ForJob | None:
-        """The event for a worker's job; None if there is none."""
+        """Converts an item to an event and the job that must get it; None if there is no event."""
         number, session = item.worker, self._workers.get(item.worker)
         if session is None and number > self._highest:
             self._highest = number
             session = self._begin(number)
-        if session is None or session.over:  # This message crossed the session's end on the way.
+        if session is None or session.over:  # The host sent this before it knew that the session has ended.
             return None
         if item.HasField("gone"):
             detail = one_line(item.gone.detail[:MAX_DETAIL]) or "no goodbye was said"
@@ -181,7 +184,7 @@ class _HostSession:
                 event = self._sessions.event(session, item.message)
         except Exception as error:
             return self._sessions.loss(session, self._sessions.refuse(session, error))
-        if session.driver is None:  # The job has ended the session by now.
+        if session.driver is None:  # The session has ended in between.
             return None
         return session.driver, event
 
@@ -211,7 +214,7 @@ class _HostSession:
             wake.clear()
             while self._has_more():
                 large = any(each.next_size() >= LARGE_MESSAGE_BYTES for each in self._workers.values())
-                # A newer generation may replace messages that wait for their turn here.
+                # While a large message waits for its turn here, a newer generation may replace it.
                 async with self._sessions.large_writes if large else contextlib.nullcontext():
                     batch = self._collect()
                     if batch is not None:
@@ -223,10 +226,7 @@ class _HostSession:
         )
 
     def _collect(self) -> bytes | None:
-        """Collects the waiting messages into one serialized ToHost.
-
-        Includes the end of sessions that are over.
-        """
+        """Collects waiting messages, and the ends of sessions that are over, into one serialized ToHost."""
         batch = MessageBatch()
         for number, error in self._turned_away:
             batch.close(number, error)
@@ -241,7 +241,7 @@ class _HostSession:
 
 
 class MessageBatch:
-    """Collects messages to workers, so that a part that several of them get is sent once.
+    """Collects messages to workers, so that a part that several workers get is sent only once.
 
     Attributes:
         size: the approximate size in bytes.
@@ -254,11 +254,11 @@ class MessageBatch:
         self._last_of: dict[int, int] = {}
 
     def add(self, number: int, parts: tuple[bytes, ...]) -> None:
-        """Adds a worker's next message; ``parts``: the part that all receivers share, and then its own."""
+        """Adds a worker's next message: the part that all receivers share, then the worker's own parts."""
         message, own = parts[0], b"".join(parts[1:])
         at = self._of_message.get(message, -1)
-        # A worker's messages stay in order, and either all pieces of its own part are in the batch or none
-        # is.
+        # A worker's messages must stay in order, and in one item, either all workers have a part of their
+        # own or none has.
         if at <= self._last_of.get(number, -1) or bool(self._items[at].own) != bool(own):
             at = len(self._items)
             self._of_message[message] = at
@@ -272,7 +272,7 @@ class MessageBatch:
         self._last_of[number] = at
 
     def close(self, number: int, error: SchedulerError | None) -> None:
-        """Adds the end of a worker's conversation."""
+        """Adds the end of a worker's session; ``error`` is the status that the worker gets."""
         closed = pb.Closed()
         if error is not None:
             code, detail = status_of(error)

@@ -1,4 +1,4 @@
-"""The addresses that the scheduler listens on: resolves names and says why a bind fails."""
+"""Determines the addresses that the scheduler listens on, and says why one cannot be bound."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from muster.wire.settings import show_address
 
 
 def resolve(hosts: Sequence[str]) -> list[str]:
-    """Turns host names or addresses into the numeric addresses to listen on.
+    """Resolves host names or addresses to the numeric addresses to listen on.
 
     Raises:
-        SchedulerSettingsError: the name cannot be resolved, or none of several names can.
+        SchedulerSettingsError: none of the names can be resolved.
     """
     found: list[str] = []
     failure: SchedulerSettingsError | None = None

@@ -1,4 +1,4 @@
-"""Prometheus metrics; a snapshot is taken in the event loop at each request."""
+"""Prometheus metrics. A request reads them in the event loop, or gets those of a recent request."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 JOB_STATES = ("forming", "building", "running", "quiescing", "suspended", "ended")
 MAX_CONNECTIONS = 32
-"""The most simultaneous connections; further ones are closed."""
+"""The most simultaneous connections; further connections are closed."""
 
 MAX_REQUEST_BYTES = 8192
 SHARE = 0.02
-"""The largest share of its time that the event loop spends on snapshots, however often they are requested,
-...
+"""The largest share of its time that the event loop spends on reading metrics, however often they are
+requested. Readings that take less than :data:`CHEAP_S` are not counted.
 """
 
 CHEAP_S = 0.002
-"""... not counting snapshots that take less processor time than this, in seconds."""
+"""Readings of the metrics that take less processor time than this, in seconds, are not limited."""
 
 LONGEST_REUSE_S = 1.0
 EXCHANGE_TIMEOUT_S = 5.0
-"""Timeout in seconds for request and answer together."""
+"""Timeout of a request and its answer together, in seconds."""
 
 
 class SchedulerCollector:
-    """Collects all metrics in the scheduler's event loop, where nothing changes in between."""
+    """Collects all metrics. It runs in the scheduler's event loop, so that nothing changes in between."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ _JOB_METRICS: tuple[tuple[type[Any], str, str, Callable[[JobView, Counters], flo
         lambda _, seen: seen.build_s,
     ),
 )
-"""Each metric of a job: its kind, name, meaning, and how to get it; None: there is no value yet."""
+"""Each metric of a job: its kind, name, meaning, and a function that returns its value, None if unknown."""
 
 
 def _job_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
@@ -235,13 +235,13 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """Answers ``GET /metrics`` in the event loop: few connections, each for a few seconds.
+    """Answers ``GET /metrics`` in the event loop. Limits the number of connections and their duration.
 
-    ``GET /leader`` is for probes: 200 if this scheduler leads, 503 if it stands by for another.
+    ``GET /leader`` is for probes. It is answered with 200 if this scheduler leads, and 503 if it stands by.
 
     Args:
-        snapshot: makes a snapshot of the metrics.
-        leads: whether this scheduler leads.
+        snapshot: returns the present metrics.
+        leads: returns whether this scheduler leads.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listens.
+        """Starts to listen.
 
         Raises:
             OSError: binding the address fails.
@@ -264,7 +264,7 @@ class MetricsServer:
         self._server = await asyncio.start_server(self._connected, host, port, limit=MAX_REQUEST_BYTES)
 
     def close(self) -> None:
-        """Stops listening, and ends exchanges in progress."""
+        """Stops listening, and aborts requests in progress."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -283,7 +283,7 @@ class MetricsServer:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # The other side is too slow, sends too much, or is gone.
+            pass  # The client is too slow, sends too much, or is gone.
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
@@ -310,7 +310,7 @@ class MetricsServer:
         return _response("200 OK", content_type, await self._written(encode, content_type))
 
     async def _written(self, encode: Callable[[Any], bytes], content_type: str) -> bytes:
-        """The metrics as text; the last ones again, if requests would keep the event loop busy."""
+        """Returns the metrics as text. Returns the last text again if requests would keep the loop busy."""
         loop, began = asyncio.get_running_loop(), time.thread_time()
         if loop.time() >= self._taken_until_s:
             self._taken, self._encoded = _Taken(list(self._snapshot())), {}
@@ -319,8 +319,8 @@ class MetricsServer:
             self._taken_until_s = loop.time() + rest_s
         written = self._encoded.get(content_type)
         if written is None:
-            # Nothing changes while the snapshot is taken. Formatting takes longer, and runs in another
-            # thread.
+            # Reading the metrics must be done in the event loop. Formatting takes longer, so it runs in
+            # another thread.
             written = self._encoded[content_type] = loop.run_in_executor(None, encode, self._taken)
         return await asyncio.shield(written)
 
@@ -352,7 +352,7 @@ async def start_metrics(
     security: Follower | None,
     leads: Callable[[], bool] = lambda: True,
 ) -> Callable[[], None]:
-    """Serves ``/metrics``; returns a function that stops it.
+    """Starts to serve ``/metrics``; returns a function that stops it.
 
     Raises:
         BindError: MS_METRICS_PORT cannot be bound.

@@ -56,30 +56,30 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 1024 * 1024
 AT_ONCE = 16
-"""The most blocking calls made at the same time."""
+"""The most blocking calls that threads make at the same time."""
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
 READY_AT_LATEST_S = 5.0
 HEALTH_INTERVAL_S = 0.25
 EXIT_LIMIT_S = 60
-"""How long the shutdown may take, in seconds; it may take tens of seconds on a busy machine."""
+"""How long the shutdown may take, in seconds. On a busy machine, it may take tens of seconds."""
 
 EXIT_WARNING_S = 10
-"""How long before :data:`EXIT_LIMIT_S` a warning is logged, because SIGALRM itself logs nothing."""
+"""How long before :data:`EXIT_LIMIT_S` a warning is logged, in seconds, because SIGALRM logs nothing."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
-    """All settings of the gRPC server.
+    """Returns all settings of the gRPC server.
 
     Args:
-        node_timeout_s: how long a worker may be silent, in seconds; its connection is kept as long.
+        node_timeout_s: how long a worker may be silent, in seconds; its connection is kept that long.
     """
     return (
         *server_options(node_timeout_s),
-        # A worker needs one stream. Each costs 33 kB, whether refused or not, and the allocator does not
-        # return memory.
+        # A worker needs only one stream. Each stream costs 33 kB even if it is refused, and the allocator
+        # does not return the memory.
         ("grpc.max_concurrent_streams", 8),
         ("grpc.max_allowed_incoming_connections", 30_000),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -99,8 +99,8 @@ async def run(
         watch: reports failed handshakes; None to report none.
 
     Returns:
-        The exit code: 0 when the own job ended well (or, serving several, on a signal), 128 + the
-        signal's number when a signal ended it before.
+        The exit code. It is 0 if the scheduler's own job ended well, or if a scheduler that serves several
+        jobs got a signal. It is 128 + the signal's number if a signal came before the own job's end.
 
     Raises:
         SchedulerError: the scheduler could not start, or its own job failed.
@@ -144,11 +144,11 @@ def _keep_exit_code() -> None:
     loop = asyncio.get_running_loop()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if signal.alarm(EXIT_LIMIT_S):
-        return  # This has been done already.
+        return  # An earlier call has done all of this.
     late = f"The scheduler's work is done, but its end takes long: SIGALRM ends it in {EXIT_WARNING_S} s."
     warning = threading.Timer(EXIT_LIMIT_S - EXIT_WARNING_S, LOG.error, (late,))
     warning.daemon = True
-    # No thread is left by then: SIGALRM ends the process without a message.
+    # If no thread can be started at this stage, SIGALRM ends a hanging process without a warning.
     with contextlib.suppress(RuntimeError):
         warning.start()
     for number in _STOPPING:
@@ -159,7 +159,7 @@ def _keep_exit_code() -> None:
 def _leadership(
     settings: SchedulerSettings, security: Follower | None, loop: asyncio.AbstractEventLoop
 ) -> Leadership | None:
-    """The leadership object of this process; None if there is only one scheduler."""
+    """Makes this process's claim to lead; returns None if there is only one scheduler."""
     if settings.etcd is None:
         return None
     from muster.scheduler.etcd.calls import EtcdCalls
@@ -168,7 +168,7 @@ def _leadership(
     own = settings.bind_host or (settings.hosts[0] if len(settings.hosts) == 1 else socket.gethostname())
     name = f"{show_address(own, settings.port)} (pid {os.getpid()} on {socket.gethostname()})"
     if security is not None:
-        security.etcd()  # Problems with it are found at the start.
+        security.etcd()  # A problem with the certificate for etcd is reported at the start.
     calls = EtcdCalls(settings.etcd.endpoints, security.etcd if security is not None else None)
     addresses = [show_address(host, settings.port) for host in settings.hosts]
     return Leadership(calls, settings.etcd.prefix.encode(), name, loop, addresses)
@@ -237,13 +237,13 @@ async def _serve(
         up = asyncio.Event()
         for work in (_keep_systemd_informed(up), keep_collecting()):
             at_end.callback(asyncio.ensure_future(work).cancel)
-        if security is not None and tls is not None:  # Also while it stands by, which may take weeks.
+        if security is not None and tls is not None:  # Certificates are renewed while standing by, too.
             at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         if leadership is not None:
             listen.usable(
                 addresses, settings.port
-            )  # Problems with the address are found before it is needed.
-            up.set()  # As far as possible: it may stand by for weeks.
+            )  # A problem with the address is reported now, not only once this process leads.
+            up.set()  # Standing by may take weeks, so systemd is told now that the scheduler is ready.
             if not await _stand_by(leadership, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
@@ -272,15 +272,15 @@ async def _serve(
 
 
 async def _stand_by(leadership: Leadership, stop: asyncio.Future[int]) -> bool:
-    """Waits until this process leads; returns False if it was asked to stop before."""
+    """Waits until this process leads; returns False if it is asked to stop before that."""
     print(f"scheduler stands by as {leadership.name}", flush=True)
     return await _before_stop(leadership.campaign(), stop)
 
 
 async def _opened(jobs: Jobs, stop: asyncio.Future[int]) -> bool:
-    """Opens the jobs, waiting if the journal lacks space.
+    """Opens the jobs, and waits if the journal has no space.
 
-    Returns False if the process was asked to stop before.
+    Returns False if the process is asked to stop before the jobs are open.
     """
     return await _before_stop(jobs.open(), stop)
 
@@ -297,7 +297,7 @@ async def _before_stop(work: Coroutine[Any, Any, None], stop: asyncio.Future[int
 
 
 async def _keep_health_true(health_servicer: GuardedHealth, jobs: Jobs) -> None:
-    """Keeps the health service's answer up to date: serving while decisions can be written, otherwise not."""
+    """Keeps the health service up to date: the scheduler is serving while the journal can be written."""
     while True:
         status = health_pb2.HealthCheckResponse
         await health_servicer.set(SERVICE, status.NOT_SERVING if jobs.unwritable else status.SERVING)
@@ -305,7 +305,7 @@ async def _keep_health_true(health_servicer: GuardedHealth, jobs: Jobs) -> None:
 
 
 async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, sessions: Sessions) -> None:
-    """Notifies systemd, health checkers and workers that the scheduler is stopping."""
+    """Tells systemd, health checkers and workers that the scheduler is stopping."""
     systemd.notify(systemd.STOPPING, os.environ)
     await health_servicer.enter_graceful_shutdown()
     await jobs.close()
@@ -343,7 +343,7 @@ async def _until_over(
 
 
 def _on_signal(stop: asyncio.Future[int], number: int) -> None:
-    if stop.done():  # A second signal ends it.
+    if stop.done():  # A second signal ends the process immediately.
         raise SystemExit(128 + number)
     stop.set_result(number)
 
@@ -375,10 +375,10 @@ def _say_ready(settings: SchedulerSettings, security: Follower | None, port: int
 
 
 async def _keep_systemd_informed(up: asyncio.Event) -> None:
-    """Reports ready to systemd after the start, and alive as long as the event loop runs.
+    """Tells systemd that the scheduler is ready, and then regularly that its event loop is alive.
 
-    A scheduler whose journal lacks space waits before it listens, and still reports ready, because systemd
-    ends a service that is not ready in time and would not watch whether it is alive.
+    A scheduler whose journal has no space waits before it listens. It reports that it is ready all the same,
+    because systemd ends a service that is not ready in time, and watches only a service that is ready.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(up.wait(), READY_AT_LATEST_S)
@@ -390,7 +390,7 @@ async def _keep_systemd_informed(up: asyncio.Event) -> None:
 
 
 async def keep_in_force(security: Follower, tls: RotatingServerCredentials, sessions: Sessions) -> None:
-    """Applies renewed certificates.
+    """Applies renewed certificates and new revocation lists.
 
     A new revocation list ends the streams of the certificates that it names.
     """
@@ -421,7 +421,7 @@ async def _start_metrics(
 
 
 def _raise_file_limit() -> None:
-    """Raises the soft limit of open files, because each worker needs a descriptor."""
+    """Raises the soft limit on open files, because each worker needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:

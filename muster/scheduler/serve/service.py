@@ -1,6 +1,6 @@
 """The gRPC servicer for workers and operators: authenticates, decodes, queues events and streams replies.
 
-It makes no decisions.
+It makes no decisions about a job.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from muster.wire import messages, unary_calls
 
 SERVICE = "rendezvous.v1.Rendezvous"
 CLOCKS_DIFFER_S = 60.0
-"""By how many seconds an operator's clock may be behind: a drain whose time is past by less than this happens
+"""How far an operator's clock may be behind, in seconds. A drain whose time is past by less than this happens
 immediately.
 """
 
@@ -108,7 +108,7 @@ class Service:
         return await self._answer("Drain", context, answer)
 
     async def _drain(self, driver: JobDriver, order: messages.DrainOrder, caller: Caller) -> str:
-        """Drains, plans or cancels as an operator asked; returns the answer as text."""
+        """Carries out an operator's order to drain, plan, preview or cancel; returns the answer as text."""
         nodes, hosts, now_s = order.node_ids, order.hosts, time.time()
         if order.cancel:
             done = await driver.submit(events.DrainCalledOff(nodes, hosts))
@@ -147,7 +147,7 @@ class Service:
         return await self._answer("Admit", context, answer)
 
     async def stacks(self, data: bytes, context: Context) -> bytes:
-        """Answers Stacks once all workers that were asked have answered or the request has timed out."""
+        """Answers Stacks once all workers in question have sent their stacks, or after a timeout."""
 
         async def answer(caller: Caller) -> bytes:
             named, node_id = decoded(unary_calls.decode_stacks_request, data)
@@ -162,7 +162,7 @@ class Service:
         return await self._answer("Stacks", context, answer)
 
     async def process_ended(self, data: bytes, context: Context) -> bytes:
-        """Answers ProcessEnded once its results are durable."""
+        """Answers ProcessEnded once the decision that follows from it is durable."""
 
         async def answer(caller: Caller) -> bytes:
             named, node_id, incarnation, detail = decoded(unary_calls.decode_process_ended_request, data)
@@ -204,7 +204,7 @@ class Service:
         try:
             await begin_stream(context)
             await self._serve(session, context)
-            # This waits for a peer that does not read; the stream counts until it is gone.
+            # This may wait for a peer that does not read. The stream is counted until the peer is gone.
             if session.closed is not None:
                 await end_call(context, session.closed)
         finally:
@@ -225,7 +225,7 @@ class Service:
             self._sessions.report_loss(session, str(session.closed or detail))
             timeout_s = self._sessions.limits.farewell_timeout_s
             await asyncio.wait({writer, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # Also when gRPC cancels the call because its connection broke.
+        finally:  # This also runs when gRPC cancels the call because its connection broke.
             for task in tasks:
                 task.cancel()
             self._sessions.report_loss(session, detail)
@@ -234,7 +234,7 @@ class Service:
     async def _write(self, session: OutgoingStream, context: Context) -> None:
         while await session.has_next():
             large = session.next_size() >= LARGE_MESSAGE_BYTES
-            # A newer generation may replace messages that wait for their turn here.
+            # While a large message waits for its turn here, a newer generation may replace it.
             async with self._sessions.large_writes if large else contextlib.nullcontext():
                 data = await session.next()
                 if data is not None:
@@ -269,7 +269,7 @@ def _check_refused(view: JobView, name: str) -> None:
 
 
 def _check_drained(view: JobView, node_ids: Sequence[str], hosts: Sequence[str]) -> None:
-    """Checks that all named nodes and hosts exist, because an unknown name is probably a typing error.
+    """Checks that all named nodes and hosts exist, because an unknown name is probably a typo.
 
     Raises:
         NotFoundError: a node or host does not exist.

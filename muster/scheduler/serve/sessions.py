@@ -1,6 +1,7 @@
-"""All open sessions of workers, on their own streams or a host's: counts, authenticates and decodes.
+"""All open sessions of workers, on their own streams or on a host's stream.
 
-Nothing is decided here: each message of a worker becomes an event for its job.
+Sessions are counted and authorised here, and their messages are decoded. Nothing is decided about a job: each
+message of a worker becomes an event for its job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from muster.scheduler.jobs.stream import EventSink, OutgoingStream
 from muster.wire import codec, messages
 
 LARGE_MESSAGE_BYTES = 16 * 1024
-LARGE_WRITES_AT_ONCE = 64  # This bounds the memory in which gRPC copies the assignments of a large job.
+LARGE_WRITES_AT_ONCE = 64  # Bounds the memory that gRPC needs to copy a large job's assignments.
 Context = grpc.aio.ServicerContext[Any, Any]
 DecodedT = TypeVar("DecodedT")
 
@@ -52,7 +53,7 @@ class Limits:
 
 
 class Sessions:
-    """The open sessions by id; ``idle`` is set while there are none.
+    """The open sessions, by id; ``idle`` is set while there is none.
 
     Args:
         jobs: the jobs that workers can join.
@@ -76,11 +77,11 @@ class Sessions:
     # ------------------------------------------------------------ begin and end
 
     def admit(self, caller: Caller, *, on: OutgoingStream | None = None) -> OutgoingStream:
-        """Counts a new session.
+        """Creates a session and counts it.
 
         Args:
             caller: the peer's identity according to TLS.
-            on: the stream that this session shares with others; None if it has its own.
+            on: the host's stream that this session shares with others; None if it has a stream of its own.
 
         Raises:
             LimitError: the limit is reached, in total or for this address.
@@ -100,7 +101,7 @@ class Sessions:
         return session
 
     def release(self, session: OutgoingStream) -> None:
-        """Removes a session from the count; its job has been told of its end before."""
+        """Removes a session from the count. Its job must have been told of its end before."""
         host = _host_of(session.caller)
         self._per_host[host] -= 1
         if not self._per_host[host]:
@@ -113,7 +114,7 @@ class Sessions:
     def loss(
         session: OutgoingStream, detail: str, *, may_return: bool = False
     ) -> tuple[EventSink, events.Event] | None:
-        """Returns the event that tells a job of a session's end; None if the job knows already."""
+        """Returns a session's job and the event that tells it of the session's end; None if the job knows."""
         driver, session.driver = session.driver, None
         if driver is None or not driver.carries(session.id):
             return None
@@ -127,7 +128,10 @@ class Sessions:
             driver.post(event)
 
     def refuse(self, session: OutgoingStream, error: BaseException) -> str:
-        """Ends a session because of a message from its worker; the worker gets a Refused with the reason."""
+        """Ends a session because of an error in handling its worker's messages; returns the error's text.
+
+        For an error in ``_REFUSALS``, the worker also gets a Refused message with the reason.
+        """
         _, text = status_of(error)
         if not isinstance(error, SchedulerError):
             LOG.error("fault in a session with %s", session.caller.address, exc_info=error)
@@ -143,7 +147,7 @@ class Sessions:
     # ------------------------------------------------------------ what workers send
 
     async def join(self, session: OutgoingStream, data: bytes) -> events.Event:
-        """Handles a worker's first message; returns the event to be submitted to its job.
+        """Handles a worker's first message; returns the event that must be submitted to its job.
 
         Raises:
             MalformedError: the message is not a Join.
@@ -177,7 +181,7 @@ class Sessions:
 
     async def expel_revoked(self) -> None:
         """Ends every session whose certificate has been revoked; its node loses its place."""
-        # A stream with several sessions is ended after them.
+        # The session that stands for a host's stream has no job; it is ended after its workers' sessions.
         for session in sorted(self.all.values(), key=lambda each: each.driver is None):
             reason = self.access.revoked(session.caller)
             if reason is None or session.over:
@@ -185,7 +189,7 @@ class Sessions:
             if session.driver is not None and session.candidate is not None:
                 with contextlib.suppress(StoppingError):
                     await session.driver.submit(events.Expel(session.candidate.node_id, reason.rstrip(".")))
-            if not session.over:  # It has no place yet that it could lose.
+            if not session.over:  # It has no place in a job that it could lose.
                 session.drop(UnauthenticatedError(reason))
 
     def report_expired(self) -> None:
@@ -198,7 +202,7 @@ class Sessions:
 
 
 def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
-    """Decodes a message; raises the scheduler's own error.
+    """Decodes a message, and converts the codec's error to the scheduler's own.
 
     Raises:
         MalformedError: the message breaks the protocol.
@@ -210,7 +214,7 @@ def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
 
 
 def event_of(session: events.SessionId, message: messages.WorkerMessage) -> events.Event:
-    """Makes the event for a worker's message."""
+    """Converts a worker's message to an event."""
     if isinstance(message, messages.Join):
         who = message.profile
         return events.Joined(
@@ -242,7 +246,7 @@ EVENTS: dict[type[messages.WorkerMessage], Callable[..., events.Event]] = {
     messages.RequestLeave: events.LeaveRequested,
     messages.Leave: events.LeftCleanly,
 }
-"""The events that consist of a worker's message and the number of its stream, by the message's class."""
+"""The events that consist of a worker's message and its session's id, by the message's class."""
 
 
 def _host_of(caller: Caller) -> str:

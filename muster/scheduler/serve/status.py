@@ -56,7 +56,7 @@ def encode_stacks(bundle: Bundle) -> bytes:
 
 
 def encode_jobs(views: Iterable[JobView], *, version: str) -> bytes:
-    """Encodes jobs, each in short form, as a serialized JobsReply."""
+    """Encodes summaries of jobs as a serialized JobsReply."""
     return pb.JobsReply(jobs=[_summary(view) for view in views], version=version).SerializeToString()
 
 

@@ -1,10 +1,14 @@
 """One namespace of the store, with the semantics of torch's TCPStore, as a function of operations and time.
 
-Every operation is answered immediately, or when its keys exist, or at its deadline. Changes are numbered. A
-member that comes back on a new stream repeats its unanswered operations; each change is carried out only
-once. An operation on all keys takes several turns if there are many keys, and is answered as if it took one:
-a list has the keys at the start of its first turn, a count is that at the time of the answer. If the
-generation was formed before this scheduler started, the namespace is restored from what all members send.
+Every operation is answered immediately, when its keys exist, or at its deadline. Changes are numbered. A
+member that reconnects on a new stream repeats its unanswered operations, and each change is still carried
+out only once.
+
+An operation on all keys takes several turns if there are many keys, but it is answered as if it took only
+one. A list has the keys at the start of the first turn, and a count is that at the time of the answer.
+
+If the generation was formed before this scheduler started, the namespace is restored from the changes that
+all members send.
 """
 
 from __future__ import annotations
@@ -35,16 +39,16 @@ PUSHED_BYTES = 64 * 1024
 """A value up to this size in bytes is sent along with the answer to a wait for its key."""
 
 OVERHEAD_BYTES = 128
-"""The memory charged for a key in addition to its own bytes."""
+"""The memory charged for a key in addition to its own bytes, in bytes."""
 
 VALUE_BYTES = 8
-"""The memory charged for a value of an answer in addition to its own bytes."""
+"""The memory charged for a value of an answer in addition to its own bytes, in bytes."""
 
 COUNTS_KEPT = 8
-"""For how many prefixes the number of keys is cached, namely those asked for last."""
+"""Number of prefixes whose number of keys is cached: the prefixes that were queried last."""
 
 WAITED_BYTES = 512
-"""The memory charged for a key that is waited for in addition to its own bytes."""
+"""The memory charged for a key that a member waits for, in addition to the key's own bytes, in bytes."""
 
 _NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,19})")
 _SIGN, _WRAP = 1 << 63, 1 << 64
@@ -104,7 +108,7 @@ class Operation:
 class Answer:
     """The answer to the operation ``id``.
 
-    ``number`` is the number of the change, 0 if nothing was changed.
+    ``number`` is the number of the change; 0 if the operation changed nothing.
     """
 
     id: int
@@ -120,7 +124,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The state of a key after a change; see the protocol definition."""
+    """The state of a key after a change; see ``StoreEffect`` in ``store.proto``."""
 
     number: int
     kind: EffectKind
@@ -134,9 +138,9 @@ class Returned:
     """A member's copy of a namespace, sent to restore it after a restart of the scheduler.
 
     Attributes:
-        count: how many changes of this member were answered.
-        seen: the highest number of a change that it knows of.
-        incomplete: there were too many effects to keep them all.
+        count: the number of this member's changes that were answered.
+        seen: the highest number of a change that the member knows of.
+        incomplete: whether the member could not keep all its effects, because there were too many.
         size_bytes: memory used by the effects, in bytes.
     """
 
@@ -154,7 +158,7 @@ class Returned:
 
 @dataclass(slots=True)
 class MemoryBudget:
-    """A limit in bytes on what all namespaces hold together."""
+    """A limit on the memory of all namespaces together, in bytes."""
 
     limit_bytes: int = 512 << 20
     used_bytes: int = 0
@@ -177,7 +181,7 @@ class Quotas:
     """The largest list of keys, in bytes."""
 
     turn_keys: int = 4096
-    """How many keys are examined before all other members have a turn."""
+    """The number of keys that are examined in one turn; then all other members have a turn."""
 
 
 class QuotaError(Exception):
@@ -199,12 +203,12 @@ class _Wait:
 
 @dataclass(slots=True)
 class _MemberState:
-    """The state kept of a member while its stream may break."""
+    """A member's state that outlives its stream, so that it can continue on a new one."""
 
     done: dict[int, Answer] = field(default_factory=dict)
     waits: dict[int, _Wait] = field(default_factory=dict)
     looks: dict[int, Operation] = field(default_factory=dict)
-    """Operations on all keys that take several turns."""
+    """Operations on all keys that wait for their turns."""
 
     held: dict[int, Operation] = field(default_factory=dict)
     held_bytes: int = 0
@@ -216,8 +220,8 @@ class KeyValueStore:
 
     Args:
         answer: called with each answer and the member that gets it.
-        members: the members that must send their changes before any operation is carried out; empty for a new
-            namespace.
+        members: the members that must send their changes before any operation is carried out; empty if the
+            namespace is new.
         quotas: limits of this namespace.
         budget: the limit on all namespaces together.
 
@@ -264,51 +268,52 @@ class KeyValueStore:
 
     @property
     def members(self) -> int:
-        """The number of members of which any state is kept."""
+        """The number of members whose state is kept."""
         return len(self._states)
 
     @property
     def restoring(self) -> bool:
         """Whether the namespace waits for members to send their changes.
 
-        Their operations are carried out afterwards.
+        Operations that arrive before that are carried out afterwards.
         """
         return bool(self._awaited)
 
     def check_returned(self, returned: Returned) -> None:
-        """Refuses to accept more from a member than the namespace may hold."""
+        """Raises QuotaError if a member has sent more than the namespace may hold."""
         if returned.size_bytes > self._quotas.size_bytes:
             raise QuotaError(f"A member may hand in at most {self._quotas.size_bytes >> 20} MiB.")
 
     def hand_in(self, member: Member, returned: Returned, now: float) -> None:
-        """Stores a member's changes; once the last member has sent them, the namespace is restored."""
+        """Stores a member's changes, and restores the namespace once all members have sent theirs."""
         if member in self._awaited and not self.ended:
             self._awaited.discard(member)
             self._returned.append(returned)
             self._try_restore(now)
 
     def excuse(self, present: Iterable[Member], now: float) -> None:
-        """Stops waiting for members that have finished or are gone, because they do not come back."""
+        """Stops waiting for members that are not in ``present``, because they will not come back."""
         if self._awaited and not self.ended:
             self._awaited.intersection_update(present)
             self._try_restore(now)
 
     def confirm(self, member: Member, below: int) -> None:
-        """Records that the member has the answers to all operations with a lower id."""
+        """Forgets the kept answers to operations with ids under ``below``: the member has received them."""
         state = self._state_of(member)
         done = state.done
-        while done:  # In the order in which they were made.
+        while done:  # Oldest operation first.
             first = next(iter(done))
             if first >= below:
                 return
             state.kept_bytes -= _kept(done.pop(first))
 
     def forget_gone(self, present: Container[Member], keep: int) -> None:
-        """Forgets the state of members that are gone, except the most recent ones.
+        """Forgets the state of members that are gone, except for the most recent of them.
 
         Args:
             present: the members that are not gone.
-            keep: how many of the others to keep, so that a stream that is soon opened again finds its state.
+            keep: the number of absent members whose state is kept, so that a member that soon reconnects
+                finds it.
         """
         gone = [member for member in self._states if member not in present]
         for member in gone[: max(0, len(gone) - keep)]:
@@ -318,7 +323,7 @@ class KeyValueStore:
             del self._states[member]
 
     def end(self, reason: str) -> None:
-        """Drops everything for good. The owner of the streams ends them."""
+        """Drops the content for good. The caller must end the members' streams."""
         self.ended = self.ended or reason
         self._budget.used_bytes -= self._size_bytes
         self._size_bytes = 0
@@ -339,7 +344,7 @@ class KeyValueStore:
         if self._awaited:
             if len(state.held) >= self._quotas.waits:
                 raise QuotaError(f"A member may have {self._quotas.waits} operations under way.")
-            if operation.id in state.held:  # Repeated on a newer stream.
+            if operation.id in state.held:  # The member repeats the operation on a newer stream.
                 return
             size_bytes = state.held_bytes + _length(operation)
             if size_bytes > self._quotas.size_bytes:
@@ -368,7 +373,7 @@ class KeyValueStore:
         self._answer(member, answer)
 
     def cancel(self, member: Member, operation_id: int) -> None:
-        """Cancels an operation, which then gets no answer."""
+        """Cancels an operation, so that it gets no answer."""
         state = self._state_of(member)
         held = state.held.pop(operation_id, None)
         if held is not None:
@@ -379,9 +384,9 @@ class KeyValueStore:
             self._close(wait)
 
     def drop_looks(self, member: Member) -> None:
-        """Drops operations on all keys of a member whose stream is gone.
+        """Drops a member's unfinished operations on all keys when its stream is gone.
 
-        It repeats them on its next stream.
+        The member repeats them on its next stream.
         """
         state = self._states.get(member)
         if state is not None:
@@ -389,14 +394,14 @@ class KeyValueStore:
 
     @property
     def looking(self) -> bool:
-        """Whether operations on all keys need a turn."""
+        """Whether any operation on all keys still needs a turn."""
         return self._under_way is not None or bool(self._lookers)
 
     def turn(self) -> None:
-        """Runs one turn, of a few milliseconds, of an operation on all keys.
+        """Runs one turn of an operation on all keys, which takes a few milliseconds.
 
-        Operations are handled one after the other, so that only one copy of all keys is held, and members
-        take turns.
+        Members take turns. Each operation is finished before the next one begins, so that at most one copy
+        of all keys is in memory.
         """
         if self._under_way is None and self._lookers:
             member = next(iter(self._lookers))
@@ -406,13 +411,13 @@ class KeyValueStore:
             self._under_way = None
 
     def deadline(self) -> float | None:
-        """When the next wait times out."""
+        """The time at which the next wait times out; None if no wait has a timeout."""
         while self._deadlines and self._deadlines[0][2].over:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self, now: float) -> None:
-        """Ends the waits that have timed out."""
+        """Answers the waits that have timed out."""
         while (due := self.deadline()) is not None and due <= now:
             wait = heapq.heappop(self._deadlines)[2]
             self._close(wait)
@@ -463,7 +468,7 @@ class KeyValueStore:
     # ------------------------------------------------------------ questions about all keys
 
     def _look_at_all(self, member: Member, operation: Operation) -> Answer | None:
-        """Answers immediately if one turn is enough; otherwise queues the operation for its turns."""
+        """Answers an operation on all keys if one turn is enough; otherwise queues it and returns None."""
         prefix = _prefix(operation)
         if len(prefix) > MAX_KEY_BYTES:  # No key has such a long prefix, and its count would be cached.
             return Answer(operation.id)
@@ -480,7 +485,7 @@ class KeyValueStore:
         return None
 
     def _look_through(self, member: Member) -> Iterator[None]:
-        """Answers a member's first such operation, in as many turns as it has steps."""
+        """Answers a member's oldest operation on all keys; each ``yield`` ends a turn."""
         state = self._states.get(member)
         if state is None or not state.looks:
             return
@@ -503,7 +508,7 @@ class KeyValueStore:
             operation.kind is OperationKind.LIST_KEYS,
             self._quotas.turn_keys,
         )
-        keys = list(self._values)  # The present keys, in a turn of its own: 3 to 8 ms for a million keys.
+        keys = list(self._values)  # Copying takes a turn of its own: 3 to 8 ms for a million keys.
         self._counting = {prefix: 0}
         found: list[bytes] = []
         count = size_bytes = 0
@@ -546,14 +551,14 @@ class KeyValueStore:
         return Answer(operation.id, amount=self._counts[prefix])
 
     def _keep_count(self, prefix: bytes, count: int) -> None:
-        """Caches how many keys have this prefix; replaces the number that was asked for longest ago."""
+        """Caches how many keys have this prefix, in place of the least recently queried count."""
         self._counts.pop(prefix, None)
         self._counts[prefix] = count
         if len(self._counts) > COUNTS_KEPT:
             del self._counts[next(iter(self._counts))]
 
     def _count(self, key: bytes, change: int) -> None:
-        """A key has come, 1, or gone, -1."""
+        """Updates the cached counts: ``change`` is 1 for a new key and -1 for a deleted one."""
         for counts in (self._counts, self._counting):
             for prefix in counts:
                 if key.startswith(prefix):
@@ -565,7 +570,7 @@ class KeyValueStore:
     # ------------------------------------------------------------ changes
 
     def _put(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Sets all or none."""
+        """Sets all the keys, or none of them if a limit would be exceeded."""
         sizes = {}
         for key, value in zip(keys, values, strict=True):
             _check_sizes(key, value)
@@ -659,13 +664,13 @@ class KeyValueStore:
             raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
 
     def _found(self, operation: Operation) -> Answer:
-        """Handles a value that somebody waited for, because it is usually read next."""
+        """Answers a wait for keys that exist; includes a small value, because it is usually read next."""
         value = self._values.get(operation.keys[0]) if len(operation.keys) == 1 else None
         pushed = value is not None and len(value) <= PUSHED_BYTES
         return Answer(operation.id, values=(value,) if value is not None and pushed else ())
 
     def _wake(self, key: bytes, *, one: bool = False) -> None:
-        """Answers the waits for a key that now exists: a queue's element to one of them, a value to all."""
+        """Answers the waits for a key that now exists: all of them, or with ``one``, a single wait."""
         waits = self._waits.get(key)
         if waits is None:
             return
@@ -697,7 +702,7 @@ class KeyValueStore:
                     del self._waits[key]
 
     def _drop_old_deadlines(self) -> None:
-        """Removes waits that ended long before their deadlines, once they are most of those kept."""
+        """Removes finished waits from the deadlines, once more than half of the deadlines are theirs."""
         self._over_early += 1
         if self._over_early > max(64, len(self._deadlines) // 2):
             self._over_early = 0
@@ -764,7 +769,7 @@ def _prefix(operation: Operation) -> bytes:
 
 
 def _begin_with(prefix: bytes, keys: Collection[bytes]) -> tuple[list[bytes], int]:
-    """The keys with this prefix, and their size in an answer."""
+    """Returns the keys with this prefix, and their size in an answer, in bytes."""
     found = [key for key in keys if key.startswith(prefix)]
     return found, sum(map(len, found)) + VALUE_BYTES * len(found)
 
@@ -779,7 +784,7 @@ def _waited(operation: Operation) -> int:
 
 
 def _kept(answer: Answer) -> int:
-    """The memory charged for an answer that is kept in case a member asks again, in bytes."""
+    """The memory charged for an answer that is kept in case its operation is repeated, in bytes."""
     return sum(map(len, answer.values)) + OVERHEAD_BYTES
 
 

@@ -1,8 +1,9 @@
 """The gRPC servicer of the store: admits members of a generation, and transfers operations and answers.
 
-It shares the scheduler's event loop, and handles one message of each stream at a time. Between two messages,
-and every few milliseconds within one, all other tasks have a turn, so that a flood from one or all members
-does not delay heartbeats. Operations on all keys, and long answers, take several turns for the same reason.
+It shares the scheduler's event loop with heartbeats, so it must not occupy the loop for long, even if all
+members send many messages. It handles one message of each stream at a time. All other tasks get a turn
+between two messages, and every few milliseconds within one. For the same reason, operations on all keys and
+long answers take several turns.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ TURN_S = 0.005
 """How long the operations of one message may take before all others have a turn, in seconds."""
 
 GONE_KEPT = 8
-"""How many agents that are gone keep the state with which they can repeat operations."""
+"""Number of members that are gone whose state is kept, so that they can reconnect and repeat operations."""
 
 REASONS_KEPT = 16
 FAREWELL_S = 5.0
-"""How long a stream that ends may take to deliver its last answers, in seconds."""
+"""How long a closing stream may take to deliver its last answers, in seconds."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -94,7 +95,7 @@ class StoreLimits:
 
     open_timeout_s: float = 10.0
     waiting_bytes: int = 64 << 20
-    """The most bytes of answers waiting for a member that does not read."""
+    """The most bytes of answers that may wait to be read by one member."""
 
     quotas: Quotas = field(default_factory=Quotas)
     budget_bytes: int = 512 << 20
@@ -112,13 +113,13 @@ class _Link:
     dropped: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def close(self, error: SchedulerError) -> None:
-        """Ends the stream once all waiting answers are sent, or after enough time to read them."""
+        """Ends the stream; answers that are being sent have ``FAREWELL_S`` seconds to be delivered."""
         self.closed = self.closed or error
         self.wake.set()
         asyncio.get_running_loop().call_later(FAREWELL_S, self.dropped.set)
 
     def drop(self, error: SchedulerError) -> None:
-        """Ends the stream immediately; a member that does not read would block its writer for ever."""
+        """Ends the stream immediately, because writing to a member that does not read may block for ever."""
         self.close(error)
         self.waiting.clear()
         self.dropped.set()
@@ -126,7 +127,7 @@ class _Link:
 
 @dataclass
 class _Served:
-    """A namespace with the streams of its members, the timer of its waits, and its next turn."""
+    """A namespace, its members' streams, the timer of its waits, and the scheduled turn of its operations."""
 
     store: KeyValueStore
     links: dict[Member, _Link] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class _OfJob:
     driver: JobDriver
     served: dict[int, _Served] = field(default_factory=dict)
     over: dict[int, str] = field(default_factory=dict)
-    """Why the most recent generations were over."""
+    """Why the latest generations ended, by generation."""
 
 
 class StoreService:
@@ -170,7 +171,7 @@ class StoreService:
         return grpc.method_handlers_generic_handler(SERVICE, {"Open": opened})
 
     def close(self) -> None:
-        """Ends all streams; their members try again later, or at another scheduler."""
+        """Ends all streams. The members reconnect later, or to another scheduler."""
         for of_job in self._of_jobs.values():
             for served in of_job.served.values():
                 for link in served.links.values():
@@ -202,9 +203,9 @@ class StoreService:
     async def _converse(
         self, served: _Served, link: _Link, caller: Caller, context: Context
     ) -> BaseException | None:
-        """Reads and writes until either ends.
+        """Reads and writes until one of the two ends.
 
-        Returns why it ended, None if the member has closed the stream.
+        Returns the reason; None if the member has closed the stream.
         """
         replay = served.store.wants_replay(link.member)
         await context.write(wire.encode_opened(replay=replay, seen=served.store.number))
@@ -238,7 +239,7 @@ class StoreService:
 
     async def _turn_away(self, context: Context, caller: Caller | None, error: BaseException) -> None:
         if isinstance(error, GenerationOverError | NotBackError | StoppingError):
-            await end_call(context, error)  # The ordinary ends of a stream.
+            await end_call(context, error)  # These are ordinary ends of a stream, not refusals to record.
         await self._recorder.turn_away("Store", context, caller, error)
 
     async def _read(self, served: _Served, link: _Link, caller: Caller, context: Context) -> None:
@@ -300,7 +301,7 @@ class StoreService:
                 await context.write(wire.encode_answers(answers, served.store.number))
 
     async def _write_long(self, served: _Served, link: _Link, context: Context) -> None:
-        """Writes one long answer, encoding it in turns."""
+        """Writes one long answer, and encodes it in several turns."""
         answer, step = link.waiting.popleft(), self._limits.quotas.turn_keys
         link.waiting_bytes -= _size(answer)
         parts = []
@@ -327,7 +328,7 @@ class StoreService:
             served = of_job.served[opening.generation] = self._serve(driver, opening.generation)
         if served.store.ended:
             raise _end_of(served.store)
-        if not opening.generation:  # Members of this one are not counted: any session of the job opens it.
+        if not opening.generation:  # Any session of the job may open namespace 0, so its members change.
             served.store.forget_gone({*served.links, *_in_session(driver)}, GONE_KEPT)
         if served.store.restoring:
             try:
@@ -343,7 +344,7 @@ class StoreService:
 
         def answer(member: Member, answer: Answer) -> None:
             link = links.get(member)
-            if link is None or link.closed is not None:  # Its stream broke; the member asks again, or leaves.
+            if link is None or link.closed is not None:  # The member repeats the operation if it reconnects.
                 return
             link.waiting.append(answer)
             link.waiting_bytes += _size(answer)
@@ -356,7 +357,7 @@ class StoreService:
         return _Served(store, links)
 
     def _observe(self, job_id: str, driver: JobDriver, record: records.Record) -> None:
-        """Handles a record of the job's machine: a generation may be over, or a member may have finished."""
+        """Handles a record of the job: ends namespaces of old generations, and notices removed members."""
         of_job = self._of_jobs.get(job_id)
         if of_job is None or of_job.driver is not driver:
             return
@@ -395,7 +396,7 @@ class StoreService:
             link.close(_end_of(served.store))
 
     def _take_turns(self, served: _Served) -> None:
-        """Gives operations on all keys their turns, between those of all other tasks."""
+        """Schedules the next turn of an operation on all keys, so that other tasks run in between."""
         if served.turn is None and served.store.looking:
             served.turn = asyncio.get_running_loop().call_soon(self._turn, served)
 
@@ -418,7 +419,7 @@ class StoreService:
         self._arm(served)
 
     def sizes(self) -> Mapping[str, int]:
-        """Bytes that all namespaces hold, number of streams, and number of members with kept state."""
+        """The numbers of bytes in all namespaces, of open streams, and of members whose state is kept."""
         served = [each for of_job in self._of_jobs.values() for each in of_job.served.values()]
         return {
             "bytes": self._budget.used_bytes,
@@ -428,16 +429,17 @@ class StoreService:
 
 
 def check_member(driver: JobDriver, caller: Caller, opening: wire.Opening) -> None:
-    """Admits only the process that has the member's session, with the certificate of that session.
+    """Checks that the caller is the process with the member's session, and uses that session's certificate.
 
     Raises:
         NotPermittedError: the certificate is not that of the session, or the caller is not a member.
-        GenerationOverError, NotBackError: the generation is over, or there is no such session.
+        GenerationOverError: the generation is over.
+        NotBackError: the member has no session, or this scheduler does not know the generation yet.
     """
     if opening.generation:
         formed = driver.formed
         newest = formed.generation if formed is not None else 0
-        # The journal is older than this generation.
+        # The journal of a restarted scheduler may be older than this generation.
         if opening.generation > newest and not driver.formed_here:
             raise NotBackError(f"Generation {opening.generation} is not known to this scheduler.")
         if driver.generation_over or formed is None or opening.generation < newest:
@@ -474,7 +476,7 @@ def _present(driver: JobDriver) -> list[Member]:
 
 
 def _in_session(driver: JobDriver) -> Iterator[Member]:
-    """The members whose sessions are open."""
+    """The workers whose sessions are open."""
     for session in driver.sessions.values():
         if session.candidate is not None and not session.over:
             yield session.candidate.node_id, session.candidate.incarnation

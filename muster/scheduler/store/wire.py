@@ -100,7 +100,7 @@ def operations(request: pb.StoreRequest) -> Iterable[Operation]:
 
 
 def add_replay(returned: Returned, replay: pb.StoreReplay) -> bool:
-    """Adds a part of what a member sends to restore the namespace; returns whether it was the last part.
+    """Adds one part of the changes that a member sends after a restart; returns whether it was the last part.
 
     Raises:
         MalformedError: an effect's kind is unknown, or a number is out of bounds.
@@ -155,7 +155,7 @@ def encode_long(answer: Answer, parts: Sequence[bytes], seen: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Encodes a number as a protobuf varint: seven bits a byte, the lowest first."""
+    """Encodes a number as a protobuf varint: seven bits in each byte, lowest bits first."""
     encoded = bytearray()
     while number >= 0x80:
         encoded.append(number & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""The latest events: a limited number for each job, and of refusals that belong to no job."""
+"""Keeps the latest events: a limited number of each job, and of refusals that belong to no job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.wire.log_lines import one_line
 from muster.wire.v1 import watch_pb2 as pb
 
 EVENTS_KEPT = 256
-"""How many events are kept of each job's decisions, of each job's workers, and of refusals."""
+"""The most events that are kept of each job's decisions, of each job's workers, and of refusals."""
 
 JOBS_KEPT = 256
 MAX_TEXT = 2000
@@ -26,7 +26,7 @@ class EventHistory:
     """Events in order of their numbers.
 
     Args:
-        wall_clock: seconds since 1970.
+        wall_clock: returns the time in seconds since 1970.
     """
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
@@ -36,7 +36,7 @@ class EventHistory:
         self.last = 0
 
     def note(self, kind: str, text: str, code: str, facts: Mapping[str, Any]) -> str:
-        """Adds an event of the scheduler's log; returns its job."""
+        """Adds an event of the scheduler's log; returns the id of its job."""
         return self._keep(
             pb.Happening(
                 kind=kind,
@@ -55,7 +55,7 @@ class EventHistory:
         )
 
     def record(self, job_id: str, record: records.Record) -> None:
-        """Adds the events of a job's generations."""
+        """Adds a record of a job as an event, if it is about a generation or the job's end."""
         happening = pb.Happening(job_id=job_id, rank=-1)
         if isinstance(record, records.GenerationFormed):
             happening.kind, happening.generation, happening.text = "formed", record.generation, record.reason
@@ -72,7 +72,7 @@ class EventHistory:
         self._keep(happening)
 
     def since(self, number: int, jobs: Iterable[str]) -> list[pb.Happening]:
-        """The events of these jobs after the event with that number."""
+        """Returns the kept events of these jobs whose numbers are above ``number``, in order."""
         found = [
             each
             for job_id in jobs

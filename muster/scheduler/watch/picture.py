@@ -1,4 +1,4 @@
-"""A job's state for operators: computed once for all watchers, and encoded once."""
+"""A job's state for operators, which is computed and encoded once for all watchers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from muster.wire.v1 import watch_pb2 as pb
 class Picture:
     """A job's state when it was last computed.
 
-    A part that has changed gets a new number. The roster, which is large, changes only when members do.
+    When a part has changed, it gets a new number. The roster, which is large, changes only when the job's
+    workers, their ranks or their states do.
 
     Args:
         driver: the driver of the job.
         began: when the job began, in seconds since 1970.
 
     Attributes:
-        line: the job in short.
+        line: the summary of the job.
         roster: the serialized roster, with its number.
         progress: the serialized columns of numbers for the newest roster, with their number.
     """
@@ -58,9 +59,9 @@ class Picture:
 
 
 def began_at(driver: JobDriver, now: Callable[[], float] = time.time) -> float:
-    """When a job's first worker joined, in seconds since 1970.
+    """Returns when a job's first worker joined this scheduler process, in seconds since 1970.
 
-    The present time if the job came from a journal.
+    Returns the present time if none has joined yet, as after recovery from a journal.
     """
     first = driver.counters.first_join_s
     return now() - (driver.clock.time() - first if first is not None else 0.0)

@@ -1,7 +1,8 @@
 """Recoveries as OpenTelemetry traces: from the end of a generation to the first new step of the next one.
 
-They go by OTLP over HTTP to where the standard variables say (``OTEL_EXPORTER_OTLP_ENDPOINT``); unless one
-is set, nothing is loaded. The extra ``otel`` has the packages.
+The traces are sent by OTLP over HTTP to the endpoint in the standard variables
+(``OTEL_EXPORTER_OTLP_ENDPOINT``). If no endpoint is set, OpenTelemetry is not loaded. The extra ``otel``
+installs its packages.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ LOG = logging.getLogger("scheduler")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 LOOK_S = 0.25
 LONGEST_S = 600.0
-"""A first step that takes longer is not waited for."""
+"""How long to wait for the first step after a group was established, in seconds."""
 
 CLOSE_S = 5.0
-"""How long the end of the scheduler waits for what has not been sent yet."""
+"""How long the scheduler waits at its end for traces that are not sent yet, in seconds."""
 
 Attributes = Mapping[str, str | int | bool]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSpan:
-    """One span of a trace; times in nanoseconds since 1970.
+    """One span of a trace. Times are in nanoseconds since 1970.
 
     Attributes:
-        error: why what it stands for ended badly; empty: it did not.
+        error: why the traced work failed; empty if it did not fail.
     """
 
     name: str
@@ -48,12 +49,12 @@ class TracedSpan:
 
 @dataclass(slots=True)
 class Recovery:
-    """One recovery as far as it is.
+    """A recovery in progress. Times are in nanoseconds since 1970.
 
     Attributes:
         lost: the generation that has ended.
-        planned: nobody was lost: the members change at the boundary of a step.
-        steps: finished, as far as heartbeats have said when the next generation stood.
+        planned: whether the members changed at a planned step boundary, without a loss.
+        steps: the number of finished steps that heartbeats had reported when the next group was established.
     """
 
     job_id: str
@@ -67,12 +68,12 @@ class Recovery:
     established_ns: int = 0
 
     def spans(self, now_ns: int, *, step: int = 0, error: str = "") -> list[TracedSpan]:
-        """The whole, and then its parts, as it ends now.
+        """Returns the spans of a recovery that ends now: the whole recovery first, then its phases.
 
         Args:
-            now_ns: the time.
-            step: the first new one; 0: none was seen.
-            error: why there is none.
+            now_ns: the present time.
+            step: the first new step; 0 if none was seen.
+            error: why the recovery failed; empty if it did not fail.
         """
         facts: dict[str, str | int | bool] = {
             "muster.job": self.job_id,
@@ -98,12 +99,12 @@ class Recovery:
 
 
 class RecoveryTraces:
-    """Follows jobs, and hands over the spans of each recovery once it has ended.
+    """Follows jobs, and exports the spans of each recovery once it has ended.
 
     Args:
-        export: takes a recovery's spans, the whole first; returns at once.
-        later: calls a function after a number of seconds, as an event loop's ``call_later``.
-        time_ns: gives the time of day.
+        export: called with a recovery's spans, that of the whole recovery first; returns immediately.
+        later: calls a function after a number of seconds, like an event loop's ``call_later``.
+        time_ns: returns the time in nanoseconds since 1970.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class RecoveryTraces:
 
     def follow(self, driver: JobDriver) -> None:
         """Follows a job from now on."""
-        if driver.formed is not None:  # it was recovered from the journal
+        if driver.formed is not None:  # The job was recovered from the journal.
             self._generations[driver.job_id] = driver.formed.generation
         driver.watch_records(lambda record: self._on_record(driver, record))
 
@@ -126,7 +127,7 @@ class RecoveryTraces:
         if isinstance(record, records.GenerationEnded):
             self._begin(driver, record.reason, planned=False)
             recovery = self._open.get(driver.job_id)
-            if recovery is not None:  # one that was being recovered from has gone, too
+            if recovery is not None:  # The next generation has ended during the recovery as well.
                 recovery.formed, recovery.formed_ns, recovery.established_ns = None, 0, 0
         elif isinstance(record, records.GenerationFormed):
             self._begin(driver, record.reason, planned=record.switch_after_step >= 0)
@@ -139,7 +140,7 @@ class RecoveryTraces:
             recovery = self._open.get(driver.job_id)
             if recovery is not None:
                 recovery.established_ns = self._time_ns()
-                # Heartbeats of the generation before may have come since, up to a planned boundary.
+                # Heartbeats from the old generation may have arrived since then, up to a planned boundary.
                 boundary = 0 if recovery.formed is None else recovery.formed.switch_after_step + 1
                 recovery.steps = max(recovery.steps, boundary, _steps_finished(driver))
                 self._look(driver, recovery)
@@ -148,7 +149,7 @@ class RecoveryTraces:
             self._generations.pop(driver.job_id, None)
 
     def _begin(self, driver: JobDriver, reason: str, *, planned: bool) -> None:
-        """Begins a recovery, unless one is under way or the job has only begun."""
+        """Begins a recovery, unless one is in progress or no generation was formed before."""
         lost = self._generations.get(driver.job_id)
         if lost is not None and driver.job_id not in self._open:
             steps = _steps_finished(driver)
@@ -156,7 +157,7 @@ class RecoveryTraces:
             self._open[driver.job_id] = recovery
 
     def _look(self, driver: JobDriver, recovery: Recovery) -> None:
-        """Ends the recovery once a new step is seen in heartbeats; looks again later until then."""
+        """Ends the recovery after a new step or after too long a time; otherwise looks again later."""
         if self._open.get(driver.job_id) is not recovery or not recovery.established_ns:
             return
         step = _steps_finished(driver)
@@ -174,7 +175,7 @@ class RecoveryTraces:
 
 
 class OtlpExporter:
-    """Sends spans to a collector by OTLP over HTTP, in a thread of the OpenTelemetry SDK's.
+    """Sends spans to a collector by OTLP over HTTP, in a thread of the OpenTelemetry SDK.
 
     Raises:
         ImportError: the packages of the extra ``otel`` are not installed.
@@ -193,7 +194,7 @@ class OtlpExporter:
         self._tracer = self._provider.get_tracer("muster.scheduler")
 
     def export(self, spans: list[TracedSpan]) -> None:
-        """Sends them: the first is the parent of the others."""
+        """Queues spans for sending. The first span is the parent of the others."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.status import Status, StatusCode
 
@@ -208,15 +209,16 @@ class OtlpExporter:
             span.end(each.ended_ns)
 
     def close(self) -> None:
-        """Sends what is left, for :data:`CLOSE_S` at most."""
+        """Sends the remaining spans, for at most :data:`CLOSE_S` seconds."""
         start_thread(self._provider.shutdown, name="scheduler-traces").join(CLOSE_S)
 
 
 def exporter_of(env: Mapping[str, str]) -> OtlpExporter | None:
-    """The exporter that the environment asks for.
+    """Makes the exporter that the environment asks for.
 
     Returns:
-        None where it asks for none, and where packages are missing or a setting is wrong, which the log says.
+        The exporter. None if no endpoint is set, or if packages are missing or a setting is wrong; the log
+        then says so.
     """
     asked = next((name for name in ENDPOINTS if env.get(name)), "")
     if not asked:
@@ -225,7 +227,7 @@ def exporter_of(env: Mapping[str, str]) -> OtlpExporter | None:
         return OtlpExporter()
     except ImportError:
         LOG.warning("%s is set, but recoveries are not traced. %s.", asked, how_to_install("otel"))
-    except Exception as error:  # a wrong setting of tracing is no reason to serve no job
+    except Exception as error:  # Jobs must be served even if a setting for tracing is wrong.
         LOG.warning("Recoveries are not traced: %s. See to the OTEL_ variables.", one_line(repr(error)))
     return None
 

@@ -1,8 +1,8 @@
-"""The gRPC servicer for operators who watch jobs: a limited number of them, at a limited cost.
+"""The gRPC servicer for operators who watch jobs. It limits their number and what they cost.
 
-The state of each watched job is computed once a second, and soon after an event; all watchers get the same
-bytes. Nothing is queued for a watcher: a slow reader gets the present state when it reads again, and one that
-does not read is dropped.
+The state of each watched job is computed once a second, and soon after an event. All watchers get the same
+bytes. Nothing is queued for a watcher: a slow one gets the present state when it reads again, and a watcher
+that does not read is dropped.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class WatchLimits:
     """Limits on what watchers may hold.
 
     Attributes:
-        watchers: streams at the same time.
-        of_one_job: the most streams of callers whose certificates are for the same job, so that others find a
-            place, too.
+        watchers: the most streams at the same time.
+        of_one_job: the most streams of callers whose certificates are for the same job, so that there is room
+            for callers of other jobs.
         write_timeout_s: how long a watcher may go without reading, in seconds.
     """
 
@@ -82,7 +82,7 @@ class WatchLimits:
 
 @dataclass
 class _Seen:
-    """The values that a watcher has already received."""
+    """What a watcher has already received; parts of a job's state by their numbers."""
 
     overview: bytes = b""
     roster: int = 0
@@ -106,7 +106,7 @@ class WatchService:
     Args:
         jobs: the scheduler's jobs.
         access: authenticates and authorises callers.
-        recorder: records refusals, and passes on everything that it records.
+        recorder: records refusals, and reports all recorded events for the watchers.
         own_job: the job to watch if none is named.
         security: the scheduler's certificates; None for plaintext.
         limits: limits on what watchers may hold.
@@ -129,7 +129,7 @@ class WatchService:
         self._started = time.time()
         self._watchers: list[_Watcher] = []
         self._pictures: dict[str, Picture] = {}
-        self._changed = asyncio.Event()  # Set and replaced when there is something new.
+        self._changed = asyncio.Event()  # Set and replaced after each computation.
         self._happened = asyncio.Event()
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -162,7 +162,7 @@ class WatchService:
     # ------------------------------------------------------------ calls
 
     async def watch(self, data: bytes, context: Context) -> None:
-        """Serves one watcher until it goes."""
+        """Serves one watcher until its stream ends."""
         caller = None
         try:
             caller = self._access.authenticate(context)
@@ -198,12 +198,12 @@ class WatchService:
             raise
 
     def _admit(self, data: bytes, caller: Caller) -> _Watcher:
-        job_id = _decoded(unary_calls.decode_status_request, data) or None  # the same field
+        job_id = _decoded(unary_calls.decode_status_request, data) or None  # Both have the same field.
         if job_id is not None:
             self._access.allow(caller, roles=ROLES, job=job_id)
             self._jobs.get(job_id)
         elif caller.certificate is not None:
-            # Whether the caller may watch at all is checked here; whether it may see a job, for each job.
+            # This only checks whether the caller may watch at all. Each job is checked when it is sent.
             self._access.allow(caller, roles=ROLES, job=caller.certificate.identity.job)
         if len(self._watchers) >= self._limits.watchers:
             raise LimitError(f"The scheduler already has {self._limits.watchers} watchers.")
@@ -236,7 +236,7 @@ class WatchService:
     # ------------------------------------------------------------ what there is to see
 
     def _news(self, watcher: _Watcher) -> Iterable[bytes]:
-        """Yields the messages that a watcher has not seen yet, each with the state at that time."""
+        """Yields the messages that a watcher has not seen yet, each with the state when it is yielded."""
         if watcher.job_id is None:
             yield from self._news_of_all(watcher)
             return
@@ -286,11 +286,11 @@ class WatchService:
         return True
 
     def _may_see_refusals(self, caller: Caller) -> bool:
-        """Whether a watcher may see refusals without a job: operators of the scheduler's own job may."""
+        """Whether a watcher may see refusals without a job, as operators of the scheduler's own job may."""
         return self._may_see(caller, self._own_job)
 
     def _picture(self, job_id: str) -> Picture:
-        """The picture of a job, taken now if there is none yet.
+        """Returns the picture of a job, and computes it if there is none yet.
 
         Raises:
             NotFoundError: the job no longer exists.
@@ -302,10 +302,10 @@ class WatchService:
             picture.look()
         return picture
 
-    # ------------------------------------------------------------ when it is looked at
+    # ------------------------------------------------------------ when the state is computed
 
     def _tend(self) -> None:
-        """Computes the jobs' states while somebody watches, and drops them when nobody does."""
+        """Starts to compute the jobs' states when somebody watches; drops them when nobody does."""
         if self._watchers:
             self._nobody.clear()
         else:
@@ -325,7 +325,7 @@ class WatchService:
             took_s = time.perf_counter() - began
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
-            # Events that follow wait a little, so that a thousand joins do not cause a thousand computations.
+            # The next events wait a little, so that a thousand joins do not cause a thousand computations.
             rest_s = min(LOOK_S, max(SOON_S, took_s / SHARE))
             await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
@@ -348,11 +348,11 @@ class WatchService:
         self._happened.set()
 
     def _noted(self, kind: str, text: str, code: str, facts: Mapping[str, object]) -> None:
-        """Handles an event of the log, perhaps in the thread that reads failed handshakes."""
-        if kind == "time":  # The job's state contains it.
+        """Handles an event of the log. Failed handshakes are reported from a thread of their own."""
+        if kind == "time":  # A job's state already contains the time by cause.
             return
         if facts.get("call") == "handshake":
-            with contextlib.suppress(RuntimeError):  # The loop is closed already.
+            with contextlib.suppress(RuntimeError):  # The event loop may be closed already.
                 self._loop.call_soon_threadsafe(self._keep, kind, text, code, facts)
         else:
             self._keep(kind, text, code, facts)
