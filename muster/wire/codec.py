@@ -1,7 +1,7 @@
 """Encodes the values of :mod:`muster.wire.messages` as protobuf, and decodes and checks them.
 
-Decoders refuse all malformed messages: every number has bounds, workers' messages have a limit for every
-string and count, names have no blanks or control characters, and free text is made to fit one log line.
+Decoders refuse all malformed messages. Every number has bounds, and workers' messages have a limit for every
+string and count. Names have no blanks or control characters, and free text is made to fit one log line.
 """
 
 from __future__ import annotations

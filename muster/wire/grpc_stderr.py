@@ -87,7 +87,7 @@ class NativeStderr:
 
     def drain(self) -> bool:
         """Reads the data that is available; returns whether more can come. The caller holds the lock."""
-        for _ in range(_MOST_A_TURN):  # A flood of data must not keep the lock for ever.
+        for _ in range(_MOST_A_TURN):  # A flood of data must not keep the lock forever.
             length = self._receive(
                 self._reading.fileno(), self._received, MAX_WRITE_BYTES, socket.MSG_DONTWAIT
             )

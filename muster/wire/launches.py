@@ -1,11 +1,12 @@
-"""A launch's directory of logs, the record of the run in it, and where ``muster status`` finds the job.
+"""A launch's directory of logs, the record of the run in it, and the file by which commands find the job.
 
 The launcher writes these files; none of them contains a password. While the launcher runs, a file names the
 scheduler and the certificates. Only its owner can read it, and nobody else can write to its directory.
 
 ``muster report`` and ``muster web`` read the record. It is one file for each launcher, with one JSON object
-per line: what the launcher has shown, the groups that were established, the progress of training, and how
-each process ended. Its size is bounded, because the figures of a longer run are further apart in time.
+per line. The lines say what the launcher has shown, which groups were established, how training progressed,
+and how each process ended. Its size is bounded, because the figures of a longer run are further apart in
+time.
 """
 
 from __future__ import annotations

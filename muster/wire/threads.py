@@ -19,7 +19,7 @@ NO_THREAD = os.EX_OSERR
 def start_thread(body: Callable[[], object], *, name: str) -> threading.Thread:
     """Starts a daemon thread; if that fails, ends the process with a sentence.
 
-    Without the thread, the process might wait for ever: for example a worker that is no longer in its job,
+    Without the thread, the process might wait forever: for example a worker that is no longer in its job,
     but never learns of it.
     """
 

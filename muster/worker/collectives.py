@@ -2,7 +2,7 @@
 
 Arrays must be C-contiguous. All backends take NumPy arrays and torch tensors on the CPU. ``nccl`` also takes
 arrays on the worker's GPU: of CuPy, of torch, or with ``__cuda_array_interface__`` or DLPack. With ``nccl``,
-arrays on the CPU are sent over ``tcp``, on connections that are opened at the first such call; they cannot be
+arrays on the CPU are sent over ``tcp``, on connections that are opened at the first such call. They cannot be
 used in a CUDA graph or in :func:`group`. Numbers and lists are converted to NumPy arrays. Every rank of a
 group must call the same collectives in the same order with the same dtype and shape.
 

@@ -19,8 +19,7 @@ a test, in bytes.
 """
 
 PATTERNS = (0x5555_5555_5555_5555, 0x2AAA_AAAA_AAAA_AAAA, 0x7FFF_FFFF_FFFF_FFFF, 0)
-"""Each bit but the highest is set in one pattern and clear in another, next to equal and to different bits.
-"""
+"""Each bit but the highest is set and clear in these, next to an equal bit and next to a different one."""
 
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 
@@ -92,7 +91,7 @@ def try_gpu(gpu: GpuUnderTest, clock: Callable[[], float], limit_s: float = LIMI
 
     Args:
         gpu: the GPU.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         limit_s: the time limit, in seconds. The caller must end a call that hangs.
     """
     begun = clock()

@@ -25,8 +25,8 @@ class Timing(Value):
 
     Attributes:
         topo_timeout_s: how long a worker without a place looks for the scheduler.
-        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away; also how long
-            a worker that has lost its place may look for a scheduler that gives it another.
+        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away. A worker that
+            has lost its place may look for another place for the same time.
         waits_without_limit: whether a member waits for the scheduler without limit, because one of several
             schedulers will lead again when etcd has a majority. ``reconnect_timeout_s`` then only limits the
             answers of a connected scheduler, and a worker that has lost its place looks for a scheduler for

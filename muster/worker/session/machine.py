@@ -12,7 +12,7 @@ follows these rules:
 * ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
   ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``, ``TakeStacks`` by ``StacksTaken``. ``Over``
   aborts the generation's communicators unless it was planned; the training thread then comes back with
-  ``EntryRequested``, or says ``Goodbye``.
+  ``EntryRequested`` or ``Goodbye``.
 * After each step, ``deadline()`` returns when ``DeadlineReached`` is due, if nothing happens before.
 """
 

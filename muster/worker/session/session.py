@@ -503,9 +503,9 @@ class Session:
         only one that holds the training state, it may leave only once others have the state; until then, it
         gets MembershipChanged.
 
-        LeaveGranted is also raised, then with ``alone`` and possibly during a step, in three cases: the
-        scheduler is lost and does not come back within seconds, no next generation forms, or others do not
-        reach the end of the step within MS_LEAVE_TIMEOUT.
+        There are three other cases in which LeaveGranted is raised, with ``alone`` and possibly during a
+        step. The scheduler is lost and does not come back within seconds; no next generation forms; or others
+        do not reach the end of the step within MS_LEAVE_TIMEOUT.
         """
         self.expect_leave(reason)
         self._client.post(events.LeaveWanted(reason))

@@ -39,7 +39,7 @@ class StepClock:
 
     Args:
         waits: the training thread's waits in collectives.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         links: returns how long data could not be sent to each rank, in total, in seconds.
 
     Attributes:

@@ -98,7 +98,7 @@ def error_of(code: str, details: str) -> Exception:
 def _keep_library_up() -> None:
     """Keeps gRPC's library from shutting down before the process ends.
 
-    In rare cases, processes have waited for ever while the interpreter was tearing down its modules and no
+    In rare cases, processes have waited forever while the interpreter was tearing down its modules and no
     other thread was left. One cause was gRPC's shutdown. Another was the lock of a call that was being freed:
     a thread of gRPC held it when the interpreter stopped that thread. Objects that are never freed prevent
     both.

@@ -37,8 +37,7 @@ LATER_ANSWER_S = 1.0
 """The same for a worker's later streams, in seconds: members must come back within MS_NODE_TIMEOUT."""
 
 PAUSE_S = 0.5
-"""The longest pause between two attempts, in seconds, before jitter. Each attempt also waits for the uplink.
-"""
+"""The longest pause between two attempts, in seconds, before jitter; attempts also wait for the uplink."""
 
 MOVED_S = 0.5
 """How long the worker waits for a frame that is still being written before it gives up its note that it
