@@ -546,8 +546,8 @@ class Session:
         the others wait.
 
         Raises:
-            MembershipChanged: with ``save``: too few members are left. This worker should save the state, and
-                then call this again to wait for more.
+            MembershipChanged: too few members are left, if its ``save`` is true. This worker should then save
+                the state, and call this again to wait for more.
             WorkerError: there will be no next generation with this worker.
         """
         with self._rejoin_lock:

@@ -341,7 +341,7 @@ def _error_of(closed: pb.Closed) -> Exception | None:
 
 
 class Uplink:
-    """Accepts the streams that workers pass through the door (see :mod:`door <muster.worker.uplink.door>`).
+    """Accepts the streams that workers pass through the door; see :mod:`muster.worker.uplink.door`.
 
     Args:
         door: the door's inner end.
