@@ -30,7 +30,7 @@ RECIPES = {
 
 
 def settings() -> argparse.Namespace:
-    """Command line, completed by the data set's recipe and the defaults."""
+    """Returns the command line's options, completed by the data set's recipe and the defaults."""
     option = (parser := argparse.ArgumentParser(description=__doc__)).add_argument
     option("--data", choices=RECIPES, default="cifar10" if datasets.path_given() else "digits")
     option("--model", choices=MODELS, default="mlp", help="hidden layers: none, one, two")
@@ -63,7 +63,7 @@ class Network:
                 self.parameters[f"b{i}"] = xp.zeros(sizes[i + 1], args.dtype)
 
     def forward(self, x: Any) -> list[Any]:
-        """Activations of all layers, from the input to the output."""
+        """Returns the activations of all layers, from the input to the output."""
         activations = [x]
         for i in range(self.layers):
             x = activations[-1] @ self.parameters[f"w{i}"] + self.parameters.get(f"b{i}", 0)
@@ -71,7 +71,7 @@ class Network:
         return activations
 
     def loss(self, output: Any, target: Any, count: int) -> tuple[Any, Any]:
-        """These samples' part of the mean loss over ``count`` samples, of one element, and its gradient."""
+        """Returns these samples' part of the mean loss of ``count`` samples, shape (1,), and its gradient."""
         if not self.classify:  # mean squared error
             error, values = output - target.astype(output.dtype), count * output.shape[1]
             return (error * error).sum().reshape(1) / values, 2 * error / values
@@ -91,7 +91,7 @@ class Network:
 
 
 def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Session, out: StatusLine) -> None:
-    """Trains to the end; a worker that is asked to leave does not come to the test."""
+    """Trains to the end and tests; a worker that is asked to leave does not run the test."""
     xp = module_for(session)
     net = Network(xp, data, args)
     momentum = {name: xp.zeros_like(array) for name, array in net.parameters.items()}
@@ -99,7 +99,7 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Sess
     state = TrainingState(net.parameters | {f"momentum.{n}": a for n, a in momentum.items()}, sampler)
     checkpoints = checkpoint.Folder(args.checkpoint_dir, state, session)
     checkpoints.resume(args.resume, say=out.line)
-    loss = xp.zeros(1, args.dtype)  # travels with the gradients
+    loss = xp.zeros(1, args.dtype)  # reduced together with the gradients
     reducer = GradientReducer(session, net.parameters | {"loss": loss}, gradients_mean=False)
     save, take_up = checkpoints.save, checkpoints.take_up
     loop = ElasticLoop(session, state, epochs=args.epochs, save=save, take_up=take_up)
@@ -116,7 +116,7 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Sess
                 momentum[name][...] = args.momentum * momentum[name] + gradients[name]
                 parameter -= args.lr * momentum[name]
         if step.done:
-            losses = state.extra.setdefault("losses", [])  # since the last line; kept and shared as state
+            losses = state.extra.setdefault("losses", [])  # since the last line; part of the state
             losses.append(float(gradients["loss"][0]))
             session.report(loss=losses[-1], learning_rate=args.lr)
             text = f"epoch: {step.epoch} step: {step.number}, loss is {sum(losses) / len(losses):.4g}"
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Sess
 
 
 def main() -> None:
-    """Ends by itself when the job ended well; a wrong setting, say, ends it in words, with exit code 2."""
+    """Trains with the command line's options; a wrong setting ends it with one sentence and exit code 2."""
     args = settings()
     data = datasets.load(args.data)
     with muster.init() as session, StatusLine() as out:  # released at the end of the block

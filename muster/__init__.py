@@ -8,7 +8,7 @@
     total = muster.all_reduce(array)
     muster.release()
 
-``import muster`` itself loads nothing: what is used is loaded when it is used.
+``import muster`` itself loads nothing; each public name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -148,5 +148,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Returns the public names, whether they are loaded or not."""
     return sorted({*globals(), *_MODULE_OF})

@@ -36,10 +36,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that is named first; options without one are the launcher's.
+    """Runs the command that is named first; options without a command belong to the launcher.
 
     Returns:
-        The exit code; 2 for a command that there is not.
+        The exit code; 2 if there is no such command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return to_its_end(lambda: _run(arguments))
@@ -125,7 +125,7 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def usage() -> str:
-    """The commands, a line each."""
+    """Returns the list of commands, with one line for each."""
     lines = [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [

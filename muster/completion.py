@@ -24,7 +24,7 @@ fish:  muster completion fish > ~/.config/fish/completions/muster.fish"""
 
 
 def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
-    """Prints the script; ``commands`` has a line on each command."""
+    """Prints the completion script; ``commands`` gives a line about each command."""
     parser = argparse.ArgumentParser(
         prog="muster completion",
         description="Prints a script that completes muster's commands, options and files.",

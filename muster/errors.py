@@ -1,6 +1,6 @@
-"""The worker's errors: one family, facts as attributes, a remedy in every message.
+"""The worker's errors: one family, with facts as attributes and a remedy in each message.
 
-``muster.WorkerError`` catches them all. No key, password or unique id ever stands in one.
+``muster.WorkerError`` is the base of all of them. No error contains a key, a password or a unique id.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from muster.wire.errors import RemediedError
 
 SIGTERM_EXIT_CODE = 143
-"""The exit code of a worker that left because of SIGTERM, which is 128 and the signal's number."""
+"""The exit code of a worker that left because of SIGTERM: 128 plus the signal's number."""
 
 
 class WorkerError(RemediedError):
-    """Base of everything that Muster raises in a worker.
+    """Base of all errors that Muster raises in a worker.
 
     Args:
-        message: what happened, naming host, node id or rank where known.
+        message: what happened, with the host, node id or rank if known.
         remedy: what the user can do about it; appended to the message.
     """
 
 
 class SettingsError(WorkerError):
-    """A variable, key or argument has a wrong value; names it, the value and the legal range."""
+    """A variable, key or argument has a wrong value; the message names it, the value and the legal range."""
 
     exit_code = 2
 
@@ -35,11 +35,11 @@ class SchedulerUnreachableError(WorkerError):
 
 
 class SecurityError(WorkerError, RuntimeError):
-    """TLS, certificate or identity failed on either side."""
+    """TLS failed, or the certificate or identity of either side was not accepted."""
 
 
 class RefusedError(WorkerError):
-    """The scheduler gave this worker no place; ``code`` is the wire's name of the reason."""
+    """The scheduler gave this worker no place; ``code`` is the reason's name in the protocol."""
 
     def __init__(self, message: str, *, code: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -47,7 +47,7 @@ class RefusedError(WorkerError):
 
     @property
     def declared_dead(self) -> bool:
-        """Whether this worker had a place and lost it; it may ask for another."""
+        """Whether this worker had a place and lost it; it may then ask for another one."""
         return self.code == "SUPERSEDED"
 
 
@@ -59,14 +59,15 @@ class GpuFailedError(RefusedError):
 
 
 class FormationTimeoutError(WorkerError, RuntimeError):
-    """The group or its communicator did not form in time; says who is missing."""
+    """The group or its communicator did not form in time; the message says who is missing."""
 
 
 class JobEndedError(WorkerError):
     """The job ended before this worker finished.
 
     Attributes:
-        ok: all who were needed had finished; this worker was a spare, say. The exit code is 0 then.
+        ok: all necessary workers had finished, and this one was, for example, a spare. The exit code is then
+            0.
     """
 
     def __init__(self, message: str, *, ok: bool = False, remedy: str = "") -> None:
@@ -76,12 +77,12 @@ class JobEndedError(WorkerError):
 
 
 class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
-    """The generation this worker was computing in is over; ``session.rejoin()`` enters the next.
+    """The generation in which this worker was computing is over; ``session.rejoin()`` enters the next one.
 
     Attributes:
         generation: the generation that ended.
-        lost: one sentence for each member that is gone.
-        save: the job cannot go on for now, and this worker is the one that should save its state.
+        lost: one sentence for each lost member.
+        save: the job cannot go on for now, and this worker should save the training state.
     """
 
     def __init__(
@@ -94,19 +95,19 @@ class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the 
 
 
 class CommunicatorError(WorkerError, RuntimeError):
-    """A communicator failed. A RuntimeError, too: what callers of torch's own process groups catch."""
+    """A communicator failed. Also a RuntimeError, because callers of torch's process groups catch that."""
 
 
 class CollectiveTimeoutError(CommunicatorError):
-    """A collective did not complete before its deadline; names the ranks waited for."""
+    """A collective did not complete before its deadline; the message names the ranks waited for."""
 
 
 class CollectiveMismatchError(CommunicatorError):
-    """The ranks called different collectives, dtypes, shapes, roots or operations; names who called what."""
+    """The ranks called different collectives, dtypes, shapes, roots or operations; the message names them."""
 
 
 class RanksDifferError(WorkerError):
-    """The ranks train apart: a setting that is not part of their common state differs; names it."""
+    """A setting that is not part of the common state differs between ranks; the message names it."""
 
 
 class PeerLostError(CommunicatorError):
@@ -118,7 +119,7 @@ class PeerLostError(CommunicatorError):
 
 
 class PeerFinishedError(CommunicatorError):
-    """A rank has finished while this one still needs it: it had fewer batches; ``rank`` is its rank."""
+    """A rank, ``rank``, has finished while this one still needs it, because it had fewer batches."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(
@@ -130,33 +131,34 @@ class PeerFinishedError(CommunicatorError):
 
 
 class CommunicatorAbortedError(CommunicatorError):
-    """The communicator was aborted or closed while, or before, it was used."""
+    """The communicator was aborted or closed before or during its use."""
 
 
 class ArrayError(CommunicatorError, ValueError):
-    """An array cannot be used here: dtype, shape, contiguity, device. Raised before anything is sent."""
+    """An array has the wrong dtype, shape, memory layout or device. Raised before anything is sent."""
 
 
 class GroupError(WorkerError, ValueError):
-    """A group does not exist, exists already, or this rank is not in it."""
+    """A group does not exist, exists already, or does not contain this rank."""
 
 
 class DataNotDividedWarning(UserWarning):
-    """A framework runs the training and takes this rank for the only one: every rank gets all the data."""
+    """A framework takes this rank for the only one, so that every rank trains on all of the data."""
 
 
 class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
-    """This worker leaves the job as it, or an operator, asked: the others go on without it.
+    """This worker leaves the job, as it or an operator has asked; the others go on without it.
 
-    The step under way is finished and shared; what is left to do is ``session.release()``. A script that does
-    not catch it ends with that, without a traceback and without what stands after its loop.
+    The current step is finished on all ranks, and only ``session.release()`` is left to do. A script that
+    does not catch this exception is released and ends, without a traceback and without running the code after
+    its loop.
 
     Attributes:
-        alone: it leaves without having handed over, since there is no scheduler, or there is no next
-            generation, or nobody in that holds the training state: it should save that. The step under way
-            may be broken, and the others may be unable to go on.
-        exit_code: 143 where SIGTERM asked for it, so that no platform takes the training for complete; or 0.
-        logged: the log has it already.
+        alone: it leaves without handing over the training state, and should save that state. The reason is
+            that there is no scheduler, that no next generation forms, or that none of its members holds the
+            state. The current step may be incomplete, and the others may be unable to go on.
+        exit_code: 143 if SIGTERM was the reason, so that no platform takes the training for complete; else 0.
+        logged: whether the log already has it.
     """
 
     exit_code = 0
@@ -168,4 +170,4 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
 
 
 class LeaveNow(BaseException):
-    """SIGTERM came during ``init``, while there is no step to finish."""
+    """SIGTERM came during ``init``, when there is no step to finish yet."""

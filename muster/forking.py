@@ -1,8 +1,9 @@
 """Closes, in a forked child of a worker, the sockets by which others see that the worker is alive.
 
-A forked child holds copies of all descriptors. While it does, the kernel ends no connection of a worker that
-is killed: the scheduler and the peers would wait until they have not heard of it for long. A launcher kills
-what its dead worker has started; without one, and before that, children let go when they begin.
+A forked child holds copies of all descriptors. While it lives, the kernel does not end the connections of a
+killed worker, and the scheduler and the peers would notice the loss only by a long silence. A launcher kills
+the children of a dead worker. But there may be no launcher, and killing takes time, so children close these
+sockets as soon as they start.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def not_for_children(sock: socket.socket) -> None:
 
 
 def not_for_children_to(host: str, port: int) -> None:
-    """Makes forked children of this process close connections to a scheduler, which gRPC's C code makes."""
+    """Makes forked children of this process close gRPC's connections to a scheduler."""
     _watch_forks()
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -43,19 +44,19 @@ def _watch_forks() -> None:
 def _let_go() -> None:
     """Replaces the sockets by /dev/null in a forked child.
 
-    The descriptors stay taken, so the child's socket objects can still be closed without closing anything
-    else. The sockets are not shut down, as this would end the parent's connections.
+    The descriptors stay in use, so that closing the child's socket objects does not close another file. The
+    sockets are not shut down, because this would end the parent's connections.
     """
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in {*(each.fileno() for each in _sockets), *_to_schedulers()}:
-            with contextlib.suppress(OSError):  # closed already
+            with contextlib.suppress(OSError):  # The socket is closed already.
                 os.dup2(null, descriptor, inheritable=False)
         os.close(null)
 
 
 def _to_schedulers() -> Iterator[int]:
-    """The descriptors of connections to a scheduler."""
+    """Yields the descriptors of connections to a scheduler."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)
         with contextlib.suppress(OSError):
@@ -64,7 +65,7 @@ def _to_schedulers() -> Iterator[int]:
 
 
 def _peer(descriptor: int) -> tuple[str, int] | None:
-    """The address at the other end of a TCP connection; None: it is none."""
+    """Returns the address at the other end of a TCP connection; None if the descriptor is not one."""
     sock = socket.socket(fileno=descriptor)
     try:
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -76,7 +77,7 @@ def _peer(descriptor: int) -> tuple[str, int] | None:
 
 
 def _plain(host: str) -> str:
-    """An address as it is compared: gRPC connects to IPv4 by IPv6's sockets."""
+    """Returns an address in the form for comparisons, because gRPC uses IPv6 sockets also for IPv4."""
     with contextlib.suppress(ValueError):
         address = ip_address(host.partition("%")[0])
         if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:

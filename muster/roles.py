@@ -1,6 +1,6 @@
-"""``muster.init`` in either role: a worker joins the job; under MS_ROLE=MS_SCHED the process serves it.
+"""``muster.init`` in either role: a worker joins the job; with MS_ROLE=MS_SCHED the process serves it.
 
-Scheduler and worker never import each other, so that this stands above both.
+Scheduler and worker never import each other, so this module is in a layer above both.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ if TYPE_CHECKING:
 def init(backend: str | None = None) -> Session:
     """Joins the job that the environment names; returns when all members can communicate.
 
-    Under MS_ROLE=MS_SCHED, with which MindSpore's scripts start their scheduler, it does not return: the
-    process is the job's scheduler, with the settings of ``muster scheduler`` and of ``set_ps_context``, and
-    ends with its exit code, 0 when the job has ended well.
+    With MS_ROLE=MS_SCHED, which MindSpore's scripts set for their scheduler, it does not return. The process
+    is then the job's scheduler, with the settings of ``muster scheduler`` and of ``set_ps_context``. It ends
+    with the scheduler's exit code, which is 0 if the job has ended well.
 
-    Called again without a release in between, it returns the session that is there. In a program whose agent
-    holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
+    A second call without a release in between returns the existing session. In a program whose agent holds
+    the session (``muster run --program torch``), it returns a session with ranks and reports but without a
+    communicator.
 
     Args:
-        backend: "nccl" or "tcp"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
+        backend: "nccl" or "tcp"; None for MS_BACKEND or, if that is not set, "nccl" with GPUs and "tcp"
+            without.
 
     Returns:
-        The session, which is also the default one of the functions of this package.
+        The session, which is also the default session of the functions of this package.
 
     Raises:
         SettingsError: a variable or argument is wrong; exit code 2.
-        SecurityError: TLS, certificate or identity failed on either side.
-        RefusedError: the scheduler has no place for this worker; says why.
+        SecurityError: TLS failed, or the certificate or identity of either side was not accepted.
+        RefusedError: the scheduler has no place for this worker; the message says why.
         SchedulerUnreachableError: the scheduler did not answer within MS_TOPO_TIMEOUT.
-        FormationTimeoutError: the group did not form within it; says who is missing.
-        JobEndedError: the job failed before this worker was in.
-        SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the
-            job ended well before this worker, a spare, was needed (0); or as a scheduler it has ended.
+        FormationTimeoutError: the group did not form within MS_TOPO_TIMEOUT; the message says who is missing.
+        JobEndedError: the job failed before this worker had a place.
+        SystemExit: while it waited, SIGTERM (exit code 143) or a drain (0) asked it to leave, or the job
+            ended well before this worker, a spare, was needed (0). In the scheduler's role: the scheduler has
+            ended.
 
-    An error that the script does not catch ends it with one sentence and the error's exit code, now and
-    later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
+    An error of Muster that the script does not catch, here or later, ends the script with one sentence and
+    the error's exit code. With MS_LOG_LEVEL=DEBUG, the traceback is shown, too.
     """
     from muster.worker import runtime
 
@@ -55,7 +58,7 @@ def _serve(env: dict[str, str]) -> NoReturn:
 
     code = main([], env, prog="muster scheduler")
     if "_pytest.main" in sys.modules:
-        # The tutorials start their scripts with pytest, to which an exit of a module or test is a failure.
+        # The tutorials start their scripts with pytest, which counts SystemExit in a module as a failure.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,11 +1,12 @@
-"""The version of this Muster, once for scheduler and workers: docs/upgrading.md says which may meet."""
+"""The version of Muster, for scheduler and workers. docs/upgrading.md says which versions may be combined."""
 
 __version__ = "0.2.0"
 
 
 def how_to_install(extra: str) -> str:
-    """Says, as a sentence without a full stop, how Muster is installed with one of its extras.
+    """Returns a sentence without a full stop that says how to install Muster with one of its extras.
 
-    It is on no package index: there is a checkout, or a wheel that somebody has built.
+    Muster is not on a package index, so it is installed from a checkout or from a wheel that somebody has
+    built.
     """
     return f"Run pip install '.[{extra}]' in a checkout of Muster, or 'WHEEL[{extra}]' with its wheel"

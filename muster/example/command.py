@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if "--data" not in " ".join(rest) and not os.environ.get("DATA_PATH"):
             from muster.example.datasets import load_digits
 
-            load_digits()  # once here, rather than in each worker, it says what is missing
+            load_digits()  # Reports missing data once here, rather than in each worker.
         certificates = _certificates()
         gpus = len(offered_devices(os.environ, "all", count_gpus()))
     except WorkerError as error:
@@ -61,15 +61,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def choose_devices(workers: int, gpus: int, *, has_cupy: bool) -> tuple[str, str]:
-    """Decides what the workers compute on, so that the example runs on every host.
+    """Decides which devices the workers compute on, so that the example runs on every host.
 
     Args:
-        workers: how many there are to be.
-        gpus: how many this host offers.
-        has_cupy: whether the example could use them.
+        workers: the number of workers.
+        gpus: the number of GPUs of this host.
+        has_cupy: whether CuPy is installed, without which the example cannot use GPUs.
 
     Returns:
-        ``--devices`` of ``muster run``, and a line that says why GPUs are left alone; empty: they are not.
+        The value of ``--devices`` for ``muster run``, and a line that says why GPUs are not used; empty if
+            they are.
     """
     if not gpus:
         return "all", ""
@@ -84,13 +85,13 @@ def choose_devices(workers: int, gpus: int, *, has_cupy: bool) -> tuple[str, str
 
 
 def _certificates() -> list[str]:
-    """The options that name this machine's certificates, which are made if need be."""
+    """Returns the options that name this machine's certificates, which are created if necessary."""
     if os.environ.get("MS_CONFIG_FILE"):
         return []
     config, password = KEYS / "config.json", KEYS / "password"
     if not config.exists():
         say(f"making certificates for this machine in {KEYS}/")
-        # Passwords of other jobs that the environment names must not become those of these files.
+        # The environment may contain passwords of other jobs, which must not be used for these files.
         env = {name: value for name, value in os.environ.items() if "_PASSWORD" not in name}
         from muster.launch.fork import own_flags
 

@@ -1,6 +1,6 @@
-"""The data that ``train.py`` trains on: scikit-learn's digits, a random regression set, CIFAR-10.
+"""The data sets of ``train.py``: scikit-learn's digits, a random regression set, and CIFAR-10.
 
-Everything is held as it comes (bytes stay bytes) and scaled when a batch is taken.
+Samples are kept as they were read (bytes stay bytes), and are scaled when a batch is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DIGITS_SHAPE = (1797, 65)
 
 
 class DatasetError(WorkerError):
-    """A data set is not there, or its files are not what they should be."""
+    """A data set is missing, or its files are damaged."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,11 +40,11 @@ class Dataset:
     """Samples with their targets, for training and test.
 
     Attributes:
-        name: as on the command line.
+        name: its name on the command line.
         train_x, test_x: one row per sample, unscaled.
-        train_y, test_y: int64 class numbers, or one float row per sample where ``classes`` is 0.
+        train_y, test_y: int64 class numbers, or one float row per sample if ``classes`` is 0.
         classes: number of classes; 0: regression.
-        scale, shift: ``row * scale + shift`` is what the model gets; numbers, or one per column.
+        scale, shift: the model gets ``row * scale + shift``; one number, or one for each column.
     """
 
     name: str
@@ -58,26 +58,27 @@ class Dataset:
 
     @property
     def inputs(self) -> int:
-        """Values per sample."""
+        """Number of input values per sample."""
         return int(self.train_x.shape[1])
 
     @property
     def outputs(self) -> int:
-        """Values that a model gives per sample."""
+        """Number of values that a model returns per sample."""
         return self.classes or int(self.train_y.shape[1])
 
     def scaled(self, rows: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
-        """Rows of ``train_x`` or ``test_x`` as a model takes them."""
+        """Returns rows of ``train_x`` or ``test_x``, scaled for a model."""
         return (rows * self.scale + self.shift).astype(dtype)
 
 
 def load_digits() -> Dataset:
     """Loads scikit-learn's 1,797 handwritten digits of 8x8 pixels.
 
-    The file that scikit-learn carries is read directly where it is found, because importing the package
-    takes longer than training on it.
+    The file in scikit-learn's package is read directly if it is found, because importing the package takes
+    longer than training on the data.
 
-    A fifth of the samples is kept for the test, the same for all workers whatever the training's seed.
+    A fifth of the samples is kept for the test. It is the same for all workers and does not depend on the
+    training's seed.
 
     Raises:
         DatasetError: scikit-learn is not installed.
@@ -90,9 +91,9 @@ def load_digits() -> Dataset:
 
 
 def load_quickstart() -> Dataset:
-    """Makes the random regression set of the quick start: uniform inputs and targets.
+    """Creates the random regression set of the quick start, with uniform inputs and targets.
 
-    Every global batch of 16 samples is the same one, 4 times an epoch, so that the loss must fall.
+    All four global batches of 16 samples in an epoch are the same, so that the loss must decrease.
     """
     random = np.random.RandomState(1)
     x, y = random.rand(16, 32), random.rand(16, 16)
@@ -103,10 +104,10 @@ def load_cifar10(path: str | Path) -> Dataset:
     """Reads CIFAR-10's binary files: records of one label byte and 3,072 pixel bytes (planes R, G, B).
 
     Args:
-        path: the folder with ``data_batch_1.bin`` ... ``test_batch.bin``, or the one that it lies in.
+        path: the folder with ``data_batch_1.bin`` ... ``test_batch.bin``, or its parent folder.
 
     Raises:
-        DatasetError: a file is missing, has part of a record, or a label beyond 9.
+        DatasetError: a file is missing, or has an incomplete record or a label above 9.
     """
     folder = Path(path)
     if (folder / "cifar-10-batches-bin").is_dir():
@@ -133,7 +134,7 @@ def load_cifar10(path: str | Path) -> Dataset:
 
 
 def path_given() -> str:
-    """DATA_PATH: where CIFAR-10's files are; empty when it is not set."""
+    """Returns DATA_PATH, the folder of CIFAR-10's files; empty if it is not set."""
     return Environment(os.environ, SettingsError).text("DATA_PATH")
 
 
@@ -143,7 +144,7 @@ def load(name: str) -> Dataset:
     Raises:
         DatasetError: the data set is missing or damaged.
     """
-    show_errors_in_words()  # scripts read their data before they join
+    show_errors_in_words()  # Scripts read their data before they join.
     if name == "cifar10":
         if not path_given():
             raise DatasetError("CIFAR-10 needs the folder of its files.", remedy="Set DATA_PATH to it.")
@@ -171,7 +172,7 @@ def _cifar10_records(path: Path) -> NDArray[np.uint8]:
 
 
 def digits_table() -> NDArray[np.uint8]:
-    """64 pixels of 0..16 and the digit, row by row."""
+    """Returns one row for each sample: 64 pixels from 0 to 16, and the digit."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None:
         raise DatasetError(
@@ -190,7 +191,7 @@ def digits_table() -> NDArray[np.uint8]:
 
 
 def imported_digits() -> NDArray[np.uint8]:
-    """The same table through scikit-learn itself, should it keep its file elsewhere."""
+    """Returns the same table by importing scikit-learn, in case its file is in another place."""
     from sklearn import datasets
 
     pixels, labels = datasets.load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Shows a run's progress: lines, and a status line below them on a terminal."""
+"""Shows a run's progress: lines and, on a terminal, a status line below them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TextIO
 
 
 class StatusLine:
-    """Prints lines; on a terminal it also keeps a status line at the bottom, overwritten in place.
+    """Prints lines; on a terminal, it also keeps a status line at the bottom, which is overwritten in place.
 
-    As a context manager it takes the status line away at the end.
+    As a context manager, it removes the status line at the end.
 
     Args:
-        stream: where to; standard output by default.
+        stream: the stream to print to; standard output by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -22,7 +22,7 @@ class StatusLine:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         self._write(f"{self._clearing()}{text}\n{self._shown}")
 
     def show(self, done: int, total: int, text: str) -> None:
@@ -31,12 +31,12 @@ class StatusLine:
             return
         filled = 20 * done // max(total, 1)
         clearing = self._clearing()
-        width = shutil.get_terminal_size().columns - 1  # a full line would wrap, and could not be cleared
+        width = shutil.get_terminal_size().columns - 1  # A full line would wrap, and could not be cleared.
         self._shown = f"[{'#' * filled}{'.' * (20 - filled)}] {done}/{total} {text}"[:width]
         self._write(clearing + self._shown)
 
     def close(self) -> None:
-        """Takes the status line away."""
+        """Removes the status line."""
         clearing, self._shown = self._clearing(), ""
         self._write(clearing)
 
@@ -45,7 +45,7 @@ class StatusLine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Takes the status line away."""
+        """Removes the status line."""
         self.close()
 
     def _clearing(self) -> str:

@@ -1,4 +1,4 @@
-"""Serves the pages over HTTP: renders them on request, and keeps them up to date while they are viewed."""
+"""Serves the pages over HTTP: renders them on request, and updates them while they are viewed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ VIEWERS = 32
 """The largest number of browser windows that are kept up to date at the same time."""
 
 REFRESH_S = 0.2
-"""The least time between two renderings, in seconds; pages show ages, so they are rendered once a second even
-without changes."""
+"""The least time between two renderings, in seconds. Even without changes, pages are rendered once a second,
+because they show ages.
+"""
 
 SEND_S = 20.0
 """How long a browser may stop reading before its stream is ended, in seconds."""
@@ -69,7 +70,7 @@ class Pages:
         origin: returns this launch's command and the directory of its logs; empty if it is not here.
         by_certificate: whether browsers log in by an operator's certificate.
         place: the path below which the pages are.
-        feed: keeps ``known`` up to date.
+        feed: the source that keeps ``known`` up to date.
         viewers: the number of browser windows that are kept up to date.
     """
 
@@ -97,7 +98,7 @@ class Pages:
         self.feed = Feed(self.connect, self.known, self._changed.set)
         self._all = JobsPage(self.known)
 
-    # ------------------------------------------------------------ what is looked at
+    # ------------------------------------------------------------ updates
 
     @contextlib.contextmanager
     def _following(self, job_id: str) -> Iterator[None]:
@@ -163,7 +164,7 @@ class Pages:
         first, answer = f"{self.place}/jobs", Response()
         if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             answer = RedirectResponse(first, 303)
-        else:  # such as from a file: after a redirect the browser would not send the cookie
+        else:  # The link came, for example, from a file: after a redirect, the browser would send no cookie.
             html = render("message.html", title="muster web", text="Your jobs are on their way.")
             answer = HTMLResponse(html, headers={"Refresh": f"0; url={first}"})
         path = f"{self.place}/"
@@ -222,7 +223,7 @@ class Pages:
     def _browser(self, request: Request) -> Browser:
         try:
             return browser_of(request.scope)
-        except PermissionError:  # admitted by certificate, with a cookie of an earlier process
+        except PermissionError:  # Admitted by certificate, but with a cookie of an earlier process.
             raise HTTPException(303, headers={"Location": "/"}) from None
 
     # ------------------------------------------------------------ actions
@@ -305,7 +306,7 @@ class Pages:
             browser.flash = f"Not done: {error}"
         return RedirectResponse(f"{self.place}/{url('job', id=job_id)}", 303)
 
-    # ------------------------------------------------------------ what is sent as it changes
+    # ------------------------------------------------------------ server-sent events
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams the parts of a page that have changed as server-sent events, while the browser listens."""
@@ -325,7 +326,7 @@ class Pages:
                     async with asyncio.timeout(SEND_S):
                         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         except (TimeoutError, OSError):
-            pass  # the browser does not read, or has gone
+            pass  # The browser does not read, or has gone.
         finally:
             self.viewers -= 1
             gone.cancel()
@@ -350,7 +351,7 @@ class Pages:
             news.cancel()
             quiet_s += time.monotonic() - began
 
-    # ------------------------------------------------------------ all of it
+    # ------------------------------------------------------------ the application
 
     def app(self) -> Starlette:
         """Returns the pages as an application below :attr:`place`; a :class:`Guard` must check requests."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muster.web.serve import Transport
 
 AT_ONCE = 16
-"""The largest number of simultaneous calls that block, such as drains."""
+"""The largest number of simultaneous blocking calls, such as drains."""
 
 EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 
@@ -144,9 +144,10 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _ready_to_ask(address: Address) -> Iterator[None]:
-    """Opens early, while file descriptors are left, what a process needs once to ask a scheduler.
+    """Loads, while file descriptors are left, everything that is needed to ask a scheduler.
 
-    Without descriptors gRPC would abort the process, and Python would never find its codec for host names.
+    If no descriptor were left, gRPC would abort the process, and Python would never find its codec for host
+    names.
     """
     if address.config_path is not None:
         from muster.certs.config import apply_cipher_list, load_config
@@ -157,7 +158,7 @@ def _ready_to_ask(address: Address) -> Iterator[None]:
     import grpc
 
     "localhost".encode("idna")
-    with grpc.insecure_channel("127.0.0.1:1"):  # never connects
+    with grpc.insecure_channel("127.0.0.1:1"):  # It never connects.
         yield
 
 
@@ -176,7 +177,7 @@ class _Links:
     """Prints the login links, and opens the first one in a browser if asked to.
 
     Every user of the host can read a browser's command line. So the browser opens a file that only its owner
-    can read, and that redirects to the link; it is removed once the link was used.
+    can read, and which redirects to the link. The file is removed once the link was used.
     """
 
     def __init__(self, origin: str, place: str, *, opens: bool) -> None:
@@ -184,7 +185,7 @@ class _Links:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def show(self, token: str) -> None:
-        """Prints the first link; without a token, for browsers that log in by certificate."""
+        """Prints the first link; an empty token is for browsers that log in by certificate."""
         link = f"{self._origin}{self._place}/enter?token={token}" if token else f"{self._origin}/"
         print(f"muster web is on {link}", flush=True)
         if self._opens:

@@ -18,12 +18,14 @@ AGAIN_S = 0.5
 """The pause before an unreachable scheduler is asked again, in seconds."""
 
 REFUSED_S, REFUSED_MOST_S = 5.0, 300.0
-"""The pause before a scheduler that refused to show a job is asked again: the first and the longest, in
-seconds; it doubles each time."""
+"""The first and the longest pause, in seconds, before a scheduler that refused to show a job is asked again.
+The pause doubles each time.
+"""
 
 UNTRUSTED_S = 1.0
-"""The first pause after a certificate was not accepted, in seconds; it is longer than that after an absence,
-because each attempt is a failed handshake at the scheduler."""
+"""The first pause after a certificate was not accepted, in seconds. It is longer than the pause for an
+unreachable scheduler, because each attempt is a failed handshake at the scheduler.
+"""
 
 Connect = Callable[[str], SchedulerClient]
 """Connects to the scheduler for a job id, or for "", which means all jobs."""
@@ -33,7 +35,7 @@ class Feed:
     """Keeps the model of a scheduler up to date.
 
     Args:
-        connect: see :data:`Connect`; it may raise what :class:`SchedulerClient` does.
+        connect: see :data:`Connect`; may raise the errors of :class:`SchedulerClient`.
         known: the model, which is changed only in the event loop.
         changed: called in the event loop after each change.
     """
@@ -79,7 +81,7 @@ class Feed:
     def _post(self, stream: _Stream, news: pb.WatchReply | SchedulerError | CertificateError | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take, stream, news)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # The event loop is closed.
             stream.stop()
 
     def _take(self, stream: _Stream, news: pb.WatchReply | SchedulerError | CertificateError | None) -> None:
@@ -95,7 +97,7 @@ class Feed:
                 for each in waiting:
                     if each.refusals and self._is_listed(each.job_id):
                         each.go_on()
-        elif news is None:  # a new stream begins: it sends everything from the start
+        elif news is None:  # A new stream has begun, which sends everything from the start.
             stream.refusals = 0
             if job is not None:
                 job.begin()
@@ -107,7 +109,7 @@ class Feed:
             job.refusal = str(news)
         if isinstance(news, RefusedByScheduler):
             stream.refusals += 1
-            if self._is_listed(stream.job_id):  # otherwise it is asked again once the job is listed
+            if self._is_listed(stream.job_id):  # Otherwise the stream is opened again once the job is listed.
                 self._ask_again(stream, REFUSED_S)
         elif isinstance(news, CertificateError):
             stream.refusals += 1
@@ -151,11 +153,11 @@ class _Stream:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped."""
+        """Whether the stream was stopped."""
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Ends it; callable from any thread."""
+        """Ends the stream; callable from any thread."""
         self._stop.set()
         self._wake.set()
         with self._lock:
@@ -167,7 +169,7 @@ class _Stream:
         self._wake.set()
 
     def run(self) -> None:
-        """Reads until it is stopped."""
+        """Reads replies until it is stopped."""
         while not self.stopped:
             self._wake.clear()
             wait_s: float | None = AGAIN_S
@@ -179,9 +181,9 @@ class _Stream:
                 self._post(self, error)
             except SchedulerError as error:
                 self._post(self, error)
-            except OSError as error:  # such as too few descriptors
+            except OSError as error:  # For example, no descriptors are left.
                 self._post(self, UnreachableError(f"The scheduler cannot be asked: {error.strerror}."))
-            except ValueError:  # gRPC raises it for a closed channel
+            except ValueError:  # gRPC raises this for a closed channel.
                 pass
             if not self.stopped:
                 self._wake.wait(wait_s)

@@ -1,7 +1,8 @@
 """Admits browsers to the pages: those that have logged in, on requests that come from the pages themselves.
 
-Browsers share cookies among all ports of a host, but other servers of the host must not receive the cookie,
-nor their pages use it. So all pages are below a random path, and the cookie is sent to that path only.
+Browsers share cookies among all ports of a host. But other servers on the host must not receive the cookie,
+and their pages must not use it. So all pages are below a random path, and browsers send the cookie only to
+that path.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with none at all, forms would come from the origin "null"
+    "Referrer-Policy": "same-origin",  # Without a referrer, forms would have the origin "null".
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
@@ -67,7 +68,7 @@ class LoginLinks:
         return self._token
 
     def enter(self, token: str) -> str | None:
-        """Logs a browser in by a link's token; returns its new cookie, None if the token is not valid."""
+        """Logs a browser in by a link's token; returns its new cookie, or None if the token is not valid."""
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return None
         self._token = secrets.token_urlsafe(32)
@@ -83,7 +84,7 @@ class LoginLinks:
         return cookie
 
     def browser(self, cookie: str) -> Browser | None:
-        """Returns the browser with a cookie; None if there is none."""
+        """Returns the browser with this cookie; None if there is none."""
         return self._browsers.get(cookie)
 
 
@@ -125,7 +126,7 @@ class Guard:
                 for name, value in HEADERS.items():
                     headers[name] = value
                 if scope.get("muster.browser") is None and not self._by_certificate:
-                    headers["Connection"] = "close"  # browsers without login get one request per connection
+                    headers["Connection"] = "close"  # One request per connection without login.
             await send(message)
 
         refusal = self._refusal(scope)

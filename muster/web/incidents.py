@@ -11,11 +11,11 @@ from muster.wire.launches import INCIDENTS
 from muster.wire.log_lines import one_line
 
 SHOWN = 8
-"""The largest number of hangs that are shown: the newest."""
+"""The largest number of hangs that are shown; the newest ones are."""
 
 FILES_SHOWN = 12
 MOST_BYTES = 128 * 1024
-"""The largest size of a file that is shown; of a larger one only the name is."""
+"""The largest size in bytes of a file that is shown; of a larger file, only the name is shown."""
 
 SUMMARY = "incident.txt"
 

@@ -1,4 +1,4 @@
-"""The changing parts of a page: rendered once for all viewers. Each viewer gets only what has changed."""
+"""The changing parts of a page. They are rendered once for all viewers; each viewer gets only the changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Live:
                 self._cells[cell.id] = (self.number, cell)
 
     def since(self, number: int) -> str:
-        """Returns what has changed after the refresh ``number``, as JSON; empty if nothing has."""
+        """Returns the changes since the refresh ``number``, as JSON; empty if there are none."""
         if number not in self._made:
             parts = {name: html for name, (changed, html) in self._parts.items() if changed > number}
             cells = [

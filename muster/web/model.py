@@ -1,4 +1,4 @@
-"""The pages' model of a scheduler and its jobs, built from its streams. Pure: time is an argument."""
+"""The pages' model of a scheduler and its jobs, built from its streams. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from muster.wire.v1 import watch_pb2 as pb
 GENERATIONAL = frozenset(("formed", "stands", "over", "ended"))
 EVENTS_KEPT = 512
 STILL_S = 5.0
-"""The least time without a finished step after which a job counts as stalled, in seconds; at least five times
-the recent step time must have passed, too."""
+"""The least time without a finished step after which a job counts as stalled, in seconds. In addition, at
+least five times the recent step time must have passed.
+"""
 
 LISTED = 8
 ONE_OFF = "one-off"
-"""The kind of a single long step, which is no straggler."""
+"""The kind of a single long step, which is not a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A worker as last seen: its seat and its figures, with None for those that it has not reported.
+    """A worker as last seen: its seat and its figures; a figure that it has not reported is None.
 
-    ``computed_s``, ``waited_s`` and ``data_s`` are the parts of a step's time, in seconds; ``straggler`` says
-    how it slows the others down; ``gpu`` is its GPU's health as reported by the driver.
+    ``computed_s``, ``waited_s`` and ``data_s`` are the parts of a step's time, in seconds. ``straggler`` says
+    how it slows the others down. ``gpu`` is its GPU's health as reported by the driver.
     """
 
     seat: pb.Seat
@@ -50,7 +51,7 @@ class ObservedWorker:
 
 @dataclass(slots=True)
 class ObservedGeneration:
-    """A generation: when it was formed, established and over, in seconds since 1970; None if not seen."""
+    """A generation: when it was formed, established and ended, in seconds since 1970; None if not seen."""
 
     number: int
     members: int
@@ -63,7 +64,7 @@ class ObservedGeneration:
 
 @dataclass
 class ObservedJob:
-    """A job as last heard of.
+    """A job as last reported by the scheduler.
 
     Attributes:
         line: the job's summary.
@@ -72,7 +73,7 @@ class ObservedJob:
         events: the latest events, the oldest first.
         series: the job's figures over time.
         moved_at: when the job last made progress, in seconds since 1970.
-        gone: whether the scheduler has no such job any more.
+        gone: whether the scheduler no longer has the job.
         refusal: why the scheduler does not show it; empty if it does.
         homes: the last seat of each node, by node id.
     """
@@ -88,7 +89,7 @@ class ObservedJob:
     homes: dict[str, pb.Seat] = field(default_factory=dict)
 
     def take_line(self, line: pb.JobLine, now: float) -> None:
-        """Takes over the job's summary."""
+        """Stores the job's new summary."""
         if (line.step, line.furthest, line.generation, line.state) != (
             self.line.step,
             self.line.furthest,
@@ -97,7 +98,7 @@ class ObservedJob:
         ):
             self.moved_at = now
         if line.began > self.line.began + 60 and line.generation < self.line.generation:
-            self.series = Series()  # another run with the same job id
+            self.series = Series()  # This is another run with the same job id.
         self.line, self.gone = line, False
         if line.members and (line.step or line.samples_per_s) and line.state != "ended":
             loss = line.loss if line.HasField("loss") and math.isfinite(line.loss) else None
@@ -111,13 +112,13 @@ class ObservedJob:
         return any(event.kind == "ended" and event.code == "failed" for event in self.events)
 
     def begin(self) -> None:
-        """Clears what a new stream of the job sends again from the start; it may be another scheduler's."""
+        """Clears the data that a new stream, maybe of another scheduler, sends again from the start."""
         self.events.clear()
         self.refusal = ""
-        self.progress = pb.Progress()  # it refers to the previous stream's roster
+        self.progress = pb.Progress()  # The old one refers to the previous stream's roster.
 
     def take(self, reply: pb.WatchReply, now: float) -> None:
-        """Takes over a part of the job's own stream."""
+        """Stores the data of a reply on the job's own stream."""
         kind = reply.WhichOneof("body")
         if kind == "roster":
             self.roster = reply.roster
@@ -170,7 +171,7 @@ class ObservedJob:
         ]
 
     def stands_still_s(self, now: float) -> float:
-        """Returns the seconds without a finished step, if the job is stalled; else 0."""
+        """Returns the seconds since the last finished step, if the job is stalled; otherwise 0."""
         if self.line.state not in ("running", "quiescing") or not self.moved_at:
             return 0.0
         still_s = now - self.moved_at
@@ -211,7 +212,7 @@ def _copies(
 
 
 def _times(columns: pb.Progress, number: int) -> tuple[float, float, float]:
-    """Returns a worker's time per step for computing, waiting and data, in s; zeros from older schedulers."""
+    """Returns a worker's seconds per step for computing, waiting and data; zeros from older schedulers."""
     if number >= len(columns.computed_s):
         return 0.0, 0.0, 0.0
     return columns.computed_s[number], columns.waited_s[number], columns.data_s[number]
@@ -228,7 +229,7 @@ def trouble(line: pb.JobLine) -> str:
 
 
 def who_waits(workers: Sequence[ObservedWorker]) -> Iterator[str]:
-    """Yields a sentence per group in which ranks wait: which ranks, for which others, in which collective."""
+    """Yields a sentence for each group with waiting ranks: who waits, for which ranks, in which call."""
     groups: dict[str, list[ObservedWorker]] = {}
     for worker in workers:
         if worker.seat.rank >= 0 and worker.call is not None:
@@ -272,14 +273,14 @@ def _verb(items: Sequence[object], one: str, many: str) -> str:
 
 @dataclass
 class Followed:
-    """A scheduler as last heard of.
+    """The latest known state of a scheduler.
 
     Attributes:
         where: its address.
         overview: summaries of its jobs, and when its own certificates end.
         refusals: the latest connections that were refused before their job was known.
         jobs: the jobs by job id.
-        absent_since: the time from which on it cannot be reached, in seconds since 1970; None: it can be.
+        absent_since: since when it cannot be reached, in seconds since 1970; None if it can.
         why_absent: the reason why it cannot be reached, as text.
     """
 
@@ -291,7 +292,7 @@ class Followed:
     why_absent: str = "It has not answered yet."
 
     def take(self, reply: pb.WatchReply, now: float) -> None:
-        """Takes over a part of the stream of all jobs."""
+        """Stores the data of a reply on the stream of all jobs."""
         self.absent_since = None
         kind = reply.WhichOneof("body")
         if kind == "overview":
@@ -305,8 +306,8 @@ class Followed:
             self.refusals.extend(reply.happenings.happenings)
 
     def take_of(self, job_id: str, reply: pb.WatchReply, now: float) -> None:
-        """Takes over a part of the own stream of the job ``job_id``."""
-        self.job(job_id, pb.JobLine(job_id=job_id)).take(reply, now)  # it may come before the list of all
+        """Stores the data of a reply on the own stream of the job ``job_id``."""
+        self.job(job_id, pb.JobLine(job_id=job_id)).take(reply, now)  # It may precede the list of jobs.
 
     def job(self, job_id: str, line: pb.JobLine) -> ObservedJob:
         """Returns the job with this id; adds it if there is none."""
@@ -315,6 +316,6 @@ class Followed:
         return self.jobs[job_id]
 
     def lose(self, why: str, now: float) -> None:
-        """Notes that the scheduler cannot be reached, and why."""
+        """Records that the scheduler cannot be reached, and why."""
         self.absent_since = now if self.absent_since is None else self.absent_since
         self.why_absent = why

@@ -201,7 +201,7 @@ class JobPage:
 
 
 def gpus_unwell(workers: Iterable[ObservedWorker]) -> list[str]:
-    """Returns a sentence for each worker whose GPU is not well, those with failing GPUs first."""
+    """Returns a sentence for each worker whose GPU is not healthy, those with failing GPUs first."""
     found = [(w.seat, w.gpu) for w in workers if w.gpu is not None and w.gpu.state != WELL]
     return [
         gpu_warning(seat.rank, seat.node_id, seat.host_name, seat.device, gpu)
@@ -215,7 +215,7 @@ def _shown(live: Live) -> dict[str, Markup]:
 
 
 def _events(events: Iterable[pb.Happening], nothing: str) -> str:
-    """Renders the latest events, the newest first; ``nothing`` if there is none."""
+    """Renders the latest events, the newest first; if there are none, returns ``nothing``."""
     return render("events.html", events=list(events)[: -EVENTS_SHOWN - 1 : -1], nothing=nothing)
 
 
@@ -234,7 +234,7 @@ def _cell(worker: ObservedWorker, template: jinja2.Template, job_id: str, *, den
     if worker.silent_s >= SILENT_S:
         kinds.append("silent")
     label = ""
-    if dense:  # for screen readers: only what does not change with every step
+    if dense:  # For screen readers, only values that do not change with every step.
         name = f"rank {seat.rank}" if seat.rank >= 0 else "no rank"
         slow = ", holds the others up" if "straggles" in kinds else ""
         quiet = f", not heard for {worker.silent_s:.0f} s" if "silent" in kinds else ""

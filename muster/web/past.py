@@ -38,7 +38,7 @@ _WHO = re.compile(r'\b(rank|node_id|host|hosts)=("[^"]*"|\S+)')
 _LOSS = re.compile(r"\b(?:(?:is lost|was expelled): |holds? (?:the others|all) up: )")
 _CHANGE = re.compile(r"\. Generation \d+ is formed .*", re.DOTALL)
 TIME = "time"
-"""The scheduler's log event that says where a job's time went."""
+"""The name of the scheduler's log event with a job's time by cause."""
 
 NOTED = frozenset(
     ("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended", TIME)
@@ -47,7 +47,7 @@ NOTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """A line that was shown or logged; ``tone`` is ``error``, ``warning``, ``good`` or empty."""
+    """A line that a launcher has shown or a scheduler has logged; ``tone``: error, warning, good or empty."""
 
     time_s: float
     text: str
@@ -92,19 +92,19 @@ class Run:
         workers: the requested number of workers.
         command: the workers' command.
         began: when it began, in seconds since 1970.
-        ended: when it ended, in seconds since 1970; None if it goes on, or its launcher was killed.
+        ended: when it ended, in seconds since 1970; None if it is still running, or its launcher was killed.
         codes: the launchers' exit codes.
         latest: the time of the latest record, in seconds since 1970.
         series: the job's figures over time.
         generations: the generations, the oldest first.
-        copies: the last ``snapshot`` and ``checkpoint``, by these names.
+        copies: the last snapshot and checkpoint, by the names ``snapshot`` and ``checkpoint``.
         steps: the total number of steps; 0 if not known.
         epoch: the last epoch, from 1; 0 if not known.
         epochs: the total number of epochs; 0 if not known.
-        said: what the launchers have shown.
+        said: the lines that the launchers have shown.
         scheduler_said: the scheduler's log lines.
         ends: the ends of the logs of processes that failed.
-        time_by_cause: seconds by cause, as its schedulers have logged them; empty if none has.
+        time_by_cause: seconds by cause, as the run's schedulers have logged them; empty if none has.
     """
 
     job_id: str = ""
@@ -211,7 +211,7 @@ def _spent(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def points_of(directory: Path) -> list[Point]:
-    """Returns the figures of a run; empty if they cannot be read."""
+    """Returns a run's figures over time; empty if they cannot be read."""
     try:
         return load(directory).series.points
     except OSError:
@@ -246,14 +246,14 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
             words = "" if said is None else json.loads(said[1]) if said[1][0] == '"' else said[1]
         except (ValueError, OverflowError, RecursionError):
             continue
-        if not 0 <= time_s < LAST_S:  # calendars end soon after, and before the year 1
+        if not 0 <= time_s < LAST_S:  # Calendars end soon after that, and begin with the year 1.
             continue
         who = _who(found[3]) if found[2] != "decided" else ""
         yield Saying(time_s, _shown(": ".join(filter(None, (who, words)))), kind=found[2])
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Joins the lines that a log has broken because they were too long."""
+    """Joins lines that were broken in the log because they were too long."""
     whole: str | None = None
     for line in lines:
         more = _MORE.fullmatch(line)
@@ -293,7 +293,7 @@ def _said_in_json(line: str) -> Iterable[Saying]:
 def _take_group(run: Run, line: Mapping[str, Any], now: float) -> None:
     number = _whole(line, "generation")
     if run.generations and number <= run.generations[-1].number:
-        return  # another launcher of the job has noted it
+        return  # Another launcher of the job has recorded it.
     if run.generations:
         run.generations[-1].over = now
     run.generations.append(
@@ -315,7 +315,7 @@ def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -
     speed = _number(line, "samples_per_s") or 0.0
     step = _whole(line, "step")
     if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:
-        return  # an older figure, from another launcher's worker
+        return  # It is older than the figure of another launcher's worker.
     run.steps, run.epoch, run.epochs = (_whole(line, name) for name in ("steps", "epoch", "epochs"))
     loss, rate = _number(line, "loss"), _number(line, "learning_rate")
     run.series.take(Point(now, step, speed * workers, loss, rate, _numbers(line)))
@@ -335,7 +335,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
 
 
 def _shown(said: object) -> str:
-    """Returns a text, at most ``MAX_SHOWN`` long, without characters that cannot be shown or stored."""
+    """Returns a text without unprintable characters, cut to ``MAX_SHOWN`` characters."""
     text = str(said)
     if len(text) > MAX_SHOWN:
         text = f"{text[: MAX_SHOWN - 3]}..."

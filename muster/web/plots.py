@@ -15,10 +15,10 @@ from muster.wire.time_by_cause import CAUSES
 WIDTH, HEIGHT = 440, 180
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
 LARGEST, SMALLEST = 1e300, 1e-290
-"""The largest value that is drawn, and the smallest difference that is: workers may report any number."""
+"""The largest value and the smallest difference that are drawn, because workers may report any number."""
 
 MARKED = 64
-"""The largest number of member changes that are marked: the newest."""
+"""The largest number of member changes that are marked; the newest ones are."""
 
 DRAWN = 240
 """The largest number of points of a line; more would not be visible."""
@@ -135,7 +135,7 @@ def plot(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Reduces a line to at most ``DRAWN`` points and the two ends: means of neighbours in between."""
+    """Reduces a line to its two ends and at most ``DRAWN`` means of neighbouring points between them."""
     if len(points) <= DRAWN:
         return points
     each = math.ceil(len(points) / DRAWN)
@@ -158,7 +158,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A phase of a generation on the timeline; ``state`` is ``building`` or ``stood`` (established)."""
+    """A phase of a generation on the timeline; ``state`` is ``building``, or ``stood`` if established."""
 
     x: float
     width: float
@@ -191,7 +191,7 @@ def bars(generations: Sequence[ObservedGeneration], now: float) -> list[Bar]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a job's time: its cause, its bar's start and width (of 1000), its percentage and duration."""
+    """A part of a job's time: cause, start and width of its bar (of 1000), percentage and duration."""
 
     cause: str
     x: float

@@ -150,7 +150,7 @@ def page(directory: Path) -> str | None:
 
 
 def _shown(path: object) -> str:
-    """Returns a path as one printable line, since others may have chosen its characters."""
+    """Returns a path as one printable line, because other users may have chosen its characters."""
     return one_line(str(path))
 
 
@@ -159,11 +159,11 @@ def _digest(style: str) -> str:
 
 
 def _write(target: Path, html: str) -> None:
-    """Writes the file atomically; only its owner can read it, as with the logs that it shows."""
+    """Writes the file atomically; only its owner can read it, as is the case for the logs that it shows."""
     part = beside(target)
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:  # by name it could be a link by now
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:  # By name, it could be a link by now.
             out.write(html)
         part.replace(target)
     finally:

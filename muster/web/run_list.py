@@ -19,14 +19,14 @@ MOST_RUNS = 100
 
 
 def runs_in(folder: Path) -> Iterator[tuple[Path, Run]]:
-    """Yields the runs whose directories are in ``folder``, those that began last first.
+    """Yields the runs whose directories are in ``folder``, the latest first.
 
     Raises:
         OSError: ``folder`` cannot be read.
     """
     changed: list[tuple[float, Path]] = []
     for each in folder.iterdir():
-        with contextlib.suppress(OSError):  # it may have gone by now
+        with contextlib.suppress(OSError):  # The directory may be gone by now.
             if each.is_dir() and each.name != LATEST:
                 changed.append((each.stat().st_mtime, each))
     found = []

@@ -1,4 +1,4 @@
-"""A time series with a bounded number of points, which grows coarser as it grows longer."""
+"""A time series with a bounded number of points, which becomes coarser as it becomes longer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Point(NamedTuple):
 class Series:
     """Points in order of time.
 
-    Whenever there are ``POINTS_KEPT``, every second one is dropped, and new ones must be almost twice as far
-    apart.
+    When there are ``POINTS_KEPT`` points, every second one is dropped, and the least time between new points
+    is almost doubled.
 
     Attributes:
         points: the points.
@@ -69,7 +69,7 @@ class Series:
         found = []
         start = self.points[0] if self.points else None
         for point in self.points:
-            if start is None or point.step < start.step:  # started over
+            if start is None or point.step < start.step:  # The training has started over.
                 start = point
             elif point.step > start.step:
                 found.append((point.time_s, (point.time_s - start.time_s) / (point.step - start.step)))

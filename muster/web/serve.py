@@ -27,26 +27,28 @@ from muster.web.guard import Guard
 from muster.wire.settings import show_address
 
 CONNECTIONS = 128
-"""The largest number of connections; of more, the one that has been without a request longest is closed."""
+"""The largest number of connections; beyond it, the one that was without a request longest is closed."""
 
 STRANGERS, HANDSHAKE_S = 64, 5.0
-"""The largest number of connections in the TLS handshake, of which the oldest is closed when there are more,
-and the time limit of a handshake in seconds."""
+"""The largest number of connections in the TLS handshake, and the time limit of a handshake in seconds. If
+there are more, the oldest one is closed.
+"""
 
 HEAD_BYTES = 16 * 1024
 REQUEST_S = 10.0
 """How long a connection may take to send a request with its body, in seconds."""
 
 REST_S = 1.0
-"""How long the rest of a body may come after its request was answered, in seconds, so that its sender can
-read the answer."""
+"""How long the rest of a body is still read after its request was answered, in seconds, so that the sender
+can read the answer.
+"""
 
 LOOK_S = 1.0
 """The interval at which certificates, revocation lists and connected browsers are checked, in seconds."""
 
 
 _IN_TURN = 8
-"""How many connections are accepted before the event loop has a turn to close aborted ones."""
+"""How many connections are accepted before the event loop gets a turn to close aborted ones."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -72,7 +74,7 @@ class Listener(socket.socket):
         """Accepts a connection, which counts as being in its handshake until :meth:`welcome`.
 
         Raises:
-            OSError: as of :meth:`socket.socket.accept`; asyncio handles it.
+            OSError: as for :meth:`socket.socket.accept`; asyncio handles it.
         """
         loop = asyncio.get_running_loop()
         if self._in_turn >= _IN_TURN:
@@ -86,9 +88,9 @@ class Listener(socket.socket):
             if error.errno not in _NO_ROOM:
                 raise
             if not self._turn_away():
-                raise  # asyncio accepts nothing for a second
-            raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio ignores it
-        self._strangers.pop(connection.fileno(), None)  # a closed connection had this descriptor before
+                raise  # asyncio then accepts no connection for a second.
+            raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio ignores this.
+        self._strangers.pop(connection.fileno(), None)  # It may be that of a closed connection.
         if len(self._strangers) >= STRANGERS:
             self._hang_up(*next(iter(self._strangers.items())))
         self._strangers[connection.fileno()] = connection
@@ -96,7 +98,7 @@ class Listener(socket.socket):
         return connection, address
 
     def welcome(self, number: int) -> None:
-        """Notes that the connection with this descriptor has completed its handshake."""
+        """Records that the connection with this descriptor has completed its handshake."""
         self._strangers.pop(number, None)
 
     def _end_turn(self) -> None:
@@ -192,7 +194,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
             super().connection_made(transport)
 
     asyncio.get_running_loop().set_exception_handler(_pass_over_no_room)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each bad request is a line on the terminal
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # Bad requests need no lines.
     config = uvicorn.Config(
         app,
         http=Here,
@@ -202,7 +204,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=2 * CONNECTIONS,  # requests of aborted connections count until they end
+        limit_concurrency=2 * CONNECTIONS,  # Requests of aborted connections count until they end.
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_keep_alive=20,
         timeout_graceful_shutdown=1,
@@ -227,7 +229,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
 
 
 def _pass_over_no_room(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Passes asyncio's reports on, except tracebacks of connections for which no descriptor was left."""
+    """Passes on asyncio's reports, except tracebacks of connections for which no descriptor was left."""
     if getattr(context.get("exception"), "errno", None) not in _NO_ROOM:
         loop.default_exception_handler(context)
 
@@ -240,7 +242,7 @@ class _Bounded(H11Protocol):
     _is_answered_early = False
 
     def connection_made(self, transport: Any) -> None:
-        """Takes a connection; if there are too many, closes the one that was without a request longest."""
+        """Accepts a connection; if there are too many, closes the one that was without a request longest."""
         super().connection_made(transport)
         self._silent_since = self.loop.time()
         self._await_request()
@@ -253,7 +255,7 @@ class _Bounded(H11Protocol):
             min(silent)[-1].give_up()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes; a partial request does not extend the time limit."""
+        """Handles received bytes; a partial request does not extend the time limit."""
         super().data_received(data)
         if self._is_answered_early:
             return
@@ -270,10 +272,10 @@ class _Bounded(H11Protocol):
             self._is_answered_early = True
             self._stop_awaiting()
             self._patience = self.loop.call_later(REST_S, self.give_up)
-            if self.conn.our_state is h11.MUST_CLOSE:  # an immediate close would lose the answer
+            if self.conn.our_state is h11.MUST_CLOSE:  # Closing immediately would lose the answer.
                 return
         super().on_response_complete()
-        if not self._is_answered_early and self._has_request():  # the next request has already come
+        if not self._is_answered_early and self._has_request():  # The next request has already come.
             self._silent_since = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -300,10 +302,10 @@ class _Bounded(H11Protocol):
 
 
 class _Newest(ssl.SSLContext):
-    """A TLS context that uses, for each new connection, the certificate and authorities of that moment."""
+    """A TLS context that uses the current certificate and authorities for each new connection."""
 
     def __new__(cls, server: Follower) -> Self:
-        """Creates the :class:`ssl.SSLContext`, which takes nothing but a protocol."""
+        """Creates the :class:`ssl.SSLContext`, which takes no other argument than a protocol."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, server: Follower) -> None:
@@ -319,7 +321,7 @@ class _Newest(ssl.SSLContext):
 
 
 async def _keep_looking(server: Follower, connections: Iterable[Any]) -> None:
-    """Checks the credential files regularly; aborts connections whose certificates are not valid any more."""
+    """Checks the credential files regularly; aborts connections whose certificates are no longer valid."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(LOOK_S)

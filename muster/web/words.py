@@ -49,7 +49,7 @@ def moment(time_s: float) -> str:
 
 
 def days(seconds: float) -> str:
-    """Formats a validity: ``89 days``, below two days ``47 hours``, and ``ended`` if it is over."""
+    """Formats a remaining validity: ``89 days``, below two days ``47 hours``, and ``ended`` if it is over."""
     if seconds <= 0:
         return "ended"
     return f"{seconds / DAY_S:,.0f} days" if seconds >= 2 * DAY_S else f"{seconds / 3600:.0f} hours"
@@ -67,7 +67,7 @@ def number(value: float | None) -> str:
 
 
 def snapshot(report: pb.SnapshotReport, *, short: bool = False) -> str:
-    """Formats a snapshot: ``step 120, 12 s ago, at rank 3``, and unless short also ``1.5 MB in 0.8 s``."""
+    """Formats a snapshot: ``step 120, 12 s ago, at rank 3``; unless ``short``, also ``1.5 MB in 0.8 s``."""
     where = ", ".join(map(str, report.partners))
     at = f", at rank{'' if len(report.partners) == 1 else 's'} {where}" if where else ""
     what = f"step {number(newest_of(report))}, {duration(report.age_s)} ago{at}"
@@ -99,7 +99,7 @@ def planned_drain(drain: pb.PlannedDrain, now: float) -> str:
 
 
 def gpu(report: pb.GpuReport, *, short: bool = False) -> str:
-    """Formats a GPU's state: ``98 %, 61 C``, and unless short also memory, clock, errors and complaints."""
+    """Formats a GPU's state: ``98 %, 61 C``; unless ``short``, also memory, clock, errors and complaints."""
     return gpu_in_short(report) if short else gpu_in_full(report)
 
 

@@ -1,7 +1,7 @@
 """Encodes the values of :mod:`muster.wire.messages` as protobuf, and decodes and checks them.
 
-Decoders refuse all malformed messages: every number has bounds, workers' messages have a limit for every
-string and count, names have no blanks or control characters, and free text is made to fit one log line.
+Decoders refuse all malformed messages. Every number has bounds, and workers' messages have a limit for every
+string and count. Names have no blanks or control characters, and free text is made to fit one log line.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MAX_UNIQUE_IDS = 512
 MAX_PARTNERS = 64
 MAX_UNIQUE_ID_BYTES = 1024
 TIMED = 7
-"""How many durations a heartbeat's ``times`` have."""
+"""The number of durations in a heartbeat's ``times``."""
 LONGEST_TIMES_S = 1e9
-"""Upper limit of their sum, in seconds; NaN is refused by it, too."""
+"""Upper limit of the sum of these durations, in seconds; the check also refuses NaN."""
 PACKED_FROM_BYTES = 4096
 """Size in bytes from which an assignment is compressed, once for all members."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
@@ -44,7 +44,7 @@ DELTA_FROM_MEMBERS = 64
 DEVICE_KINDS = ("cpu", "cuda")
 GPU_STATES = ("well", "suspect", "ill")
 MAX_REASONS, MAX_REASON, MAX_XIDS = 8, 120, 16
-"""Limits of what a heartbeat says of a GPU: how many reasons, of how many characters, and how many Xids."""
+"""Limits of a heartbeat's report on a GPU: the number of reasons, their characters, the number of Xids."""
 
 ValueT = TypeVar("ValueT", bound=Value)
 
@@ -191,7 +191,7 @@ class AssignmentEncoder:
                 receiver takes no deltas.
         """
         if not isinstance(message, messages.Assignment):
-            if self._other[0] is not message:  # a message to all members, such as unique ids, is one value
+            if self._other[0] is not message:  # One object for all members, such as unique ids.
                 self._other = (message, encode(message))
             return (self._other[1],)
         last = self._last
@@ -503,7 +503,7 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
 _OPTIONAL: dict[type[Value], tuple[str, ...]] = {
     messages.Heartbeat: ("loss", "learning_rate", "snapshot", "checkpoint", "gpu"),
 }
-"""Fields that are None where they are missing."""
+"""Fields that are None if the message lacks them."""
 
 
 def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:

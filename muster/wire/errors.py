@@ -16,6 +16,6 @@ class RemediedError(Exception):
     def __init__(self, message: str, *, remedy: str = "") -> None:
         self.message = message
         self.remedy = remedy
-        if remedy and not message.endswith((".", "!", "?", ":")):  # it may end with another library's words
+        if remedy and not message.endswith((".", "!", "?", ":")):  # It may end with another library's words.
             message += "."
         super().__init__(f"{message} {remedy}".strip())

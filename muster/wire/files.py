@@ -1,7 +1,7 @@
-"""Reads files whose names come from outside: regular ones only, without blocking, with a size limit.
+"""Reads files whose names come from users: only regular files, without blocking, and with a size limit.
 
-A path to a FIFO, a device or a file that grows must not hold a process up, or fill its memory.
-Imports the standard library alone.
+A path to a FIFO, a device or a growing file must not block a process or fill its memory. This module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _KINDS = {
 
 
 def path_of(text: str) -> Path:
-    """Makes a user's path absolute; ``~NAME`` of a user that does not exist stays as written."""
+    """Makes a user's path absolute; ``~NAME`` stays as written if there is no such user."""
     return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path's own raises there
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Opens a regular file, and nothing else, without waiting for anybody.
+    """Opens a file without blocking, and refuses anything that is not a regular file.
 
     Args:
         path: the file.
         flags: as for :func:`os.open`.
-        mode: the permission bits of a file that is made.
+        mode: the permission bits if the file is created.
 
     Returns:
-        its descriptor, not inherited by children.
+        The descriptor, which children do not inherit.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file; ``strerror`` says what it is.
     """
-    # O_NONBLOCK: a FIFO opens at once, or fails at once. It means nothing for regular files.
+    # With O_NONBLOCK, opening a FIFO succeeds or fails immediately. Regular files ignore it.
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -61,15 +61,16 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def open_own(path: str | os.PathLike[str]) -> int:
-    """Opens a file of this user's to append to it; makes it for its owner alone if it is missing.
+    """Opens a file of this user for appending; creates a missing one so that only its owner can use it.
 
-    In a folder where others may write, one of them may have put a link there, or a file to read what comes.
+    In a folder to which others may write, somebody may have put a link there, or a file of their own in order
+    to read what is appended.
 
     Returns:
-        its descriptor, not inherited by children.
+        The descriptor, which children do not inherit.
 
     Raises:
-        OSError: as :func:`open_regular`; or the file is a link, or belongs to another user.
+        OSError: as for :func:`open_regular`, or the file is a link or belongs to another user.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
     with contextlib.suppress(FileExistsError):
@@ -83,12 +84,12 @@ def open_own(path: str | os.PathLike[str]) -> int:
 
 
 def _owner_of_new_files(beside_path: Path) -> int:
-    """The owner of a new file of ours: some file systems say another user than this process has."""
+    """Returns the owner of a file that this process creates; on some file systems, that is another user."""
     return _new_file(beside_path).st_uid
 
 
 def _new_file(beside_path: Path) -> os.stat_result:
-    """Returns the status of a file made now, by which the file system shows its clock and its owner."""
+    """Returns the status of a new file, which shows the file system's clock and the owner of new files."""
     name = beside(beside_path)
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -103,10 +104,10 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
     Args:
         path: the file.
-        limit: the most bytes that it may have.
+        limit: the largest number of bytes that it may have.
 
     Raises:
-        OSError: as :func:`open_regular`; EFBIG if it has more bytes.
+        OSError: as for :func:`open_regular`; EFBIG if the file has more bytes.
     """
     with os.fdopen(open_regular(path), "rb") as stream:
         data = stream.read(limit + 1)
@@ -116,7 +117,7 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def readable_by_others(path: str | os.PathLike[str]) -> str:
-    """A warning if others may read a file that holds a secret; empty if not, or if it is missing."""
+    """Returns a warning if others may read a file that holds a secret; empty if not, or if it is missing."""
     try:
         mode = stat.S_IMODE(Path(path).stat().st_mode)
     except (OSError, ValueError):
@@ -127,14 +128,15 @@ def readable_by_others(path: str | os.PathLike[str]) -> str:
 
 
 def beside(path: Path) -> Path:
-    """Returns an unguessable name in the file's folder, to write to before it is renamed to the file."""
+    """Returns an unguessable temporary name in the file's folder, which is later renamed to the file."""
     return path.with_name(f".{path.name}.{os.urandom(_TOKEN_BYTES).hex()}.part")
 
 
 def remove_left(folder: Path) -> None:
-    """Removes what :func:`beside` named and a process that was killed left, if it is ten minutes old.
+    """Removes files named by :func:`beside` that killed processes have left, if they are ten minutes old.
 
-    By the clock of the file system: another host's, which writes there just now, may be an hour off.
+    The age is measured by the file system's clock. The clock of another host that is writing there may be an
+    hour off.
     """
     left = list(folder.glob(f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.part"))
     with contextlib.suppress(OSError):

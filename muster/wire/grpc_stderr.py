@@ -22,7 +22,7 @@ from muster.wire.log_lines import OTHERS, LogBudget, one_line
 from muster.wire.threads import start_thread
 
 MAX_WRITE_BYTES = 32 * 1024
-"""Length in characters at which a text is cut."""
+"""The size in bytes at which the data of one write is cut."""
 
 BUFFER_BYTES = 1 << 20
 _MOST_A_TURN = 4096
@@ -36,7 +36,7 @@ class OutputReader(Protocol):
         """Takes the bytes of one write."""
 
     def tend(self) -> float | None:
-        """Does what is due after each turn of reading; returns when more is, in monotonic seconds."""
+        """Does what is due after each turn of reading; returns when it is due again, in monotonic seconds."""
 
     def failed(self) -> None:
         """Handles an error in the reading thread, which then ends; called within an exception handler."""
@@ -46,22 +46,23 @@ class NativeStderr:
     """The socket at descriptor 2, and the thread that reads its other end.
 
     Args:
-        listener: gets what is written to descriptor 2.
-        loggers: those whose handlers write to ``sys.stderr``.
+        listener: gets the data that is written to descriptor 2.
+        loggers: the loggers whose handlers write to ``sys.stderr``.
 
     Attributes:
         lock: held while the listener is used.
-        real: a descriptor of the former standard error.
+        real: a descriptor of the original standard error.
 
     Raises:
-        OSError: descriptor 2 is closed, no other one is left, or the system has no such sockets.
+        OSError: descriptor 2 is closed, no free descriptor is left, or the system does not support such
+            sockets.
     """
 
     def __init__(self, listener: OutputReader, loggers: Sequence[logging.Logger]) -> None:
         self.lock = threading.Lock()
         self._listener = listener
         self._closed = threading.Event()
-        # PyDLL keeps the interpreter's lock: to let go of it costs up to 5 ms a write, where all is busy.
+        # PyDLL keeps the interpreter's lock. Releasing it would cost up to 5 ms per write with busy threads.
         self._receive = ctypes.PyDLL(None).recv
         self._received = ctypes.create_string_buffer(MAX_WRITE_BYTES)
         self.real = os.dup(2)
@@ -74,23 +75,23 @@ class NativeStderr:
         writing.close()
         try:
             self._streams = _Streams(self.real, loggers)
-        except OSError:  # sys.stderr has no descriptor, say
+        except OSError:  # For example, sys.stderr has no descriptor.
             os.dup2(self.real, 2)
             os.close(self.real)
             self._reading.close()
             raise
-        # Should C code abort, its last line may stay unread; faulthandler says where it was all the same.
+        # If C code aborts, its last line may stay unread. faulthandler still shows where it was.
         self._traced_crashes = faulthandler.is_enabled()
         faulthandler.enable(file=self.real)
         self.thread = start_thread(self._run, name="native-stderr")
 
     def drain(self) -> bool:
-        """Reads what is there now; returns whether more can be written. The caller holds the lock."""
-        for _ in range(_MOST_A_TURN):  # a flood must not keep the lock for ever
+        """Reads the data that is available; returns whether more can come. The caller holds the lock."""
+        for _ in range(_MOST_A_TURN):  # A flood of data must not keep the lock forever.
             length = self._receive(
                 self._reading.fileno(), self._received, MAX_WRITE_BYTES, socket.MSG_DONTWAIT
             )
-            if length <= 0:  # nothing is there, or the other end was closed
+            if length <= 0:  # No data is available, or the other end was closed.
                 return bool(length)
             self._listener.written(ctypes.string_at(self._received, length))
         return True
@@ -106,7 +107,7 @@ class NativeStderr:
         self._streams.restore()
         if self._traced_crashes:
             faulthandler.enable()
-        self.thread.join(_JOIN_S)  # it has ended; unless a child inherited it, which may live on
+        self.thread.join(_JOIN_S)  # Returns at once, unless a child process still holds the other end.
         if not self.thread.is_alive():
             self._reading.close()
 
@@ -123,23 +124,23 @@ class NativeStderr:
                     open_still = self.drain()
                     due_s = self._listener.tend()
         except Exception:
-            # Nobody reads any more: what C code has to say must not end there.
+            # Nobody reads the socket any more, so C code must write to the original standard error again.
             os.dup2(self.real, 2)
             self._listener.failed()
         finally:
-            if self._closed.is_set():  # close() may not have waited for this thread's end
+            if self._closed.is_set():  # close() may have returned before this thread ended.
                 self._reading.close()
 
 
 def _make_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes the ends to read and to write; each write arrives as one message.
+    """Creates the reading and the writing end of a socket pair; each write arrives as one message.
 
-    Nobody waits to write. A thread of gRPC's that held the interpreter's lock and waited for room would wait
-    for its reader, which waits for that lock. So what finds no room is lost instead.
+    Writes never block; data for which there is no room is lost. A blocked gRPC thread that held the
+    interpreter's lock would wait for the reader, and the reader would wait for that lock.
     """
     reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     writing.setblocking(False)
-    writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # a wish: the system has its limit
+    writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # The system may limit the size.
     return reading, writing
 
 
@@ -150,7 +151,7 @@ class _Streams:
         self._loggers = (*loggers, logging.getLogger())
         self._old, self._new = sys.stderr, sys.stderr
         if not isinstance(self._old, io.TextIOWrapper) or self._old.fileno() != 2:
-            return  # it goes elsewhere already
+            return  # Its output goes elsewhere already.
         self._new = io.TextIOWrapper(
             open(to, "wb", buffering=0 if self._old.write_through else -1, closefd=False),  # noqa: SIM115
             encoding=self._old.encoding,
@@ -177,7 +178,7 @@ class _Streams:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Writes all bytes, or gives up silently where nobody reads them."""
+    """Writes all bytes; ignores errors, for example if nobody reads the other end."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
@@ -195,7 +196,7 @@ class GrpcRecord:
 
     Attributes:
         level: I, W, E or F.
-        source: the file and line that wrote it.
+        source: the file and line in gRPC's sources that wrote the record.
         data: the text, as gRPC wrote it.
     """
 
@@ -205,9 +206,9 @@ class GrpcRecord:
 
 
 def record_of(written: bytes) -> GrpcRecord | None:
-    """Parses one write as a record of gRPC's log; None if it is none.
+    """Parses the data of one write as a record of gRPC's log; returns None if it is not one.
 
-    The remark that its log is not set up counts as one of level I.
+    The notice that absl's log is not initialized counts as a record of level I.
     """
     found = _RECORD.match(written)
     if found is not None:
@@ -218,16 +219,17 @@ def record_of(written: bytes) -> GrpcRecord | None:
 
 
 def plain(data: bytes) -> str:
-    """Text of C code on one line: escaped, and cut where it is long."""
+    """Returns text of C code as one line: escaped, and cut if it is too long."""
     text = one_line(data.decode("utf-8", "backslashreplace").strip())
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(data)} bytes)"
 
 
 class Sayings:
-    """Limits log lines about C code's output: the first of each place at once, then counts.
+    """Limits the log lines about C code's output: logs the first ones from each place, and counts the rest.
 
     Args:
-        lines: number of lines from each place in gRPC's sources, or of all others, per ten seconds.
+        lines: how many lines are logged per ten seconds from each place in gRPC's sources. All other C code
+            counts as one place.
     """
 
     def __init__(self, lines: int = 1) -> None:
@@ -235,12 +237,12 @@ class Sayings:
         self.next_s = self._budget.next_s
 
     def add(self, written: bytes, record: GrpcRecord | None, now_s: float) -> list[str]:
-        """Notes what was written; returns the lines that are to be logged now.
+        """Takes the data of one write; returns the lines to log now.
 
         Args:
-            written: what came by one write.
-            record: that, read by :func:`record_of`.
-            now_s: the time.
+            written: the data of one write.
+            record: the same data, parsed by :func:`record_of`.
+            now_s: the time, in monotonic seconds.
         """
         told = [*self.due(now_s)]
         if not written.strip():
@@ -250,9 +252,9 @@ class Sayings:
         return [*told, f"{who} says: {text}"] if self._budget.take(who, "", text, now_s) else told
 
     def due(self, now_s: float) -> Iterator[str]:
-        """Ends the intervals that are over; yields a line for what was suppressed in them.
+        """Ends the intervals that are over; yields a line for each one in which something was suppressed.
 
-        Without an end, ``float("inf")``, it ends all of them.
+        With ``float("inf")`` as the time, it ends all intervals.
         """
         for left in self._budget.due(now_s):
             who, count = left.caller if left.caller != OTHERS else "C code", sum(left.codes.values())

@@ -1,7 +1,7 @@
 """Log lines as JSON objects, one schema for all processes (``MS_LOG_FORMAT=json``).
 
-Each line has all of :data:`FIELDS`, in that order, and may have more facts after them. What is not known, or
-does not hold for a line, is null. docs/operating.md describes the fields to users.
+Each line has all of :data:`FIELDS`, in that order, and may have more facts after them. A field that is not
+known, or does not apply to a line, is null. docs/operating.md describes the fields to users.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FIELDS = (
     "event",
     "text",
 )
-"""What each line has. ``time`` is UTC, RFC 3339, to the millisecond."""
+"""The fields of each line. ``time`` is UTC in the format of RFC 3339, with milliseconds."""
 
 VARIABLE = "MS_LOG_FORMAT"
 MOST_LINE_BYTES = 15_000
-"""Container runtimes cut a line at 16 KiB."""
+"""The largest number of bytes of a line; container runtimes cut a line at 16 KiB."""
 
 FACTS = "muster_facts"
 """The attribute of a log record that holds additional facts for its line."""
@@ -51,7 +51,7 @@ def wanted(env: Mapping[str, str]) -> bool:
 
 
 def incident_of(job: str, generation: int) -> str:
-    """Names what ended a generation of a job; every process that hears of it gives it the same name."""
+    """Returns the name of the incident that ended a generation; every process gives it the same name."""
     return f"{job}-g{generation}"
 
 
@@ -61,10 +61,10 @@ class LineContext:
 
     Attributes:
         component: scheduler, worker, agent, program, launcher, uplink or web.
-        job: the job; None where a process has several, or none yet.
-        generation: the newest generation that this process has been a member of.
-        rank: its rank in that.
-        incident: what has ended that generation, until the job goes on.
+        job: the job; None if the process has several jobs, or none yet.
+        generation: the newest generation of which this process has been a member.
+        rank: its rank in that generation.
+        incident: the name of the incident that has ended that generation, until the job goes on.
         node_id: the worker's stable name.
         host: this host's name.
     """
@@ -78,20 +78,20 @@ class LineContext:
     host: str | None = None
 
     def begin(self, component: str, job: str | None = None) -> None:
-        """Starts over for this process: what a fork inherited is dropped."""
+        """Starts over for this process; drops the state that a forked child inherited."""
         self.component, self.job = component, job
         self.generation = self.rank = self.incident = self.node_id = None
 
     def stands(self, generation: int, rank: int | None = None) -> None:
-        """Notes an established generation; the incident that led to it lasts until :meth:`resolved`."""
+        """Records an established generation; the incident that led to it lasts until :meth:`resolved`."""
         self.generation, self.rank = generation, rank
 
     def resolved(self) -> None:
-        """Notes that the job goes on: later log lines belong to no incident."""
+        """Records that the job goes on, so that later log lines belong to no incident."""
         self.incident = None
 
     def over(self) -> None:
-        """Notes that the generation has ended; log lines name it as their incident until the job goes on."""
+        """Records that the generation has ended; log lines name this incident until the job goes on."""
         if self.job and self.generation and self.incident is None:
             self.incident = incident_of(self.job, self.generation)
 
@@ -101,7 +101,7 @@ process_lines = LineContext("muster")
 
 
 def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
-    """Renders one line; ``facts`` overrule the context, and those that are no field come after the fields.
+    """Renders one line. ``facts`` override the context; facts that are not in FIELDS follow the fields.
 
     A text or fact that makes the line longer than :data:`MOST_LINE_BYTES` is cut.
     """
@@ -130,7 +130,7 @@ def json_line(level: str, text: str, context: LineContext, **facts: Any) -> str:
 
 
 def _cut(value: object, longest: int) -> object:
-    """Returns a value fit for JSON; the middle of a long text is replaced by ``...``."""
+    """Returns a value that JSON can hold; replaces the middle of a long text by ``...``."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
@@ -164,9 +164,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(*loggers: str) -> None:
-    """Makes these loggers write JSON lines to standard error, and no other handler write their records.
+    """Makes these loggers write JSON lines to standard error, and not pass records on to other handlers.
 
-    A logger that has handlers of its own already keeps them: a script has set them up.
+    A logger that already has handlers of its own keeps them, because a script has set them up.
     """
     for name in loggers:
         logger = logging.getLogger(name)
@@ -178,7 +178,7 @@ def log_as_json(*loggers: str) -> None:
 
 
 def log_own_process_as_json(component: str, *loggers: str) -> None:
-    """As :func:`log_as_json`, for a process that runs only Muster: also warnings and uncaught errors."""
+    """Like :func:`log_as_json`, and also for warnings and uncaught errors; for processes of Muster only."""
     process_lines.begin(component)
     log_as_json(*loggers, "py.warnings")
     logging.captureWarnings(True)
@@ -186,19 +186,19 @@ def log_own_process_as_json(component: str, *loggers: str) -> None:
 
 
 def say_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Writes an error that nobody has caught as one JSON line, its traceback in it."""
+    """Writes an uncaught error as one JSON line that includes its traceback."""
     told = "".join(traceback.format_exception(kind, error, trace))
     say(f"{kind.__name__}: {error}", level="CRITICAL", as_text=told, traceback=told)
 
 
 def say(sentence: str, *, level: str = "INFO", as_text: str, **facts: Any) -> None:
-    """Writes a sentence of a process itself to standard error: as JSON if the environment asks for that.
+    """Writes a message of this process to standard error, as JSON if the environment asks for that.
 
     Args:
-        sentence: what is said.
-        level: how severe it is.
-        as_text: the line where JSON is not asked for.
-        facts: more of the JSON line.
+        sentence: the message in the JSON line.
+        level: the level in the JSON line.
+        as_text: the line to write instead if the environment does not ask for JSON.
+        facts: further facts for the JSON line.
     """
     line = json_line(level, sentence, process_lines, **facts) if wanted(os.environ) else as_text
     with contextlib.suppress(OSError):
@@ -206,7 +206,7 @@ def say(sentence: str, *, level: str = "INFO", as_text: str, **facts: Any) -> No
 
 
 def fields_of(line: bytes) -> dict[str, Any] | None:
-    """Reads a line of this schema; None: it is none."""
+    """Parses a line of this schema; returns None if it is not one."""
     if not line.startswith(b'{"time": "'):
         return None
     try:
@@ -217,7 +217,7 @@ def fields_of(line: bytes) -> dict[str, Any] | None:
 
 
 def wrapped(line: bytes, context: LineContext) -> bytes:
-    """A program's own line as one of this schema; one that is of it already stays as it is."""
+    """Returns a program's own line as one of this schema; a line that already has the schema is unchanged."""
     if fields_of(line) is not None:
         return line
     return json_line("INFO", line.decode(errors="replace").rstrip("\r"), context).encode()

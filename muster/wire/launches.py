@@ -1,11 +1,12 @@
-"""A launch's directory of logs, the record of the run in it, and where ``muster status`` finds the job.
+"""A launch's directory of logs, the record of the run in it, and the file by which commands find the job.
 
-The launcher writes them. Passwords are in none. While it runs, a file names the scheduler and the
-certificates: for its owner only, in a directory that nobody else can write to.
+The launcher writes these files; none of them contains a password. While the launcher runs, a file names the
+scheduler and the certificates. Only its owner can read it, and nobody else can write to its directory.
 
-The record is for ``muster report`` and ``web``: a file for each launcher, a JSON object a line, with what it
-said, the groups that were established, the progress of training, and how each process ended. Its size is
-bounded: the longer a run, the further apart its figures.
+``muster report`` and ``muster web`` read the record. It is one file for each launcher, with one JSON object
+per line. The lines say what the launcher has shown, which groups were established, how training progressed,
+and how each process ended. Its size is bounded, because the figures of a longer run are further apart in
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from muster.wire.files import open_own, read_regular
 
 INCIDENTS = "incidents"
-"""Where in a run's directory the evidence of hangs is."""
+"""The name of the folder in a run's directory that holds the evidence of hangs."""
 
 INCIDENTS_VARIABLE = "MS_INCIDENT_DIR"
 
@@ -36,13 +37,13 @@ ATTEMPTS = 1000
 
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_READ_BYTES, MAX_LINES = 64 * 1024 * 1024, 200_000
-"""Limits for reading all records of a run: bytes; lines with figures, and as many other lines."""
+"""Limits for reading a run's records: bytes, and lines (with figures and others counted separately)."""
 
 MAX_LINE = 1024 * 1024
-"""Characters of a line at most."""
+"""The largest number of characters of a line."""
 
 LAST_S = 2.5e11
-"""The latest time that is accepted, some 8,000 years from now: calendars end soon after."""
+"""The latest accepted time, in seconds since 1970, some 8,000 years from now: calendars end soon after."""
 
 FIGURES_BEFORE_THINNING = 1000
 _RECORD = re.compile(r"record_[\w.-]+\.jsonl")
@@ -60,7 +61,8 @@ class Launched:
         password_file: the file with the certificates' password; empty: not known.
         directory: the directory of its logs.
         pid: the process id of the launcher.
-        began: when that process was started, in the kernel's ticks: another may get its number.
+        began: when that process was started, in the kernel's ticks. It shows whether another process has got
+            the same process id since.
     """
 
     job_id: str
@@ -74,7 +76,7 @@ class Launched:
 
 
 class LaunchDirectory:
-    """One launch's directory, and its file while it runs.
+    """One launch's directory, and the file by which commands find the launch while it runs.
 
     Args:
         job_id: the job.
@@ -88,16 +90,17 @@ class LaunchDirectory:
 
     @classmethod
     def begin(cls, job_id: str, log_dir: Path | None, *, shared: bool = False) -> LaunchDirectory:
-        """Makes the directory of the logs.
+        """Creates the directory of the logs.
 
         Args:
             job_id: the job.
-            log_dir: the directory to take; None: a new one, ``muster-runs/<job>-<time>``, to which the link
-                ``muster-runs/latest`` leads from then on.
-            shared: the job has other hosts, which may share the file system: this one's name is added.
+            log_dir: the directory to use; None for a new one, ``muster-runs/<job>-<time>``, to which the link
+                ``muster-runs/latest`` then points.
+            shared: whether the job has other hosts, which may share the file system. The new directory's name
+                then includes this host's name.
 
         Raises:
-            OSError: the directory cannot be made, or not be written to.
+            OSError: the directory cannot be created or written to.
         """
         if log_dir is None:
             return cls(job_id, _new_directory(job_id, os.uname().nodename if shared else ""))
@@ -107,7 +110,10 @@ class LaunchDirectory:
         return cls(job_id, log_dir)
 
     def publish(self, *, host: str, port: str, config: str, password_file: str) -> None:
-        """Lets ``muster status`` find the job. Where that cannot be written, it asks for the address."""
+        """Writes the file by which ``muster status`` finds the job.
+
+        If the file cannot be written, ``muster status`` needs the scheduler's address.
+        """
         pid = os.getpid()
         began = _began(pid) or 0
         facts = Launched(
@@ -115,18 +121,18 @@ class LaunchDirectory:
         )
         with contextlib.suppress(OSError):
             file = _own_directory(os.environ) / f"{pid}.json"
-            file.unlink(missing_ok=True)  # of a process that had this number before
+            file.unlink(missing_ok=True)  # An earlier process with the same pid may have left it.
             self._file = file
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as out:
                 json.dump(asdict(facts), out)
 
     def incidents(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Has a scheduler keep the evidence of hangs in this directory, unless the user names another."""
+        """Returns the setting that keeps a scheduler's evidence of hangs here, unless the user has set it."""
         return {INCIDENTS_VARIABLE: env.get(INCIDENTS_VARIABLE) or str(self.path.absolute() / INCIDENTS)}
 
     def withdraw(self) -> None:
-        """Removes the file by which ``muster status`` finds the launch, which is over."""
+        """Removes the file by which ``muster status`` finds the launch, because the launch is over."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -146,11 +152,11 @@ def running(env: Mapping[str, str]) -> list[Launched]:
 
 
 def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST) -> Launched | None:
-    """Finds the launch that a command means which names no scheduler; None if this user has none running.
+    """Finds the launch for a command that names no scheduler; None if no launch of this user runs here.
 
     Args:
         env: the environment.
-        job_id: only launches of this job; empty: of any.
+        job_id: only launches of this job are considered; empty: those of all jobs.
         here: a link to a launch's directory; that launch is preferred.
 
     Raises:
@@ -167,7 +173,7 @@ def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST)
 
 
 def is_elsewhere(launch: Launched, here: Path = RUNS / LATEST) -> bool:
-    """Whether there is a link to a launch's directory, and this launch is not the one of that directory."""
+    """Whether the link ``here`` exists and points to the directory of another launch."""
     return os.path.lexists(here) and Path(launch.directory).resolve() != here.resolve()
 
 
@@ -181,7 +187,7 @@ def _own_directory(env: Mapping[str, str]) -> Path:
     """Returns a directory that only this user can use.
 
     Raises:
-        OSError: the directory does not exist, and cannot be made.
+        OSError: the directory cannot be created, or other users can use it.
     """
     runtime, temporary = env.get("XDG_RUNTIME_DIR", ""), env.get("TMPDIR") or "/tmp"
     directory = Path(runtime) / "muster" if runtime else Path(temporary) / f"muster-{os.getuid()}"
@@ -194,7 +200,7 @@ def _own_directory(env: Mapping[str, str]) -> Path:
 
 
 def _began(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine was; None: there is no such process."""
+    """Returns when a process was started, in ticks since the machine's start; None if it does not exist."""
     try:
         fields = (
             Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -222,7 +228,7 @@ def _in_file_names(word: str) -> str:
 
 
 def _point_to(directory: Path) -> None:
-    """Replaces the link by one made beside it and renamed, so that it leads somewhere at all times."""
+    """Replaces the link by renaming a new one, so that it points to a directory at all times."""
     link = directory.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):  # a file system without links
         link.unlink(missing_ok=True)
@@ -234,15 +240,15 @@ def _point_to(directory: Path) -> None:
 
 
 class RunRecord:
-    """Appends to the record of one launcher. What cannot be written is left out: the run goes on.
+    """Appends to the record of one launcher. A line that cannot be written is dropped, and the run goes on.
 
-    No file is held open, so that a fork has nothing to let go of.
+    The file is opened for each line, so that a forked child inherits no descriptor of it.
 
     Args:
         directory: the directory of the run, which exists.
         host: the host of the launcher.
-        wall_clock: seconds since 1970.
-        clock: seconds since whenever, by which figures are apart: nobody puts it back.
+        wall_clock: returns seconds since 1970.
+        clock: returns monotonic seconds, by which the intervals between figures are measured.
     """
 
     def __init__(
@@ -275,11 +281,11 @@ class RunRecord:
 
     @property
     def wants_figures(self) -> bool:
-        """Whether the next figures are due: every second at first, more rarely as the run gets longer."""
+        """Whether the next figures are due: every second at first, and less often as the run gets longer."""
         return self._clock() >= self._due_s
 
     def figures(self, **facts: object) -> None:
-        """Appends figures of the training's progress; call it when :attr:`wants_figures`."""
+        """Appends figures of the training's progress; call it when :attr:`wants_figures` is true."""
         self._figures += 1
         if self._figures % FIGURES_BEFORE_THINNING == 0:
             self._apart_s *= 2
@@ -288,11 +294,12 @@ class RunRecord:
 
 
 def read_records(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yields what the launchers of a run have recorded, in order of time; skips lines that are no records.
+    """Yields the records of a run's launchers, in order of time; skips lines that are not records.
 
-    What is read is bounded, whatever somebody else has put there: files from the smallest on, up to
-    :data:`MAX_READ_BYTES` together, and at most :data:`MAX_LINES` lines with figures and as many others.
-    Lines are kept as text and parsed again when they are yielded: parsed ones take many times the memory.
+    The amount of data is bounded, because other users may have put files there. Files are read from the
+    smallest on, up to :data:`MAX_READ_BYTES` together, with at most :data:`MAX_LINES` lines with figures and
+    as many others. Lines are kept as text and parsed again when they are yielded, because parsed lines take
+    many times the memory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -319,12 +326,12 @@ def read_records(directory: Path) -> Iterator[dict[str, Any]]:
 def _size(path: Path) -> int:
     try:
         return path.lstat().st_size
-    except OSError:  # it is gone
+    except OSError:  # The file is gone.
         return 0
 
 
 def _record_of(text: str) -> dict[str, Any] | None:
-    """Returns a record's line as a dictionary; None: it is not a line of a record."""
+    """Returns a line of a record as a dictionary; None if it is not one."""
     if len(text) > MAX_LINE:
         return None
     try:
@@ -336,7 +343,7 @@ def _record_of(text: str) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """The number, or None for NaN and infinity, which JSON lacks."""
+    """Returns the value with NaN and infinity replaced by None, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Log lines of the scheduler and of workers: none is longer than 300 characters, and nothing is lost.
+"""Formats log lines of scheduler and workers: long texts are broken into lines of at most 300 characters.
 
 :class:`LogBudget` limits the lines about frequent events, so that a caller cannot flood a log.
 """
@@ -16,15 +16,15 @@ MORE = "+ "
 
 
 def bounded(head: str, text: str, limit: int = MAX_LINE) -> str:
-    """Puts a head before a text and breaks the line where it would be too long, at a blank if there is one.
+    """Puts a head before each line of a text, and breaks lines that are too long, at a blank if there is one.
 
     Args:
-        head: what each line begins with: time, level.
+        head: the beginning of each line, such as time and level.
         text: one or more lines.
-        limit: characters of a line at most.
+        limit: the largest number of characters of a line.
 
     Returns:
-        Lines that all begin with the head; one that goes on another one has ``+`` after it.
+        Lines that all begin with the head. In a line that continues the previous one, ``+`` follows the head.
     """
     lines = []
     for line in text.split("\n"):
@@ -39,13 +39,13 @@ def bounded(head: str, text: str, limit: int = MAX_LINE) -> str:
 
 
 class BoundedFormatter(logging.Formatter):
-    """Formats a record as ``time name level text``, on as many lines as it needs.
+    """Formats a record as ``time name level text``, on as many lines as necessary.
 
     Subclasses choose the head and the text of a record.
     """
 
     def head(self, record: logging.LogRecord) -> str:
-        """The prefix of each line."""
+        """Returns the beginning of each line."""
         return f"{self.formatTime(record)} {record.name} {record.levelname} "
 
     def text(self, record: logging.LogRecord) -> str:
@@ -59,7 +59,7 @@ class BoundedFormatter(logging.Formatter):
 
 
 def one_line(text: str) -> str:
-    """Escapes what is not printable, so that nobody forges a second line, or a terminal's command."""
+    """Escapes characters that are not printable, so that nobody can forge a log line or terminal command."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -68,7 +68,7 @@ def one_line(text: str) -> str:
 T = TypeVar("T")
 
 OTHERS = ""
-"""The caller under which all callers beyond the limit are counted, with one budget."""
+"""The name under which all callers beyond the limit are counted; they share one budget."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Window(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Suppressed(Generic[T]):
-    """Events of one caller that were not logged: how many by code, and the last of them."""
+    """Events of one caller that were not logged: their number by code, and the last event."""
 
     caller: str
     codes: Counter[str]
@@ -92,20 +92,20 @@ class LogBudget(Generic[T]):
     """Limits how many events of each caller are logged in a window. A window begins with its first event.
 
     Args:
-        lines: events of one caller that are logged in a window.
-        window_s: its length, in seconds.
-        max_callers: how many have a budget of their own at once; further ones share one budget.
+        lines: how many events of one caller are logged in a window.
+        window_s: the length of a window, in seconds.
+        max_callers: how many callers have a budget of their own at the same time; the others share one.
     """
 
     def __init__(self, *, lines: int, window_s: float, max_callers: int) -> None:
         self.lines = lines
         self.window_s = window_s
         self.max_callers = max_callers
-        # In the order of their ends, because all are of one length.
+        # The windows are in the order of their ends, because all have the same length.
         self._windows: dict[str, _Window[T]] = {}
 
     def take(self, caller: str, code: str, event: T, now_s: float) -> bool:
-        """Whether an event is to be logged now; if not, it is counted. Call :meth:`due` before."""
+        """Returns whether to log an event now; counts it if not. Call :meth:`due` first."""
         if caller not in self._windows and len(self._windows) >= self.max_callers:
             caller = OTHERS
         window = self._windows.setdefault(caller, _Window(now_s + self.window_s))
@@ -117,9 +117,10 @@ class LogBudget(Generic[T]):
         return False
 
     def due(self, now_s: float) -> Iterator[Suppressed[T]]:
-        """Ends the windows that are over; yields what was left suppressed in them.
+        """Ends the windows that are over; yields the events that were suppressed in them.
 
-        The line about it is the first of that caller's next window, which begins at once.
+        The caller's next window begins immediately, and the line about the suppressed events counts as its
+        first.
         """
         while self._windows:
             caller, window = next(iter(self._windows.items()))
@@ -131,5 +132,5 @@ class LogBudget(Generic[T]):
                 yield Suppressed(caller, window.codes, window.last)
 
     def next_s(self) -> float | None:
-        """When :meth:`due` has something to return; None: nothing was suppressed."""
+        """Returns when :meth:`due` will yield something, in seconds; None if nothing was suppressed."""
         return next((window.until_s for window in self._windows.values() if window.codes), None)

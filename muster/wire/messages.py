@@ -1,7 +1,7 @@
 """The messages between workers and scheduler as values, and which versions of Muster may exchange them.
 
-There is one class for each of the protocol. All times are seconds, ranks count from 0, ``step`` is a number
-of steps finished, ``started_step`` a number of steps begun.
+Each message of the protocol has one class. All times are in seconds, and ranks count from 0. ``step`` is the
+number of steps finished, ``started_step`` the number of steps begun.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ValueT = TypeVar("ValueT", bound="Value")
 class Value:
     """Base of immutable values, without generated code: annotations are fields, class attributes defaults.
 
-    A dataclass compiles its methods in every process, about half a millisecond each; with the fifty
-    kinds of messages and events that would be a good part of a worker's start.
+    A dataclass compiles its methods in every process, which takes about half a millisecond for each class.
+    For the fifty kinds of messages and events, that would be a noticeable part of a worker's start.
 
     Fields are inherited in the order of dataclasses: those of the last base come first.
 
@@ -42,7 +42,7 @@ class Value:
     _defaults: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Reads the fields off the annotations."""
+        """Collects the fields from the class's annotations."""
         kinds = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Value)]
         owners = {
             name: kind
@@ -71,20 +71,20 @@ class Value:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be changed.")
 
     def __eq__(self, other: object) -> bool:
-        """Same kind, same fields."""
+        """Returns whether both values have the same class and equal fields."""
         return type(other) is type(self) and other.__dict__ == self.__dict__
 
     def __hash__(self) -> int:
-        """As equality."""
+        """Returns a hash that is consistent with equality."""
         return hash((type(self), *(self.__dict__[name] for name in self._fields)))
 
     def __repr__(self) -> str:
-        """As it would be written, without the secrets."""
+        """Returns the value as source code, without its secret fields."""
         shown = (f"{n}={self.__dict__[n]!r}" for n in self._fields if n not in self.secret_fields)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def replaced(self: ValueT, **changes: Any) -> ValueT:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return type(self)(**{**self.__dict__, **changes})
 
 
@@ -92,7 +92,7 @@ class Value:
 
 
 class Host(Value):
-    """One machine. ``id`` differs even where two share a name."""
+    """One machine. ``id`` differs between machines even if they have the same name."""
 
     id: str
     name: str
@@ -101,7 +101,7 @@ class Host(Value):
 
 
 class Device(Value):
-    """One device of a host; ``index`` is -1 while the worker has not chosen one."""
+    """One device of a host. ``index`` is -1 until the worker has chosen a device."""
 
     kind: str = "cpu"
     index: int = -1
@@ -110,7 +110,7 @@ class Device(Value):
 
 
 class Member(Value):
-    """One worker with its place in one generation."""
+    """One worker, with its rank in one generation."""
 
     rank: int
     node_id: str
@@ -136,7 +136,7 @@ class Collective(Value):
 class Candidate(Value):
     """A worker process that asks for a place, as the scheduler's journal keeps it.
 
-    A worker sends ``worker_min`` 0 for the same as ``worker_num``.
+    A worker sends ``worker_min`` 0 if it is the same as ``worker_num``.
     """
 
     node_id: str
@@ -155,9 +155,10 @@ class Candidate(Value):
 class Profile(Candidate):
     """A worker process in its Join: the candidate, its job, and the address where it answers probes.
 
-    ``last_call_s``: how long the first group waits for more members than ``worker_min``; 0: MS_TOPO_TIMEOUT.
-    ``gpu_uuid``: of its GPU, as the driver names it; empty: not known. ``gpu_fault``: why that has just
-    failed its check, so that it asks for no place; empty: it has not.
+    ``last_call_s`` is how long the first group waits for more members than ``worker_min``, in seconds; 0
+    stands for MS_TOPO_TIMEOUT. ``gpu_uuid`` is the driver's uuid of its GPU; empty: not known. ``gpu_fault``
+    says how that GPU has just failed its check, in which case the worker asks for no place; empty: it has not
+    failed.
     """
 
     job_id: str = "default"
@@ -167,7 +168,7 @@ class Profile(Candidate):
     gpu_fault: str = ""
 
     def candidate(self) -> Candidate:
-        """The part that lasts."""
+        """The part of the profile that the scheduler's journal keeps."""
         return Candidate(**{name: getattr(self, name) for name in Candidate._fields})
 
 
@@ -177,8 +178,8 @@ class Profile(Candidate):
 class Join(Value):
     """Asks for a place, or (``held_generation`` > 0) resumes the one that this worker held before.
 
-    ``takes_deltas``: an assignment may list only what changed since the one before on this stream.
-    ``gives_stacks``: the worker answers :class:`StacksWanted`.
+    ``takes_deltas``: an assignment may list only what has changed since the previous assignment on this
+    stream. ``gives_stacks``: the worker answers :class:`StacksWanted`.
     """
 
     profile: Profile
@@ -192,7 +193,7 @@ class Join(Value):
 
 
 class PublishUniqueIds(Value):
-    """From rank 0 of a generation. Secret."""
+    """The unique ids of a generation, sent by its rank 0. Secret."""
 
     secret_fields = ("unique_ids",)
 
@@ -211,14 +212,15 @@ class SnapshotReport(Value):
 
     Attributes:
         generation: the generation in which they were taken.
-        agreed: step of the newest one that the scheduler has called complete everywhere; -1: none.
-        taken: step of the one taken after that; -1: none.
+        agreed: the step of the newest snapshot that the scheduler has reported as complete everywhere; -1:
+            none.
+        taken: the step of the snapshot taken after that one; -1: none.
         complete: whether this worker's part of ``taken`` is whole here and at its partners.
-        passed: the newest step at which a snapshot was due and none was taken; -1: none.
-        age_s: seconds since the newest snapshot was taken whose part is whole here and at the partners. This
-            and what follows is for status only.
+        passed: the newest step at which a snapshot was due but not taken; -1: none.
+        age_s: the age in seconds of the newest snapshot of which this worker's part is whole here and at its
+            partners. This field and the following ones are for ``muster status`` only.
         size_bytes: the size in bytes of this worker's part of that snapshot.
-        seconds: that copying and sending it took.
+        seconds: how long copying and sending that part took.
         partners: the ranks that keep a copy of it.
     """
 
@@ -233,12 +235,12 @@ class SnapshotReport(Value):
     partners: tuple[int, ...] = ()
 
     def holds(self, step: int) -> bool:
-        """Whether this worker's part of that snapshot is whole here and at its partners."""
+        """Whether this worker's part of the snapshot of ``step`` is whole here and at its partners."""
         return step >= 0 and (step == self.agreed or (self.complete and step == self.taken))
 
     @property
     def newest(self) -> int:
-        """The newest snapshot that is complete here and at its partners; -1: none."""
+        """The step of the newest snapshot that is complete here and at its partners; -1: none."""
         return max(self.agreed, self.taken if self.complete else -1)
 
 
@@ -260,9 +262,10 @@ class StepTimes(Value):
 
     Attributes:
         steps: the number of these steps.
-        seconds: for each of computing, waiting for others and waiting for data, the sum and the longest of
-            one step. Then the time for which data could not be sent to the rank with the slowest link.
-        link: that rank, from 1; 0: not known.
+        seconds: two durations each for computing, for waiting for others and for waiting for data: the sum
+            over all steps and the longest time in one step. The last value is the time for which data could
+            not be sent to the rank with the slowest link.
+        link: the rank with the slowest link, counted from 1; 0: not known.
     """
 
     steps: int
@@ -286,10 +289,10 @@ class GpuReport(Value):
         reasons: what is wrong with it, the worst first.
         busy_percent: the share of time in which a kernel ran.
         used_mb, total_mb: its used and total memory, in units of 10^6 bytes.
-        clock_mhz: the clock of its multiprocessors.
+        clock_mhz: the clock rate of its multiprocessors.
         celsius: its temperature.
         uncorrected_errors: number of uncorrected ECC errors since the driver was loaded.
-        nvlink_errors: number of replays and recoveries of all links since then.
+        nvlink_errors: number of replays and recoveries on all NVLink links since the driver was loaded.
         remapped_rows: number of remapped rows of its memory.
         xids: Xids of critical errors since this worker began to read them, the newest last.
     """
@@ -319,10 +322,10 @@ class Straggler(Value):
     """The rank that slows a job's other ranks down.
 
     Attributes:
-        node_id, rank: of that rank.
+        node_id, rank: the node id and the number of that rank.
         kind: computing, data, link or one-off. A one-off is a single long step, not a straggler.
-        since_s: seconds for which it has slowed others down.
-        excess_s: seconds by which a step is longer because of it; of a one-off, only that step.
+        since_s: how long it has slowed others down, in seconds.
+        excess_s: how much longer a step takes because of it, in seconds; for a one-off, only that one step.
         slowdown: the factor by which a step is longer because of it.
         peer_rank: the rank at the other end of a slow link; otherwise -1.
         sentence: the same facts in words, with a full stop.
@@ -345,8 +348,8 @@ class DrainOrder(Value):
         job_id: the job.
         node_ids, hosts: the workers to drain.
         reason: why.
-        at_s: the time, in seconds since 1970; 0: now.
-        cancel: whether to cancel their planned drains; all planned drains without node ids and hosts.
+        at_s: when to drain them, in seconds since 1970; 0: now.
+        cancel: whether to cancel planned drains: those of these workers or, without node ids and hosts, all.
         preview: whether only to report what the drain would cost.
     """
 
@@ -360,12 +363,12 @@ class DrainOrder(Value):
 
 
 class PlannedDrain(Value):
-    """A drain that is to happen.
+    """A drain that is planned for later.
 
     Attributes:
-        number: the number by which it is known.
-        at_s: when, in seconds since 1970.
-        node_ids, hosts: whose workers leave.
+        number: the plan's number.
+        at_s: when it happens, in seconds since 1970.
+        node_ids, hosts: the workers that leave.
         reason: why.
     """
 
@@ -377,14 +380,14 @@ class PlannedDrain(Value):
 
 
 class RefusedGpu(Value):
-    """A GPU that has failed a check: no worker on it gets a place until an operator admits it.
+    """A GPU that has failed a check. No worker on it gets a place until an operator admits the GPU again.
 
     Attributes:
-        gpu: its uuid; else its host's name and its index.
-        host_name, host_id, address: where it is.
-        node_id: the node id of the worker that had it.
-        device_index: among the host's; -1: not known.
-        reason: how it failed.
+        gpu: its uuid; if that is not known, its host's name and its index.
+        host_name, host_id, address: its host.
+        node_id: the node id of the worker that used it.
+        device_index: its index among the host's GPUs; -1: not known.
+        reason: how it failed the check.
     """
 
     gpu: str
@@ -396,7 +399,7 @@ class RefusedGpu(Value):
     reason: str
 
     def names(self) -> frozenset[str]:
-        """The names by which an operator may mean it."""
+        """The names by which an operator may refer to it."""
         return frozenset((self.gpu, self.node_id, self.host_name, self.host_id, self.address)) - {""}
 
 
@@ -405,11 +408,11 @@ class JobCopies(Value):
 
     Attributes:
         snapshot_step: the step of the snapshot that all members keep; None: there is none yet.
-        snapshot_age_s: since it was taken.
+        snapshot_age_s: the time since it was taken, in seconds.
         snapshot_bytes: the size of all its parts, in bytes.
-        snapshot_seconds: that copying and sending took the slowest rank.
-        checkpoint: the newest that a worker says it has written; None: there is none.
-        checkpoint_rank: who wrote it.
+        snapshot_seconds: how long copying and sending took the slowest rank, in seconds.
+        checkpoint: the newest checkpoint that a worker has reported; None: there is none.
+        checkpoint_rank: the rank that wrote it.
     """
 
     snapshot_step: int | None = None
@@ -423,9 +426,9 @@ class JobCopies(Value):
 class Heartbeat(Value):
     """Says that this worker is alive, and reports its progress.
 
-    ``generation`` is the newest one that it knows. ``checkpoints_s`` is the total time in seconds for which
-    its training has waited for checkpoints. ``numbers`` are the script's own numbers, by name. ``steps`` and
-    ``epochs`` are the totals of the training (0: unknown); ``epoch`` counts from 1.
+    ``generation`` is the newest generation that it knows. ``checkpoints_s`` is the total time in seconds for
+    which its training has waited for checkpoints. ``numbers`` are the script's own numbers, by name.
+    ``steps`` and ``epochs`` are the totals of the training (0: unknown); ``epoch`` counts from 1.
     """
 
     generation: int
@@ -449,14 +452,14 @@ class Heartbeat(Value):
 
 
 class Quiesced(Value):
-    """This worker begins no step after ``last_started_step`` until it hears where to switch."""
+    """Says that this worker begins no step after ``last_started_step`` until it is told where to switch."""
 
     generation: int
     last_started_step: int
 
 
 class SuspectPeer(Value):
-    """A collective failed on the peer ``rank`` (-1: it is not known which): a hint, no verdict."""
+    """Says that a collective failed because of the peer ``rank`` (-1: unknown); a hint, not a verdict."""
 
     generation: int
     rank: int
@@ -464,7 +467,7 @@ class SuspectPeer(Value):
 
 
 class Late(Value):
-    """This worker's training has waited for its peers for ``seconds``."""
+    """Says for how many ``seconds`` this worker's training has waited for its peers."""
 
     generation: int
     seconds: float
@@ -475,8 +478,8 @@ class Probed(Value):
 
     Attributes:
         unreached: node id and reason of each worker that could not be reached.
-        late: what the training thread waits for is late.
-        waits: the training thread waits for other ranks.
+        late: whether the training thread has waited for something for too long.
+        waits: whether the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
         seconds: for how long it has probed, or has run since it was last paused.
     """
@@ -497,17 +500,17 @@ class Stacks(Value):
 
 
 class RequestLeave(Value):
-    """This worker wants to leave at a step boundary."""
+    """Says that this worker wants to leave at a step boundary."""
 
     generation: int
     reason: str
 
 
 class Leave(Value):
-    """Goodbye.
+    """Says that this worker leaves the job.
 
-    ``consequence``: it ends because of what others did. ``exit_code``: of its process; 0: not known.
-    ``gpu_fault``: why its GPU has failed its check, for which it goes; empty: it has not.
+    ``consequence``: it ends because of what others did. ``exit_code`` is that of its process; 0: not known.
+    ``gpu_fault`` says how its GPU has failed a check, if it leaves for that reason; otherwise empty.
     """
 
     generation: int
@@ -537,9 +540,9 @@ WorkerMessage = (
 
 
 class RefusalCode(enum.IntEnum):
-    """Why a worker has no place; values are those of the wire."""
+    """The reason why a worker gets no place; the values are those of the wire."""
 
-    UNSPECIFIED = 0  # of a newer scheduler's
+    UNSPECIFIED = 0  # a newer scheduler's code, which this version does not know
     SETTINGS_DIFFER = 1
     JOB_FULL = 2
     NODE_ID_TAKEN = 3
@@ -554,7 +557,7 @@ class RefusalCode(enum.IntEnum):
 
 
 class Welcome(Value):
-    """First answer to an accepted Join; ``version`` is that of the scheduler's Muster, empty in 0.1."""
+    """The first answer to an accepted Join. ``version`` is the scheduler's Muster version; empty for 0.1."""
 
     heartbeat_interval_s: float
     node_timeout_s: float
@@ -565,10 +568,11 @@ class Welcome(Value):
 
 
 class Waiting(Value):
-    """The receiver has to wait; ``sentence`` says for which workers.
+    """Says that the receiver has to wait; ``sentence`` says for which workers.
 
-    The group is being formed or built; or it is established, and ``finished_ranks`` have finished while the
-    receiver still waits for them; or the scheduler is ``undecided``, which it repeats every second.
+    There are three cases. The group is being formed or built. Or it is established, and ``finished_ranks``
+    have finished while the receiver still waits for them. Or the scheduler is ``undecided``; it then repeats
+    this message every second.
     """
 
     present: int
@@ -579,9 +583,9 @@ class Waiting(Value):
 
 
 class FirstLoss(Value):
-    """The first member that left since the last group was established, other than because of another's end.
+    """The first member that was lost since the last group was established, unless another's end caused it.
 
-    ``sentence`` says who, where and how; ``exit_code`` 0: not known.
+    ``sentence`` says which member it was, on which host, and how it ended. ``exit_code`` 0: not known.
     """
 
     node_id: str
@@ -594,7 +598,7 @@ class Assignment(Value):
     """A generation's membership and the receiver's rank in it.
 
     Rank -1: the receiver leaves as planned. It finishes step ``switch_after_step`` with the others (-1: it
-    stops at once), then sends its goodbye.
+    stops immediately) and then sends Leave.
     """
 
     generation: int
@@ -620,15 +624,15 @@ class UniqueIds(Value):
 
 
 class GroupBuilt(Value):
-    """Every member has built the communicator of this generation."""
+    """Says that every member has built the communicator of this generation."""
 
     generation: int
 
 
 class Suspended(Value):
-    """The generation is over and too few members are left for a new one.
+    """Says that the generation is over, and that too few members are left for a new one.
 
-    ``save``: the receiver is the lowest-ranked that holds the training state, and should save it.
+    ``save``: the receiver has the lowest rank among those that hold the training state, and should save it.
     """
 
     generation: int
@@ -639,32 +643,32 @@ class Suspended(Value):
 
 
 class Quiesce(Value):
-    """A planned change is coming: begin no further step."""
+    """Asks to begin no further step, because a planned change is coming."""
 
     generation: int
     reason: str
 
 
 class Probe(Value):
-    """Connect to each of these workers, by node id and address, and answer who cannot be reached."""
+    """Asks to connect to these workers, given by node id and address, and to report who is unreachable."""
 
     round: int
     targets: tuple[tuple[str, str], ...]
 
 
 class StacksWanted(Value):
-    """Asks for the stacks of this worker's process, within the limit in bytes, as :class:`Stacks`."""
+    """Asks for the stacks of this worker's process, within a limit in bytes. Answered by :class:`Stacks`."""
 
     request: int
     limit_bytes: int
 
 
 class SnapshotWord(Value):
-    """Tells a worker which snapshot is complete, and from which step on the next is taken.
+    """Tells a worker which snapshot is complete, and from which step on the next one is taken.
 
     Attributes:
         generation: the generation.
-        complete: the step of the newest snapshot with every member's part kept, by the member and by its
+        complete: the step of the newest snapshot of which each member's part is kept by the member and by its
             partners; -1: none.
         next: the step from which on the next snapshot is taken, as soon as one is due. Older incomplete
             snapshots are given up.
@@ -676,16 +680,16 @@ class SnapshotWord(Value):
 
 
 class Refused(Value):
-    """No place for this worker. Final: the scheduler closes the stream after it."""
+    """Says that this worker gets no place. Final: the scheduler closes the stream after it."""
 
     code: RefusalCode
     sentence: str
 
 
 class Ended(Value):
-    """The job is over, or the answer to a goodbye. Final: the scheduler closes the stream after it.
+    """Says that the job is over, or answers a Leave. Final: the scheduler closes the stream after it.
 
-    ``leave``: only for the receiver, which leaves as asked and at once; the job may go on.
+    ``leave``: only the receiver is meant, which leaves as asked and immediately; the job may go on.
     """
 
     ok: bool
@@ -712,9 +716,9 @@ SchedulerMessage = (
 
 # ---------------------------------------------------------------- which versions may exchange them
 
-# docs/upgrading.md says it in words. A version is MAJOR.MINOR.PATCH, and MAJOR.MINOR its series. Workers of
-# one job are of one series. A scheduler serves workers of its own series and of the one before: messages are
-# only ever added to.
+# docs/upgrading.md explains these rules. A version is MAJOR.MINOR.PATCH, and its series is MAJOR.MINOR. All
+# workers of one job must be of the same series. A scheduler serves workers of its own series and of the
+# previous one, because messages and fields are only ever added.
 
 VERSION_FACT = "muster"
 """The name of the fact with a worker's version of Muster."""
@@ -739,13 +743,13 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:[.+a-z-].*)?", re.ASCII | re.DOTA
 
 
 def series_of(version: str) -> tuple[int, int] | None:
-    """Major and minor number; None: it is no version."""
+    """Returns the major and the minor number; None if the text is not a version."""
     found = _VERSION.fullmatch(version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def is_same_series(one: str, other: str) -> bool:
-    """Whether two versions are equal, or differ in the patch only."""
+    """Whether two versions are equal or differ only in the patch number."""
     return one == other or (series_of(one) is not None and series_of(one) == series_of(other))
 
 
@@ -756,11 +760,11 @@ def is_later_series(one: str, other: str) -> bool:
 
 
 def version_obstacle(*, scheduler: str, worker: str) -> str:
-    """Why a scheduler and a worker of these versions may not meet, with the remedy; empty: they may.
+    """Returns why these versions may not be used together, with a remedy; empty if they may.
 
     Args:
-        scheduler: its version; "" where its Welcome says none.
-        worker: its version.
+        scheduler: the scheduler's version; "" if its Welcome names none.
+        worker: the worker's version.
     """
     theirs, own = series_of(scheduler or BEFORE_VERSIONS), series_of(worker)
     said = scheduler or f"{BEFORE_VERSIONS} or older"

@@ -1,4 +1,4 @@
-"""Ends a command in one sentence where its output is closed or a disk is full."""
+"""Ends a command with one sentence if its output is closed or a disk is full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PLACES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errn
 
 
 def to_its_end(run: Callable[[], int]) -> int:
-    """Runs a command and flushes its output; where that or a file cannot be written, ends in one sentence.
+    """Runs a command and flushes its output; if writing fails, ends the command with one sentence.
 
-    A reader that has seen enough, such as ``| head``, ends it without a message.
+    If a reader such as ``| head`` closes the pipe, the command ends without a message.
 
     Args:
-        run: the command. In a process that it has forked, its exceptions are passed on.
+        run: the command. Its exceptions are passed on in a process that it has forked.
 
     Returns:
         The exit code.

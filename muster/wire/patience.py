@@ -1,7 +1,8 @@
-"""Time-outs between workers and several schedulers, worked out from one another.
+"""Derives the time-outs between workers and several schedulers from one another.
 
-While nobody leads, nobody may draw a conclusion from silence: a worker finds out that the leader hangs, and
-reaches the next one, before that one takes it for dead, and before it gives up waiting for a verdict itself::
+While no scheduler leads, nobody may draw conclusions from silence. A worker must find out that the leader
+hangs, and reach the next leader, before two things happen: that leader takes the worker for dead, or the
+worker gives up waiting for a verdict. Therefore these inequalities hold::
 
     detection + reconnect < a lease less a renewal + takeover_patience_s
     detection + reconnect < the scheduler's node time-out + verdict_margin_s
@@ -11,7 +12,8 @@ reaches the next one, before that one takes it for dead, and before it gives up 
     detection = PING_AFTER_S + ping_answer_s
     reconnect = TRY_S for each scheduler but one + 1.5 * RETRY_LAST_S
 
-All times in seconds; ``node_timeout_s`` is MS_NODE_TIMEOUT. ``tests/wire/test_patience.py`` tries all.
+All times are in seconds; ``node_timeout_s`` is MS_NODE_TIMEOUT. ``tests/wire/test_patience.py`` checks all of
+the inequalities.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _VERDICT_S = 2.0
 
 
 def ping_answer_s(node_timeout_s: float) -> float:
-    """Returns how many seconds a scheduler, one of several, may take to answer a ping."""
+    """Returns how many seconds one of several schedulers may take to answer a ping."""
     return max(LEAST_ANSWER_S, 0.3 * node_timeout_s)
 
 
@@ -42,10 +44,10 @@ def breaking_pause_s(node_timeout_s: float) -> float:
 
 
 def takeover_patience_s(node_timeout_s: float) -> float:
-    """Returns how many seconds the next leader waits for the workers of the one before it."""
+    """Returns how many seconds the next leader waits for the previous leader's workers."""
     return max(node_timeout_s, _LEAST_NODE_TIMEOUT_S) + _TAKEOVER_S
 
 
 def verdict_margin_s(node_timeout_s: float) -> float:
-    """Returns for how many seconds beyond MS_NODE_TIMEOUT a failed collective waits for the verdict."""
+    """Returns how many seconds longer than MS_NODE_TIMEOUT a failed collective waits for the verdict."""
     return takeover_patience_s(node_timeout_s) - node_timeout_s + _VERDICT_S

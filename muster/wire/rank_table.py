@@ -1,7 +1,7 @@
 """Rank tables: fixed ranks by host and device, in both of MindSpore's JSON layouts.
 
-``server_list`` (r1.x on) lists servers with their devices; ``group_list`` (r0.x) lists instances, each with
-its server, device and rank. Numbers may be JSON numbers or strings, as the tables in use have both.
+``server_list`` (from r1.x on) lists servers with their devices. ``group_list`` (r0.x) lists instances, each
+with its server, device and rank. Numbers may be JSON numbers or strings, because existing tables use both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from muster.wire.messages import Value
 from muster.wire.variables import MAX_DEVICES, MAX_WORKERS
 
 MAX_TOLD = 300
-"""Characters of a table's own text that an error shows."""
+"""The largest number of characters of a table's own text that an error message shows."""
 
 MAX_NAME = 253
-"""Characters of a server's name, as of any host's."""
+"""The largest number of characters of a server's name, as for any host name."""
 
 
 class RankTableEntry(Value):
-    """One line of a rank table: this device of this server has this rank."""
+    """One entry of a rank table: the rank of one device of one server."""
 
     rank: int
     server_id: str
@@ -35,16 +35,16 @@ class RankTable(Value):
 
     @functools.cached_property
     def rank_at(self) -> Mapping[tuple[str, int], int]:
-        """Ranks by server and index of the device."""
+        """Ranks by server and device index."""
         return {(entry.server_id, entry.device_index): entry.rank for entry in self.entries}
 
 
 class RankTableError(ValueError):
-    """A rank table is not usable.
+    """A rank table cannot be used.
 
     Attributes:
-        where: the place in the document, as in ``server_list[0].device[3].rank_id``.
-        what: what is wrong there.
+        where: the place in the document, such as ``server_list[0].device[3].rank_id``.
+        what: the fault at that place.
     """
 
     def __init__(self, where: str, what: str) -> None:
@@ -57,7 +57,7 @@ def parse_rank_table(document: object) -> RankTable:
     """Reads a JSON-decoded rank table of either layout.
 
     Raises:
-        RankTableError: says where in the document and what is wrong.
+        RankTableError: the table is not valid; the error says where and why.
     """
     placed = placed_entries(document)
     status = document.get("status", "completed") if isinstance(document, Mapping) else ""
@@ -67,10 +67,10 @@ def parse_rank_table(document: object) -> RankTable:
 
 
 def placed_entries(document: object) -> list[tuple[str, RankTableEntry]]:
-    """The lines of a JSON-decoded table of either layout, each with its place; their ranks are not checked.
+    """Returns the entries of a JSON-decoded table of either layout, each with its place; checks no ranks.
 
     Raises:
-        RankTableError: says where in the document and what is wrong.
+        RankTableError: an entry is not valid; the error says where and why.
     """
     root = _mapping(document, "the document")
     if "server_list" in root and "group_list" in root:
@@ -84,15 +84,16 @@ def placed_entries(document: object) -> list[tuple[str, RankTableEntry]]:
 
 
 def ranks_of(table: RankTable, names: Collection[str], devices: Sequence[int]) -> tuple[int | None, ...]:
-    """The ranks that a table gives to one host's devices.
+    """Returns the ranks that a table gives to one host's workers.
 
     Args:
         table: the table.
-        names: what a server_id may call this host.
-        devices: index of each worker's device.
+        names: the names by which a server_id may refer to this host.
+        devices: the device index of each worker.
 
     Returns:
-        The rank of each; None where the table has none, or the same for two of them.
+        The rank of each worker; None if the table has no rank for its device, or if another worker has the
+            same device.
     """
     ranks: dict[int, int] = {}
     for entry in table.entries:
@@ -103,7 +104,7 @@ def ranks_of(table: RankTable, names: Collection[str], devices: Sequence[int]) -
 
 
 def devices_of(table: RankTable, names: Collection[str]) -> tuple[int, ...]:
-    """The devices that a table gives to the host of these names, in order of rank."""
+    """Returns the devices of the host with these names in a table, in order of rank."""
     return tuple(dict.fromkeys(entry.device_index for entry in table.entries if entry.server_id in names))
 
 
@@ -183,7 +184,7 @@ def _checked(placed: list[tuple[str, RankTableEntry]]) -> RankTable:
 
 
 def refuse_device_twice(placed: list[tuple[str, RankTableEntry]]) -> None:
-    """Checks that no two lines name one device.
+    """Checks that no two entries name the same device.
 
     Raises:
         RankTableError: two entries name the same device.

@@ -1,7 +1,7 @@
 """Removes secrets from text that is kept or shown: values of secret variables, keys, long runs of digits.
 
-Stacks name files, lines and functions and hold no values, so there is seldom anything to remove. What other
-programs print is mixed with them, so all of it is searched.
+Stacks contain names of files and functions but no values, so there is seldom anything to remove. But output
+of other programs is mixed with them, so the whole text is searched.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
 """Words in the name of a variable whose value is secret."""
 
 NO_SECRETS = ("_FILE", "_PATH", "_DIR", "_SOCK", "OLDPWD")
-"""Ends of names whose values are paths and no secrets, though the name has such a word."""
+"""Endings of names whose values are paths and not secrets, even if the name contains such a word."""
 
 SHORTEST = 4
-"""Least length of a value that is searched for: shorter ones occur in ordinary words."""
+"""The least length in characters of a value that is searched for; shorter ones occur in ordinary words."""
 
 _PATTERNS = (
     re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----.*?(?:-----END [A-Z0-9 ]{1,40}-----|\Z)", re.DOTALL),
@@ -31,7 +31,7 @@ _ASSIGNED = re.compile(
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
-    """The values of the variables whose names say that they are secret, the longest first."""
+    """Returns the values of the variables whose names mark them as secret, the longest first."""
     found = {
         value
         for name, value in env.items()
@@ -44,11 +44,11 @@ def secrets_of(env: Mapping[str, str]) -> list[str]:
 
 
 def without_secrets(text: str, env: Mapping[str, str]) -> str:
-    """The text with what may be secret in it replaced.
+    """Returns a text in which everything that may be secret is replaced.
 
     Args:
         text: any number of lines.
-        env: the environment that has the values of secret variables.
+        env: the environment with the values of secret variables.
     """
     for secret in secrets_of(env):
         text = text.replace(secret, REMOVED)

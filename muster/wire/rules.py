@@ -1,7 +1,7 @@
-"""Rules for the fields of messages: each reads a field, or says in a sentence what is wrong with it.
+"""Rules for the fields of messages: each one reads a field, or raises an error that says what is wrong.
 
-Numbers have their bounds, what workers send has a limit on every string and count, names hold no blanks or
-control characters, and free text is made fit for one log line.
+Numbers have bounds, and every string and count that workers send has a limit. Names contain no blanks or
+control characters, and free text is made to fit one log line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_STACKS_BYTES = 64 * 1024
 """Size limit of one worker's stacks, in bytes."""
 
 Rule = Callable[[str, Any], Any]
-"""Takes a field's name and its raw value, and returns the checked value; raises WireError."""
+"""Takes a field's name and its raw value; returns the checked value, or raises WireError."""
 
 
 class WireError(RemediedError):
-    """A message breaks the protocol; names the field."""
+    """A message violates the protocol; the error names the field."""
 
 
 def as_is(_: str, value: Any) -> Any:
@@ -32,7 +32,7 @@ def as_is(_: str, value: Any) -> Any:
 
 
 def whole(low: int = 0, high: int = MAX_NUMBER) -> Rule:
-    """A whole number within these bounds."""
+    """Returns the rule for a whole number within these bounds."""
 
     def rule(field: str, value: int) -> int:
         if not low <= value <= high:
@@ -43,7 +43,7 @@ def whole(low: int = 0, high: int = MAX_NUMBER) -> Rule:
 
 
 def name(limit: int = 128, *, empty: bool = False) -> Rule:
-    """A name without blanks, at most this long in characters; with ``empty`` also ""."""
+    """Returns the rule for a name without blanks, of at most ``limit`` characters; with ``empty`` also ""."""
 
     def rule(field: str, value: str) -> str:
         if not value and empty:
@@ -60,7 +60,7 @@ def name(limit: int = 128, *, empty: bool = False) -> Rule:
 
 
 def label(limit: int = 256) -> Rule:
-    """Printable text, at most this long in characters."""
+    """Returns the rule for printable text of at most ``limit`` characters."""
 
     def rule(field: str, value: str) -> str:
         if len(value) > limit or not value.isprintable():
@@ -71,33 +71,33 @@ def label(limit: int = 256) -> Rule:
 
 
 def text(field: str, value: str) -> str:
-    """Reads free text, made safe so that it cannot forge a second log line."""
+    """Reads free text, and escapes it so that it cannot forge a second log line."""
     if len(value) > MAX_TEXT:
         raise WireError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
     return one_line(value)
 
 
 def lines(field: str, value: str) -> str:
-    """Reads text of many lines, each made safe."""
+    """Reads text of several lines, and escapes each of them."""
     if len(value) > MAX_STACKS_BYTES:
         raise WireError(f"{field} must have at most {MAX_STACKS_BYTES} characters; it has {len(value)}.")
     return "\n".join(one_line(line) for line in value.split("\n"))
 
 
 def line(_: str, value: str) -> str:
-    """Reads free text of the scheduler, which may be long."""
+    """Reads free text from the scheduler, which may be long."""
     return one_line(value)
 
 
 def rate(field: str, value: float) -> float:
-    """A finite number from 0."""
+    """Reads a finite number that is not negative."""
     if not math.isfinite(value) or value < 0:
         raise WireError(f"{field} must be a number from 0; it is {value}.")
     return value
 
 
 def seconds(above: float) -> Rule:
-    """A finite number of seconds, above this one."""
+    """Returns the rule for a finite number of seconds that is greater than ``above``."""
 
     def rule(field: str, value: float) -> float:
         if not math.isfinite(value) or value <= above:
@@ -108,7 +108,7 @@ def seconds(above: float) -> Rule:
 
 
 def each(rule: Rule, what: str, low: int, high: int) -> Rule:
-    """A tuple of that length; ``what`` names one of them and, in the plural, all."""
+    """Returns the rule for a tuple of ``low`` to ``high`` elements; ``what`` names one element in errors."""
     count = whole(low, high)
 
     def of_all(_: str, values: Any) -> tuple[Any, ...]:

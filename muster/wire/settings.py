@@ -1,7 +1,7 @@
 """Common settings of scheduler and workers: typed, checked reads of environment variables; gRPC's options.
 
-MindSpore's names and meanings are kept. A wrong value is refused in one sentence that names the variable, the
-value and the legal range.
+Names and meanings are those of MindSpore. A wrong value is refused with one sentence that names the variable,
+the value and the legal range.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Environment:
         return raw == "1"
 
     def choice(self, name: str) -> str:
-        """Reads one of some words, in upper or lower case."""
+        """Reads one of the variable's legal words, in upper or lower case."""
         row, raw = TABLE[name], self.text(name)
         found = next((value for value in row.choices if raw.lower() == value.lower()), None)
         if raw.lower() in row.removed:
@@ -179,7 +179,7 @@ class Environment:
         return worker_num, self.integer("MS_WORKER_MIN", default=worker_num, high=worker_num)
 
     def rank_table(self) -> RankTable | None:
-        """Reads and checks the rank table that the environment names; None: it names none."""
+        """Reads and checks the rank table that the environment names; returns None if it names none."""
         import json
 
         from muster.wire.rank_table import RankTableError, parse_rank_table
@@ -204,7 +204,7 @@ class Environment:
         return table
 
     def rank_table_file(self) -> tuple[str, str]:
-        """Returns the variable (new or old name) that names a rank table, and the file; empty: none."""
+        """Returns the variable (new or old name) that names a rank table, and the file; empty if none."""
         name, old_name = "RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"
         file, old = self.text(name), self.text(old_name)
         if file and old and file != old:
@@ -287,23 +287,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- what gRPC is given on both sides
+# ---------------------------------------------------------------- gRPC's options on both sides
 
 _SERVER_OPTIONS = (
     # Clients ping while there is no data; the default here would end them with "Too many pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # Two schedulers on one port would share its connections without a word.
+    # Otherwise two schedulers on one port would share its connections without any error.
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # Refused and silent connections stay open otherwise.
+    # Otherwise refused and silent connections would stay open.
     ("grpc.max_connection_idle_ms", 30_000),
-    # Thousands of workers may join in one moment.
+    # Thousands of workers may join at the same moment.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 30_000),
 )
 _CLIENT_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
-    # Proxy variables are obeyed even for loopback otherwise.
+    # Otherwise proxy variables would apply even to loopback.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -317,7 +317,8 @@ def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tupl
     """Returns the gRPC options of every server.
 
     A paused process does not answer pings, and a flooded server does not receive the answers. So the server
-    does not close a connection for a lack of them: heartbeats show silent peers, the kernel shows lost hosts.
+    does not close a connection because answers are missing: heartbeats show silent peers, and the kernel
+    shows lost hosts.
 
     Args:
         node_timeout_s: MS_NODE_TIMEOUT; see :func:`client_options`.
@@ -332,7 +333,7 @@ def client_options(
 
     Args:
         node_timeout_s: MS_NODE_TIMEOUT; a pause of this length at the other end does not close a connection.
-        schedulers: the number of schedulers; if there are several, a paused one is left for the next.
+        schedulers: the number of schedulers; if there are several, a paused one is abandoned for the next.
     """
     if schedulers > 1:
         answer_ms = round(1000 * ping_answer_s(node_timeout_s))

@@ -1,4 +1,4 @@
-"""Starts threads, and ends the process where one cannot be started."""
+"""Starts threads, and ends the process if a thread cannot be started."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NO_THREAD = os.EX_OSERR
-"""Exit code of a process for which a thread, or the memory for one, was refused."""
+"""Exit code of a process that could not start or run a thread, for example for lack of memory."""
 
 
 def start_thread(body: Callable[[], object], *, name: str) -> threading.Thread:
-    """Starts a thread that does not keep the process alive; ends the process in a sentence where that fails.
+    """Starts a daemon thread; if that fails, ends the process with a sentence.
 
-    A process that went on without it would stay for ever: a worker out of its job, which nobody tells.
+    Without the thread, the process might wait forever: for example a worker that is no longer in its job,
+    but never learns of it.
     """
 
     def run() -> None:
@@ -38,11 +39,11 @@ def start_thread(body: Callable[[], object], *, name: str) -> threading.Thread:
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads for what blocks; as :func:`start_thread` it ends the process where one cannot be started.
+    """Threads for calls that block. Ends the process if a thread cannot be started.
 
     Args:
-        most: how many threads it has at most.
-        name: what their names begin with.
+        most: the largest number of threads.
+        name: the prefix of the threads' names.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -59,7 +60,7 @@ class Pool(ThreadPoolExecutor):
 
 
 def _end_unless_late(name: str, error: MemoryError | RuntimeError) -> None:
-    """Ends the process, unless it is at its end already: then no thread starts, and none is missed."""
+    """Ends the process, unless it is already ending: then threads can neither start nor matter."""
     if isinstance(error, MemoryError) or not (sys.is_finalizing() or "shutdown" in str(error)):
         _end(name, error)
 
@@ -71,9 +72,10 @@ def _end(name: str, error: BaseException) -> NoReturn:
         " Look at the limits of threads and memory: ulimit -u, a container's pids.max and memory.max.\n"
     )
     try:
-        # Not to 2, which a thread reads where gRPC writes there: its end would come before the sentence.
+        # Not to descriptor 2: a thread may read that end (see grpc_stderr), and would end before it has shown
+        # the sentence.
         shown = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         shown = 2
-    os.write(shown, sentence.encode())  # what logs and flushes may need a thread, or memory, itself
+    os.write(shown, sentence.encode())  # Logging or flushing might itself need a thread or memory.
     os._exit(NO_THREAD)

@@ -13,13 +13,13 @@ TRAINING, DATA, CHECKPOINTS, REDOING, FORMING, SUSPENDED = CAUSES = (
     "forming",
     "suspended",
 )
-"""The causes, in the order shown. Redoing: steps that had been finished before members were lost."""
+"""The causes, in the order shown. Redoing means repeating steps that had been finished before a loss."""
 
 _IN_WORDS = re.compile(r"(?:^|, )([a-z][a-z ]*) (\d+\.\d) s")
 
 
 def spent_in_words(spent: Iterable[tuple[str, float]]) -> str:
-    """``training 90.0 s, forming 3.5 s``, for a log, from which :func:`spent_of` reads it."""
+    """Formats seconds by cause for a log: ``training 90.0 s, forming 3.5 s``; :func:`spent_of` parses it."""
     return ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in spent)
 
 

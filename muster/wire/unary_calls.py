@@ -1,4 +1,4 @@
-"""Decodes and checks the requests of calls that have one answer, as operators and launchers make them."""
+"""Decodes and checks the requests of unary calls, which operators and launchers make."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from muster.wire.v1 import watch_pb2 as watch_pb
 
 MAX_DRAINED = 1024
 LATEST_S = 253_402_300_799.0
-"""The end of the year 9999."""
+"""The latest accepted time, in seconds since 1970: the end of the year 9999."""
 
 
 def decode_status_request(data: bytes) -> str:
-    """Returns the job that is asked for; "" for the scheduler's own.
+    """Returns the job of the request; "" stands for the scheduler's own job.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
@@ -25,7 +25,7 @@ def decode_status_request(data: bytes) -> str:
 
 
 def decode_drain_request(data: bytes) -> messages.DrainOrder:
-    """Returns whose workers are to leave, when and why; ``job_id`` "" stands for the scheduler's own job.
+    """Returns which workers are to leave, when and why; ``job_id`` "" stands for the scheduler's own job.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
@@ -50,7 +50,7 @@ def decode_drain_request(data: bytes) -> messages.DrainOrder:
 
 
 def decode_admit_request(data: bytes) -> tuple[str, str]:
-    """Returns the job ("" for the scheduler's own), and the host, node or GPU that is to be let in again.
+    """Returns the job ("" for the scheduler's own), and the host, node or GPU that is to be admitted again.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
@@ -66,7 +66,7 @@ def encode_admit_reply(sentence: str) -> bytes:
 
 
 def decode_stacks_request(data: bytes) -> tuple[str, str]:
-    """Returns the job ("" for the scheduler's own), and the node that is asked; "" for all workers.
+    """Returns the job ("" for the scheduler's own), and the node whose stacks are wanted; "" for all workers.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
@@ -77,7 +77,7 @@ def decode_stacks_request(data: bytes) -> tuple[str, str]:
 
 
 def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:
-    """Returns the job ("" for the scheduler's own), the node, its incarnation, and how that ended.
+    """Returns the job ("" for the scheduler's own), the node, its incarnation, and how the process ended.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.
@@ -94,7 +94,7 @@ def encode_process_ended_reply(*, gone: bool) -> bytes:
 
 
 def decode_end_job_request(data: bytes) -> tuple[str, str]:
-    """Returns the job ("" for the scheduler's own) that is to end, and why.
+    """Returns the job that is to end ("" for the scheduler's own), and the reason.
 
     Raises:
         WireError: not protobuf, or a field out of bounds.

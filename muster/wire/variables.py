@@ -1,7 +1,7 @@
 """The table of all environment variables that Muster reads: kind, range, default, side and meaning of each.
 
-:class:`muster.wire.settings.Environment` takes ranges and defaults from here, and reads nothing else;
-docs/settings.md and what ``--help`` shows of variables are made from it.
+:class:`muster.wire.settings.Environment` takes ranges and defaults from this table, and reads no other
+variables. docs/settings.md and the variables in ``--help`` are generated from it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 LONGEST_S = 604_800.0
-"""The longest time that a variable may ask for, in seconds: a week."""
+"""The largest value of a time setting, in seconds: one week."""
 
 LONGEST_TEXT = 4096
-"""Most characters of any variable."""
+"""The largest number of characters of any variable."""
 
 ALL, SCHEDULER, WORKER, LAUNCHER = "all", "scheduler", "worker", "launcher"
 CERTS = "`muster certs`"
@@ -34,20 +34,20 @@ _KINDS = {
 
 
 class Variable(NamedTuple):
-    """A variable.
+    """One environment variable.
 
     Attributes:
         kind: integer, seconds, flag, choice, text, path, host, hosts, password or file; see ``Environment``.
         side: the processes that read it.
         meaning: a sentence for docs/settings.md and ``--help``, in Markdown.
-        default: the value where it is not set; of ``hosts`` one with commas.
+        default: the value if it is not set; for ``hosts``, a text with commas.
         low, high: the least and the greatest legal value of an integer, or of seconds.
         choices: the legal words of a choice.
-        removed: words that were legal in an earlier version, each with what became of it.
-        length: most characters of a text.
-        shown: the default in words, where ``default`` is not it: another variable's, say.
-        options: those that go before it, each with its command; what ``status`` takes, ``jobs``, ``health``,
-            ``drain``, ``admit``, ``stacks`` and ``web`` take too.
+        removed: words that were legal in an earlier version, each with a note on what became of it.
+        length: the largest number of characters of a text.
+        shown: the default in words, if ``default`` does not say it, such as the value of another variable.
+        options: the command-line options that take precedence, each with its command. An option of ``status``
+            is also one of ``jobs``, ``health``, ``drain``, ``admit``, ``stacks`` and ``web``.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Variable(NamedTuple):
     options: tuple[str, ...] = ()
 
     def values_in_words(self) -> str:
-        """The legal values, in Markdown."""
+        """Returns the legal values, in Markdown."""
         if self.kind == "integer":
             return "0" if self.high == 0 else f"{self.low:,.0f} to {self.high:,.0f}"
         if self.kind == "seconds":
@@ -75,7 +75,7 @@ class Variable(NamedTuple):
         return _KINDS[self.kind]
 
     def default_in_words(self) -> str:
-        """The default, in Markdown; empty: none."""
+        """Returns the default, in Markdown; empty if there is none."""
         if self.shown or self.default is None:
             return self.shown
         if self.kind in ("integer", "seconds", "flag"):
@@ -513,12 +513,12 @@ INTERNAL = frozenset(("MS_NCCL_SECRET_FD", "MS_UPLINK", "MS_UPLINK_DOOR", "MS_PR
 
 
 def default_of(name: str) -> Any:
-    """The default of a variable."""
+    """Returns the default of a variable."""
     return TABLE[name].default
 
 
 def option_help(name: str, *, default: str = "") -> str:
-    """The help of an option that stands for a variable: its meaning, its name and its default in words."""
+    """Returns the help of an option that replaces a variable: the variable's meaning, name and default."""
     row = TABLE[name]
     meaning = _plain(row.meaning).removesuffix(".")
     default = default or _plain(row.default_in_words())
@@ -526,11 +526,11 @@ def option_help(name: str, *, default: str = "") -> str:
 
 
 def variables_help(*sides: str, width: int = 78) -> str:
-    """The variables that these processes read, for the end of a command's ``--help``.
+    """Returns the variables that these processes read, for the end of a command's ``--help``.
 
     Args:
-        sides: SCHEDULER, WORKER or LAUNCHER; what all read is shown too.
-        width: the most characters of a line.
+        sides: SCHEDULER, WORKER or LAUNCHER; variables that all processes read are shown, too.
+        width: the largest number of characters of a line.
     """
     indent = " " * 4
     lines = ["environment variables:"]
@@ -549,11 +549,11 @@ def _plain(markdown: str) -> str:
 
 
 NEAR = 0.88
-"""How alike an unknown variable's name and a known one must be; MindSpore has MS_ variables of its own."""
+"""The similarity (0 to 1) from which on an unknown name counts as misspelt; MindSpore has MS_ names, too."""
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that nothing reads and whose name is nearly that of one in the table."""
+    """Returns a sentence for each unknown variable whose name is nearly that of one in the table."""
     unknown = sorted(name for name in env if name.startswith("MS_") and name not in TABLE)
     if not unknown:
         return []

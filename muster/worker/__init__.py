@@ -1,6 +1,6 @@
 """Muster's worker: a process's place in a job, its session, its collectives.
 
-What scripts use is in :mod:`muster`.
+The public API for scripts is in :mod:`muster`.
 """
 
 if __name__ == "worker":

@@ -36,14 +36,15 @@ _NOT_HERE = frozenset(
 _PEER = struct.Struct("3i")
 
 data_waits: list[Callable[[float], None]] = []
-"""Are told how long a step has waited for its data, in seconds, where the script reports it."""
+"""Functions that are called with a step's wait for its data, in seconds, if the script reports it."""
 
 
 class AdoptedSession:
-    """A session whose membership the agent holds: it has ranks and reports, but no communicator.
+    """A session whose membership is held by the agent. It has ranks and reports, but no communicator.
 
-    The agent joins before the script starts and leaves when it has ended; a change of members ends or renews
-    the script (see :mod:`muster.programs.agent`). So there is nothing to open, and little to release.
+    The agent joins before the script starts, and leaves when the script has ended. A change of members ends
+    or restarts the script (see :mod:`muster.programs.agent`). So there is nothing to open, and little to
+    release.
 
     Args:
         env: the environment set by the agent; read at each call, because
@@ -170,7 +171,7 @@ class AdoptedSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Releases."""
+        """Releases the session."""
         self.release()
 
 

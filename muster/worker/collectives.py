@@ -2,7 +2,7 @@
 
 Arrays must be C-contiguous. All backends take NumPy arrays and torch tensors on the CPU. ``nccl`` also takes
 arrays on the worker's GPU: of CuPy, of torch, or with ``__cuda_array_interface__`` or DLPack. With ``nccl``,
-arrays on the CPU are sent over ``tcp``, on connections that are opened at the first such call; they cannot be
+arrays on the CPU are sent over ``tcp``, on connections that are opened at the first such call. They cannot be
 used in a CUDA graph or in :func:`group`. Numbers and lists are converted to NumPy arrays. Every rank of a
 group must call the same collectives in the same order with the same dtype and shape.
 
@@ -26,8 +26,8 @@ Raises:
 These functions only enqueue NCCL's collectives. NCCL neither compares what the ranks called nor times out. A
 deadline applies where the host waits for the GPU: in ``barrier``, in ``create_group`` and in the
 communicator's ``synchronize()``, which an ElasticLoop calls after each step of a torch model. Anything else
-that hangs does so until the generation ends. MS_STALL_TIMEOUT after the last progress, the scheduler reports
-which rank lags and on which collective the ranks disagree.
+may hang until the generation ends. MS_STALL_TIMEOUT after the last progress, the scheduler reports which rank
+lags and on which collective the ranks disagree.
 """
 
 from __future__ import annotations
@@ -230,13 +230,13 @@ def all_to_all(x: Array, group: str | None = None, out: Array | None = None, asy
 
 
 def send(x: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
-    """Sends ``x`` to rank ``peer`` of the group, which calls :func:`recv` with the same dtype and size."""
+    """Sends ``x`` to rank ``peer`` of the group, which must call :func:`recv` with equal dtype and size."""
     communicator, given = _begin(group, x)
     return _finish(communicator.send(given, peer, async_op=async_op), None, async_op)
 
 
 def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
-    """Receives what rank ``peer`` of the group sends into ``out``; returns ``out``."""
+    """Receives into ``out`` the array that rank ``peer`` of the group sends; returns ``out``."""
     communicator = _communicator(group)
     target = _writable(communicator, out)
     return _finish(communicator.recv(target, peer, async_op=async_op), target, async_op, out)
@@ -247,8 +247,8 @@ def neighbor_exchange(
 ) -> Mapping[int, Array]:
     """Sends arrays to some ranks and receives from others, in an order that avoids deadlocks.
 
-    Every rank must call it, also with empty arguments. What rank a sends to b, rank b must receive from a,
-    with the same dtype and size. Arrays on GPUs are exchanged in one launch, arrays on the CPU separately.
+    Every rank must call it, even with empty arguments. If rank a sends to b, rank b must receive from a, with
+    the same dtype and size. Arrays on GPUs are exchanged in one launch, arrays on the CPU one by one.
 
     Args:
         send: the array to send to each rank of the group, by its rank there.
@@ -264,7 +264,7 @@ def neighbor_exchange(
     messages += [((peer, own), _writable(communicator, x)) for peer, x in recv.items()]
     on_gpus = any(array.device != HOST for _, array in messages)
     with communicator.group() if on_gpus else contextlib.nullcontext():
-        # All ranks use one order, by (from, to), so that both ends of the first remaining message are ready.
+        # All ranks use the same order, by (from, to), so both ends of the first remaining message are ready.
         for (source, peer), array in sorted(messages, key=lambda message: message[0]):
             if source == own:
                 communicator.send(array, peer)
@@ -282,7 +282,8 @@ def barrier(group: str | None = None) -> None:
 def group(name: str | None = None) -> Iterator[None]:
     """Starts all collectives of one group in the block together, as one launch, when the block ends.
 
-    With NCCL only. This saves a launch for each, and a send and a receive cannot block each other::
+    With NCCL only. This saves a launch for each collective, and a send and a receive cannot block each
+    other::
 
         with muster.group():
             muster.send(right, (rank + 1) % size)
@@ -304,7 +305,7 @@ def group(name: str | None = None) -> Iterator[None]:
 
 
 def get_rank(group: str | None = None) -> int:
-    """This worker's rank within a group; None: among all."""
+    """Returns this worker's rank within a group; None: among all."""
     return current().rank if group is None else _communicator(group).rank
 
 
@@ -314,7 +315,7 @@ def get_group_size(group: str | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This worker's rank among those of its host."""
+    """Returns this worker's rank among those of its host."""
     return current().local_rank
 
 
@@ -335,7 +336,7 @@ def create_group(name: str, ranks: Sequence[int]) -> None:
     ``init``, as the others did.
 
     Args:
-        name: unique.
+        name: the group's name, which must be unique.
         ranks: world ranks; their order is the rank order of the group.
 
     Raises:
@@ -354,7 +355,7 @@ def destroy_group(name: str) -> None:
 
 
 def get_world_rank_from_group_rank(group: str, group_rank: int) -> int:
-    """The world rank of a group's rank.
+    """Returns the world rank of a group's rank.
 
     Raises:
         GroupError: there is no such group or rank.
@@ -366,7 +367,7 @@ def get_world_rank_from_group_rank(group: str, group_rank: int) -> int:
 
 
 def get_group_rank_from_world_rank(world_rank: int, group: str) -> int:
-    """The rank within a group of a world rank.
+    """Returns the rank within a group of a world rank.
 
     Raises:
         GroupError: there is no such group, or that rank is not in it.
@@ -443,6 +444,6 @@ def _output(
 
 
 def _finish(work: Work, target: Description | None, async_op: bool, out: Array | None = None) -> Any:
-    """Returns the result or a handle for it; the caller's ``out`` if that was given."""
+    """Returns the result or a handle for it; the result is the caller's ``out`` if that was given."""
     result = None if target is None else target.array if out is None else out
     return Pending(work, result) if async_op else result

@@ -52,7 +52,7 @@ LAUNCHERS = (
     ForeignLauncher("Kubernetes indexed job", "JOB_COMPLETION_INDEX", "", "", "JOB_COMPLETION_INDEX"),
 )
 
-# The shell that salloc opens on a node runs in a step of its own. Its variables say "task 0 of all", but it
+# The shell that salloc opens on a node runs in a step of its own. Its variables describe it as task 0, but it
 # is not a task.
 INTERACTIVE_STEP = "4294967290"
 
@@ -102,7 +102,7 @@ def _ranked_by_table(env: Mapping[str, str]) -> bool:
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
-    """The number of this host, if srun or an indexed job started one launcher process on each host."""
+    """Returns the number of this host, if srun or an indexed job has started a launcher on each host."""
     for variable, marker in (
         ("SLURM_NODEID", "SLURM_STEP_ID"),
         ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
@@ -114,7 +114,7 @@ def node_rank(env: Mapping[str, str]) -> int | None:
 
 
 def table_file(env: Mapping[str, str]) -> str:
-    """The rank table that the environment names, under its present or its old variable.
+    """Returns the rank table that the environment names, under its present or its old variable.
 
     Empty if there is none.
 
@@ -144,7 +144,7 @@ class SecurityContext(Value):
     server_password: str | None = None
 
     def config_file(self, variable: str) -> str:
-        """The config.json to use; empty if there is none, which means no TLS.
+        """Returns the config.json to use; empty if there is none, which means no TLS.
 
         Args:
             variable: the value of MS_CONFIG_FILE.
@@ -163,7 +163,7 @@ class SecurityContext(Value):
         return found
 
     def for_scheduler(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The environment with these arguments added, for a scheduler.
+        """Returns the environment with these arguments added, for a scheduler.
 
         Raises:
             SettingsError: TLS is required, and there is no config.json.
@@ -178,12 +178,12 @@ class SecurityContext(Value):
 class Settings(Value):
     """A worker's settings, as read at its start. Times in seconds.
 
-    ``scheduler_hosts`` lists all schedulers of the job, one of which leads. ``waits_without_limit``: wait
-    however long none of them leads, because there are several and MS_RECONNECT_TIMEOUT is not set.
-    ``gpu_limits``: the values of the GPU from which on a warning is given. ``visible_devices`` None: all
-    devices. ``device_id``, ``local_index`` and ``rank_id`` -1: not set. ``nccl_connections`` and
-    ``nccl_accept_timeout_s`` are read by NCCL's plug-in, and checked here. ``node_id``, ``host_id``,
-    ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
+    ``scheduler_hosts`` lists all schedulers of the job, one of which leads. ``waits_without_limit``: whether
+    to wait without limit while none of them leads, because there are several and MS_RECONNECT_TIMEOUT is not
+    set. ``gpu_limits`` are the values of the GPU above which a warning is given. ``visible_devices`` None:
+    all devices. ``device_id``, ``local_index`` and ``rank_id`` -1: not set. ``nccl_connections`` and
+    ``nccl_accept_timeout_s`` are read by NCCL's plug-in, and only checked here. ``node_id``, ``host_id``,
+    ``worker_address``, ``interface``, ``backend`` and ``topology`` may be empty.
     """
 
     secret_fields = ("client_password",)

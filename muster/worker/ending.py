@@ -2,8 +2,8 @@
 
 The launcher sees only exit codes and signals, in the order in which processes end, which is not the order in
 which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. The first bytes hold
-the training's progress and are overwritten; the rest is appended, one JSON object per line, which
-:func:`muster.launch.report.read_words` reads.
+the training's progress and are overwritten. The rest is appended as one JSON object per line, and
+:func:`muster.launch.report.read_words` reads it.
 
 A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
 Before that, scheduler and launcher are told what ended the script. The exception hook sees exceptions, and
@@ -55,7 +55,7 @@ _progress_due_s = 0.0
 
 
 def note(**facts: object) -> None:
-    """Appends one line of facts; does nothing if there is no launcher (any more)."""
+    """Appends one line of facts; does nothing if there is no launcher, or if it has ended."""
     _write(os.O_APPEND, (json.dumps(facts) + "\n").encode())
 
 
@@ -174,19 +174,19 @@ def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: 
 
 
 def _forget_the_end() -> None:
-    """Removes the hooks in a forked child, which may not say goodbye for its parent."""
+    """Removes the hooks in a forked child, which must not send Leave for its parent."""
     _script.end = None
 
 
 def note_exit(code: str | int | None, trace: TracebackType | None = None) -> None:
-    """Records the code with which the main thread is about to exit: SystemExit reaches no hook.
+    """Records the code with which the main thread is about to exit, because SystemExit reaches no hook.
 
-    For code 1, which has no specific meaning, logs the line of the script that asks for it. Programs of
-    Muster itself have already printed the reason, for example one that passes on its command's exit code.
+    For code 1, which has no specific meaning, it logs the line of the script that asks for the exit. For
+    Muster's own programs it does not, because they have already printed the reason.
 
     Args:
         code: the exit code.
-        trace: where the exit was raised; None if the caller's caller asks for it.
+        trace: the traceback of the exit; None if the exit is called for by this function's caller's caller.
     """
     if threading.current_thread() is threading.main_thread():
         _script.exit = SystemExit(code)
@@ -198,7 +198,7 @@ def note_exit(code: str | int | None, trace: TracebackType | None = None) -> Non
 
 
 def _place_that_exits(trace: TracebackType | None) -> tuple[str, int]:
-    """File and line of the caller of an exit function, or of the raise of the present SystemExit."""
+    """Returns the file and line that call an exit function, or that have raised the present SystemExit."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     frame, line = (sys._getframe(1), 0) if trace is None else (trace.tb_frame, trace.tb_lineno)
@@ -209,7 +209,7 @@ def _place_that_exits(trace: TracebackType | None) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def exit_noted() -> Iterator[None]:
-    """Context that records the code of a SystemExit, for scripts that the launcher runs in a fork."""
+    """Records the code of a SystemExit in a ``with`` block, for scripts that the launcher runs in a fork."""
     try:
         yield
     except SystemExit as error:
@@ -219,8 +219,8 @@ def exit_noted() -> Iterator[None]:
 
 def _at_exit() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # The script is over: nothing is left to stop, and its exit code says more than the signal would.
-        # Ignoring the signal lasts until the very end of the interpreter, while a handler would not.
+        # The script is over, so there is nothing left to stop, and its exit code says more than the signal
+        # would. An ignored signal stays ignored until the very end of the interpreter; a handler would not.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _script.end is not None:
         _script.end(_script.exit)
@@ -236,7 +236,7 @@ def _on_exception(kind: type[BaseException], error: BaseException, trace: Traceb
     elif isinstance(error, WorkerError) and is_good_end(error) and _script.end is not None:
         if not getattr(error, "logged", False):
             log.info("%s", error)
-        sys.exit(error.exit_code)  # If the hook raises it, Python takes this for the script's own exit.
+        sys.exit(error.exit_code)  # Raised in the hook, this counts as the script's own exit.
     elif plain:
         in_words(kind, error, trace)
     else:
@@ -255,8 +255,8 @@ def is_good_end(error: BaseException) -> bool:
 def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Shows an uncaught error: one of Muster's as a sentence, any other with its traceback.
 
-    With MS_LOG_LEVEL=DEBUG, all have a traceback. So has an error that Muster raised because of an error in
-    the script's own code, whose place only the traceback shows.
+    With MS_LOG_LEVEL=DEBUG, the traceback is always shown. It is also shown if an error in the script's own
+    code caused Muster's error, because only the traceback shows where.
 
     Raises:
         SystemExit: with the exit code of Muster's error.
@@ -291,7 +291,7 @@ def _has_foreign_cause(error: BaseException) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The place in the script where an error occurred, as ``train.py, line 12: ``.
+    """Returns the place in the script where an error occurred, as ``train.py, line 12: ``.
 
     Empty for errors of settings.
     """
@@ -307,14 +307,14 @@ def _place(trace: TracebackType | None) -> str:
 
 
 TWIN_S = 0.1
-"""How many seconds after a SIGTERM another one counts as the same request.
+"""For how many seconds after a SIGTERM another one counts as the same request.
 
-GNU timeout, for example, sends it to the process and to its group at the same time.
+GNU timeout, for example, sends the signal to the process and to its group at the same time.
 """
 
 
 def _absorb_twin() -> None:
-    """Waits until a second SIGTERM of the same request has come, if there is one.
+    """Waits for a second SIGTERM of the same request, for as long as one may come.
 
     The caller sets the handler that is used afterwards.
     """
@@ -333,19 +333,19 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def on_sigterm(react: Callable[[], None], *, before_own: bool = False) -> Iterator[None]:
-    """Context that calls ``react`` at the first SIGTERM; a second one ends the process as usual.
+    """Calls ``react`` at the first SIGTERM in a ``with`` block; a second one ends the process as usual.
 
     Only the main thread gets signals; in other threads, this does nothing.
 
     Args:
         react: called in the main thread, at any point of its execution.
-        before_own: replace the script's own handler too. Otherwise, such a handler stays, because it knows
-            what to do.
+        before_own: whether to replace also the script's own handler. Otherwise, such a handler stays, because
+            it knows what to do.
     """
     own = signal.getsignal(signal.SIGTERM)
     on_main_thread = threading.current_thread() is threading.main_thread()
     if not on_main_thread or own is None or (own is not signal.SIG_DFL and not before_own):
-        yield  # None: the handler is not Python's, and could not be restored.
+        yield  # None means that the handler was not set by Python, and could not be restored.
         return
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """Reads the facts that a worker reports about its machine: identity, address, devices, and others.
 
-The facts are versions, drivers and NCCL's settings. :func:`join_facts` is part of every join and takes very
-little time; :func:`all_facts` looks everything up, for ``muster check``. Nothing here imports torch, CuPy or
-NumPy.
+The other facts are versions, drivers and NCCL's settings. :func:`join_facts` is part of every join and takes
+very little time; :func:`all_facts` collects everything, for ``muster check``. Nothing here imports torch,
+CuPy or NumPy.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class DeviceChoice(Value):
     """The device of this worker.
 
     Attributes:
-        device: the device as reported to the scheduler. Its index is that on the host, not that in
-            CUDA_VISIBLE_DEVICES.
-        ordinal: CUDA's index among the devices that this process sees; -1 for its local rank.
+        device: the device as reported to the scheduler. Its index counts all GPUs of the host, not the
+            entries of CUDA_VISIBLE_DEVICES.
+        ordinal: CUDA's index among the devices that this process sees; -1 stands for its local rank.
         visible_count: number of devices that this process sees; 0 if it computes on the CPU.
     """
 
@@ -53,7 +53,10 @@ class DeviceChoice(Value):
 
 
 def host_identity() -> str:
-    """A hash of values that differ between machines: boot id and network namespace, but not the host name."""
+    """Returns a hash of values that differ between machines: boot id and network namespace.
+
+    The host name is used only if neither is available.
+    """
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         with contextlib.suppress(OSError):
@@ -82,9 +85,9 @@ def describe_host(settings: Settings) -> Host:
 
 
 def node_identity(settings: Settings, host: Host, random_hex: str) -> str:
-    """The node id: as set; otherwise made of host and local index, or of host and a random number.
+    """Returns the node id: as set, otherwise made of the host and the local index or a random number.
 
-    A part of the host's identity distinguishes machines with the same name.
+    It includes a part of the host's identity, which distinguishes machines with the same name.
     """
     if settings.node_id:
         return settings.node_id
@@ -104,7 +107,7 @@ def _local_address(settings: Settings) -> str:
 
 
 def _address_towards(scheduler: str, port: int) -> str:
-    """The address of this host from which the scheduler is reached."""
+    """Returns the address of this host from which the scheduler is reached."""
     try:
         found = socket.getaddrinfo(scheduler, port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
@@ -112,7 +115,7 @@ def _address_towards(scheduler: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0]).partition("%")[0]
-    except UnicodeError:  # No name service will ever know it.
+    except UnicodeError:  # The name is not valid, so retrying is of no use.
         raise SettingsError(
             "MS_SCHED_HOST must be an address or a host name, whose parts have 1 to 63 characters;"
             f" it is {scheduler!r}."
@@ -129,8 +132,8 @@ def _find_interface(wanted: str, *, six_first: bool = False) -> tuple[str, str]:
     """Finds a network interface by name, or the first one with an address in a network (10.0.0.0/16).
 
     Returns:
-        The interface's name and one of its addresses: the one in the network, else one of the scheduler's
-        address family if there is one (Linux).
+        The interface's name and one of its addresses: the one in the network; for a name, one of the
+            scheduler's address family if there is one (Linux).
     """
     kinds = (_interface_ipv6, _interface_ipv4) if six_first else (_interface_ipv4, _interface_ipv6)
     names = [name for _, name in socket.if_nameindex()]
@@ -220,7 +223,7 @@ def visible_gpu(settings: Settings, ordinal: int, root: Path = Path("/")) -> Gpu
 
 
 def _uuid_at(root: Path, bus_id: str) -> str:
-    """The driver's uuid of the GPU at this PCI bus id; empty if /proc does not have it."""
+    """Returns the driver's uuid of the GPU at this PCI bus id; empty if /proc does not have it."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = (root / f"proc/driver/nvidia/gpus/{bus_id}/information").read_text(encoding="utf-8")
         found = _UUID.search(text) if bus_id else None
@@ -229,9 +232,9 @@ def _uuid_at(root: Path, bus_id: str) -> str:
 
 
 def nvidia_devices(root: Path) -> list[tuple[str, str]]:
-    """(PCI bus id, model) of each GPU, in the order of the device files.
+    """Returns (PCI bus id, model) of each GPU, in the order of the device files.
 
-    A container may have only some of them.
+    A container may have the files of only some GPUs.
     """
     names = (path.name[6:] for path in root.glob("dev/nvidia[0-9]*"))
     minors = sorted(int(name) for name in names if name.isdigit())
@@ -268,7 +271,7 @@ MUST_AGREE_NCCL = (
     "NCCL_NVLS_ENABLE",
     "NCCL_CROSS_NIC",
 )
-"""Settings of NCCL with which ranks that differ hang or fail; other settings may differ between hosts."""
+"""Settings of NCCL that must be the same on all ranks, which otherwise hang or fail."""
 
 PROJECTS = {
     **{name: (name,) for name in ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")},
@@ -288,7 +291,7 @@ def join_facts(
     root: Path = Path("/"),
     path: Iterable[str] | None = None,
 ) -> dict[str, str]:
-    """The facts that a worker sends when it joins.
+    """Returns the facts that a worker sends when it joins.
 
     The scheduler refuses a worker if one of its facts differs from the others'. If the name begins with
     ``~``, it only warns.
@@ -313,7 +316,7 @@ def join_facts(
 
 
 def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """All facts that ``muster check`` compares; missing ones are left out.
+    """Returns all facts that ``muster check`` compares; missing ones are left out.
 
     Args:
         env: the process's environment.
@@ -337,7 +340,7 @@ def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """The NVIDIA driver's version, from /proc; empty if there is none."""
+    """Returns the NVIDIA driver's version, from /proc; empty if there is none."""
     try:
         found = _DRIVER.search((root / "proc/driver/nvidia/version").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -346,7 +349,7 @@ def driver_version(root: Path = Path("/")) -> str:
 
 
 def gpu_models(root: Path = Path("/")) -> list[str]:
-    """The model of each GPU of this host, from /proc."""
+    """Returns the model of each GPU of this host, from /proc."""
     models = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         lines = (
@@ -357,7 +360,7 @@ def gpu_models(root: Path = Path("/")) -> list[str]:
 
 
 def package_versions(names: Iterable[str], path: Iterable[str] | None = None) -> dict[str, str]:
-    """The versions of installed packages, from the names of their metadata folders.
+    """Returns the versions of installed packages, from the names of their metadata folders.
 
     Importing ``importlib.metadata`` would take longer than this function.
 
@@ -366,7 +369,7 @@ def package_versions(names: Iterable[str], path: Iterable[str] | None = None) ->
         path: folders to look in; None: ``sys.path``.
 
     Returns:
-        The versions of those that are installed, by name.
+        The versions of the installed packages, by name.
     """
     installed: dict[str, str] = {}
     for folder in sys.path if path is None else path:

@@ -64,7 +64,7 @@ def look_at_host() -> NcclHost:
 
 
 def decide_here(mode: str, env: Mapping[str, str], host: NcclHost, *, tls: bool) -> NcclProtection:
-    """Decides for this host; the plug-in is looked for, or built, only if nothing else prevents encryption.
+    """Decides for this host; finds or builds the plug-in only if nothing else prevents encryption.
 
     Args:
         mode: MS_NCCL_ENCRYPTION.
@@ -86,11 +86,11 @@ def protect_nccl(
     tls: bool,
     look_at_host: Callable[[], NcclHost] = look_at_host,
 ) -> NcclProtection:
-    """Decides, and prepares NCCL's environment in this process, before NCCL is loaded.
+    """Decides about NCCL's encryption, and prepares its environment in this process before NCCL is loaded.
 
     Args:
-        settings: MS_NCCL_ENCRYPTION.
-        plane: the data plane; for one that never runs NCCL, there is nothing to decide.
+        settings: the worker's settings, with MS_NCCL_ENCRYPTION.
+        plane: the data plane; if it never runs NCCL, there is nothing to decide.
         env: the user's environment.
         process_env: this process's environment, which NCCL reads.
         tls: whether the generations' secrets are received over mutual TLS.
@@ -118,7 +118,7 @@ def protect_nccl(
 
 
 def encryption_facts(protection: NcclProtection, plane: Backend) -> dict[str, str]:
-    """The facts about encryption that all workers of a job must share; empty if it is off."""
+    """Returns the facts about encryption that all workers of a job must share; empty if it is off."""
     if protection.mode == OFF:
         return {}
     effective = {NCCL_FACT: SEALED if protection.sealed else PLAIN} if plane.may_run_nccl else {}

@@ -9,9 +9,10 @@ from typing import Any
 def forget_meshes() -> None:
     """Clears this thread's cache of DTensor layouts, if the process uses DTensors.
 
-    Torch takes two meshes of the same shape for equal, and returns from this cache tensors that refer to the
-    first one: its ranks are those of a generation that has ended, in which this process may have had another
-    rank. Seen with torch 2.5 to 2.14. Torch's names for it are private; if they are missing, nothing is done.
+    Torch treats two meshes of the same shape as equal, and this cache returns tensors that refer to the first
+    one. The ranks of that mesh belong to a generation that has ended, in which this process may have had
+    another rank. This was seen with torch 2.5 to 2.14. Torch's names for the cache are private; if they are
+    missing, nothing is done.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:

@@ -20,15 +20,15 @@ NODE_VARIABLE = "MUSTER_NODE_ID"
 """The worker's stable name."""
 
 NCCL_SECRET_VARIABLE = "MUSTER_NCCL_SECRET"
-"""Path in /proc where torchrun's workers open the secret of NCCL's connections, because they inherit no
-descriptor.
+"""Path in /proc by which torchrun's workers, which inherit no descriptor, open the secret of NCCL's
+connections.
 """
 
 GLOO_VARIABLE = "MS_TORCH_GLOO"
-"""Set by the user: "muster" to replace Gloo's groups by Muster's."""
+"""Set by the user to "muster" in order to replace Gloo's groups by Muster's."""
 
 JAX_PROGRAM = "muster.programs.jax_program"
-"""The module that runs a JAX script, which does not read those variables."""
+"""The module that runs a JAX script, because JAX does not read those variables."""
 
 HOST = "127.0.0.1"
 
@@ -56,7 +56,7 @@ class Place:
     Attributes:
         group_rank: number of its host, in the order of the hosts' first ranks.
         group_count: number of hosts.
-        restarts: how many earlier generations its script has had.
+        restarts: the number of earlier generations in which its script has run.
     """
 
     job_id: str
@@ -71,7 +71,7 @@ class Place:
 
 
 def place_of(job_id: str, generation: int, members: Sequence[_Member], rank: int, restarts: int) -> Place:
-    """The place of the member with this rank."""
+    """Returns the place of the member with this rank."""
     hosts = list(dict.fromkeys(member.host.id for member in members))
     me = members[rank]
     return Place(
@@ -88,7 +88,7 @@ def place_of(job_id: str, generation: int, members: Sequence[_Member], rank: int
 
 
 def torch_variables(place: Place, port: int, gloo: str = "") -> Mapping[str, str]:
-    """The variables for a worker whose store listens on this port of the loopback interface.
+    """Returns the variables for a worker whose store listens on this port of the loopback interface.
 
     With TORCHELASTIC_USE_AGENT_STORE, torch is a client of the existing store and never opens one of its own,
     even if Muster's plug-in for torch is switched off.

@@ -61,10 +61,10 @@ class ProcessState:
     """The state of ``init`` and ``release`` in this process.
 
     Attributes:
-        context: what the script has set by ``set_ps_context``.
+        context: the arguments that the script has set by ``set_ps_context``.
         session: the default session; None if there is none yet.
-        interrupted: Ctrl-C ended ``init``.
-        said: the reason for the worker's end has been recorded for its launcher.
+        interrupted: whether Ctrl-C ended ``init``.
+        said: whether the reason for the worker's end has been recorded for its launcher.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ProcessState:
     def was_interrupted(self) -> bool:
         """Whether Ctrl-C came during ``init`` or in a session.
 
-        A script without either keeps its traceback.
+        If neither is the case, the script's traceback is shown.
         """
         return self.interrupted or (self.session is not None and self.session.interrupted)
 
@@ -92,12 +92,12 @@ class ProcessState:
                 self.session.end(error)
 
     def _cause(self, error: BaseException) -> BaseException:
-        """The error behind an exit: one that has left the session's block and was caught outside."""
+        """Returns the error behind an exit, which the script may have caught outside the session's block."""
         session = self.session
         return session.error or error if isinstance(error, SystemExit) and session is not None else error
 
     def _passes_leave_on(self, error: BaseException) -> bool:
-        """Whether a script that has caught LeaveGranted exits with the corresponding code."""
+        """Whether a script that has caught LeaveGranted exits with the corresponding exit code."""
         asked = isinstance(error, SystemExit) and error.code == SIGTERM_EXIT_CODE
         return asked and self.session is not None and self.session.leaves
 
@@ -122,8 +122,8 @@ def set_ps_context(
         config_file_path: config.json; wins over MS_CONFIG_FILE.
         enable_ssl: True requires TLS; False switches it off even if MS_CONFIG_FILE is set.
         client_password: password of the worker's PKCS#12 file; wins over MS_CLIENT_PASSWORD.
-        server_password: password of the scheduler's PKCS#12 file, for ``init`` under MS_ROLE=MS_SCHED; wins
-            over MS_SERVER_PASSWORD. A worker has no use for it.
+        server_password: password of the scheduler's PKCS#12 file, for ``init`` with MS_ROLE=MS_SCHED; wins
+            over MS_SERVER_PASSWORD. A worker does not use it.
         enable_ps: MindSpore's switch for this way of starting. It is checked but has no effect, because there
             is no other way.
         scheduler_manage_port: refused, because Muster's scheduler is not managed over HTTP.
@@ -185,14 +185,14 @@ def init(backend: str | None = None) -> Session:
     except (LeaveNow, WorkerError) as ended:
         if not is_good_end(ended):
             raise
-        abandon(ended)  # Nothing new, unless the signal came just when the session had opened.
+        abandon(ended)  # Has an effect only if the signal came just after the session had opened.
         log.info("%s", ended)
         sys.exit(SIGTERM_EXIT_CODE if leaving.is_asked and not isinstance(ended, JobEndedError) else 0)
     return session
 
 
 def _adopted(backend: str | None) -> Session:
-    """The session of a program whose agent is the member."""
+    """Returns the session for a program whose agent is the job's member."""
     if backend not in (None, "torch"):
         raise SettingsError(
             f"This program has an agent that holds its session, without the communicator {backend}.",
@@ -206,14 +206,14 @@ def _adopted(backend: str | None) -> Session:
 class Leaving:
     """Records a SIGTERM during ``init`` and passes it on to the code that waits.
 
-    A handler must not raise there: it may interrupt an import, whose lock would stay locked for ever, or code
-    whose errors Python drops, and with them the request.
+    A signal handler must not raise there. It may interrupt an import, whose lock would then stay locked for
+    ever. Or it may interrupt code whose exceptions Python ignores, and the request would be lost.
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.is_asked = False
-        # A signal handler may add to it, wherever it interrupts.
+        # A SimpleQueue, because a signal handler may put something at any point of the program.
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def ask(self) -> None:
@@ -224,7 +224,7 @@ class Leaving:
             self.session.leave_now("SIGTERM")
 
     def sleep(self, seconds: float) -> None:
-        """Waits, but only until there is a request."""
+        """Waits, but returns as soon as there is a request."""
         with contextlib.suppress(Empty):
             self._wakes.get(timeout=seconds)
         self.check()
@@ -259,7 +259,7 @@ def open_session(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Session:
-    """Creates a session from the settings, not joined yet; ``sleep`` waits when something may resolve itself.
+    """Creates a session that has not joined yet; ``sleep`` is called to wait before something is tried again.
 
     Raises:
         SettingsError: a setting is wrong.
@@ -315,7 +315,7 @@ def open_session(
 
 
 def _gpu_watch(settings: Settings, ordinal: int) -> GpuWatch:
-    """Reads the health of this worker's GPU."""
+    """Creates the reader of this worker's GPU health."""
     from muster.worker.gpu_health.watch import GpuWatch
     from muster.worker.host import visible_gpu
 
@@ -323,7 +323,7 @@ def _gpu_watch(settings: Settings, ordinal: int) -> GpuWatch:
 
 
 def _gpu_check(settings: Settings, device: DeviceChoice) -> GpuCheck | None:
-    """The check of this worker's GPU, which has started; None if no check is wanted."""
+    """Returns the check of this worker's GPU, which has started; None if no check is wanted."""
     if settings.gpu_check != "on" or not device.visible_count:
         return None
     if device.ordinal < 0:
@@ -347,7 +347,7 @@ def _profile_of(
     probe_address: str,
     facts: Mapping[str, str],
 ) -> Profile:
-    """This worker's description in its Join."""
+    """Returns this worker's description in its Join."""
     from muster.wire.messages import Profile
     from muster.worker.host import node_identity, visible_gpu
     from muster.worker.session.incarnation_number import new_incarnation
@@ -378,12 +378,13 @@ def retried(
     pauses_s: Sequence[float] = NAME_SERVICE_PAUSES_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Retries while an error may be temporary: a cluster's name service may learn of new hosts late.
+    """Retries while an error may be temporary, such as when a name service does not know new hosts yet.
 
     Args:
         attempt: the function to call.
         passing: the error that may be temporary.
-        pauses_s: how long to wait after each failure, in seconds; after the last the error is raised.
+        pauses_s: how long to wait after each failure, in seconds; if the last attempt fails, its error is
+            raised.
         sleep: waits.
     """
     for pause_s in pauses_s:
@@ -407,10 +408,10 @@ def _default_backend(gpu_count: int) -> str:
 
 
 def begin_lines(component: str) -> None:
-    """From now on logs JSON lines, if the environment asks for them.
+    """Switches the log to JSON lines, if the environment asks for them.
 
-    Because the user asked for it, this applies also if the script has set up logging itself, but not if it
-    has done so for Muster's loggers.
+    Because the user has asked for it, this applies even if the script has set up logging itself, but not if
+    it has set up Muster's loggers.
     """
     if wanted(os.environ):
         process_lines.begin(component, os.environ.get("MS_JOB_ID") or None)

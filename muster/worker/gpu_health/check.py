@@ -1,7 +1,7 @@
 """Checks a worker's GPU: in a separate process, or in this one if torch already has the GPU open.
 
-``python -m muster.worker.gpu_health.check N`` is that process, for the GPU with CUDA's number N. It reports
-on stdout when the GPU is open, and then the result of its test.
+``python -m muster.worker.gpu_health.check N`` is that process, for the GPU with CUDA's number N. It writes to
+stdout when the GPU is open, and then the result of its test.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CheckProcess:
         )
 
     def verdict(self) -> GpuVerdict:
-        """Waits for the result. A process that hangs or dies while it tests has found a fault."""
+        """Waits for the result. If the process hangs or dies during the test, the GPU has failed."""
         begun = time.monotonic()
         try:
             if not self._hear(len(BEGUN), self._begun_at + self._open_s).startswith(BEGUN):
@@ -87,7 +87,7 @@ class CheckProcess:
         return "its process hangs"
 
     def close(self) -> None:
-        """Ends the process. One that the kernel does not end is left alone."""
+        """Ends the process. A process that the kernel cannot end is left alone."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
@@ -99,9 +99,9 @@ class GpuCheck:
     """The check of one worker's GPU, before it joins and after others are lost.
 
     Args:
-        ordinal: the GPU as CUDA counts in this process.
+        ordinal: CUDA's number of the GPU in this process.
         begin: starts a process that tests it.
-        opened: returns the GPU if this process has it open through torch, else None.
+        opened: returns the GPU if this process has opened it through torch, otherwise None.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class GpuCheck:
         return process.verdict()
 
     def after_loss(self) -> GpuVerdict:
-        """Checks the GPU again: in this process if torch has it open, which takes a moment.
+        """Checks the GPU again; in this process if torch has opened the GPU here, which takes a moment.
 
-        Otherwise as before a join.
+        Otherwise, this is the same check as before a join.
         """
         gpu = self._opened(self._ordinal)
         return self.before_join() if gpu is None else check_here(gpu)
@@ -154,7 +154,7 @@ def begin_process(ordinal: int) -> CheckProcess:
 
 
 def opened_here(ordinal: int) -> Any:
-    """The GPU, if torch has opened it in this process; otherwise None."""
+    """Returns the GPU, if torch has opened it in this process; otherwise None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -22,7 +22,7 @@ PROGRAM_XIDS = frozenset({13, 31, 43, 45, 106, 107, 154})
 
 
 class GpuState(Enum):
-    """The state of a GPU, which is that of its worst finding."""
+    """The state of a GPU: that of its worst finding."""
 
     WELL = "well"
     SUSPECT = "suspect"
@@ -35,13 +35,13 @@ class GpuReading(Value):
     Attributes:
         index: the driver's number of the GPU.
         lost: the driver's error, if it can no longer reach the GPU.
-        busy_percent: share of the time in which a kernel ran.
-        slowed_by: reasons other than load or settings for which the clocks are lower.
+        busy_percent: the share of time in which a kernel ran.
+        slowed_by: reasons, other than load or settings, for which the clock rates are lower.
         uncorrected_errors: uncorrected ECC errors since the driver was loaded.
         remapped_rows: total number of rows of memory that were replaced.
-        remap_pending: rows of memory wait for a reset to be replaced.
-        remap_failed: a row of memory could not be replaced.
-        nvlink_errors: replays and recoveries of all links, since the driver was loaded.
+        remap_pending: whether rows of memory will be replaced at the next reset.
+        remap_failed: whether a row of memory could not be replaced.
+        nvlink_errors: replays and recoveries on all links since the driver was loaded.
         xids: numbers (Xids) of critical errors since the last reading.
     """
 
@@ -62,7 +62,7 @@ class GpuReading(Value):
 
 
 class GpuLimits(Value):
-    """Limits of the readings: a larger number is a finding."""
+    """Limits of the readings; a larger number is a finding."""
 
     celsius: int = default_of("MS_GPU_MAX_CELSIUS")
     uncorrected_errors: int = default_of("MS_GPU_MAX_ECC_ERRORS")
@@ -85,7 +85,7 @@ def judge_gpu(reading: GpuReading, limits: GpuLimits | None = None) -> GpuJudgem
 
 
 def describe_gpu(reading: GpuReading, judgement: GpuJudgement) -> str:
-    """One line with the known numbers, then the state and its reasons if it is not healthy."""
+    """Returns one line with the known numbers and, if the GPU is not healthy, its state and the reasons."""
     numbers = []
     if reading.busy_percent is not None:
         numbers.append(f"{reading.busy_percent} % busy")

@@ -38,7 +38,7 @@ class NvmlGpus:
         return int(self._nvml.nvmlDeviceGetCount())
 
     def index_of(self, gpu: GpuIdentity) -> int:
-        """The driver's number of a GPU, looked up by its most reliable name; raises NVML's errors."""
+        """Returns the driver's number of a GPU, found by its most reliable name; raises NVML's errors."""
         nvml = self._nvml
         if gpu.pci_bus_id:
             return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)))
@@ -127,7 +127,7 @@ class NvmlGpus:
             return None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer, or None if the GPU, the driver or the module has none; raises if the GPU is lost."""
+        """Returns NVML's answer; None if GPU, driver or module has none. Raises if the GPU is lost."""
         call: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if call is None:
             return None

@@ -14,7 +14,7 @@ _FEW_BYTES = 4096
 
 
 class TorchGpu:
-    """Opens the GPU and loads all of torch that the test needs, so that only the GPU is timed.
+    """Opens the GPU and loads the parts of torch that the test needs, so that only the GPU is timed.
 
     Args:
         device: torch's name of the device.
@@ -104,7 +104,7 @@ class TorchGpu:
 
 @functools.cache
 def _stream_of_tests(device: Any) -> Any:
-    """The stream for a device's tests.
+    """Returns the stream for a device's tests.
 
     There is only one, because torch keeps some 64 MiB for each stream that multiplies.
     """

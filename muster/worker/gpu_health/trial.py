@@ -14,12 +14,12 @@ LIMIT_S = 5.0
 """How long the test itself may take, in seconds, after its libraries are loaded and the GPU is open."""
 
 PORTION, MOST_BYTES, LEAST_BYTES = 0.25, 256 << 20, 1 << 20
-"""The share of the free memory that is tested, the most bytes that are tested, and the least free memory in
-bytes for a test.
+"""The share of the free memory that is tested, the most bytes that are tested, and the least free memory for
+a test, in bytes.
 """
 
 PATTERNS = (0x5555_5555_5555_5555, 0x2AAA_AAAA_AAAA_AAAA, 0x7FFF_FFFF_FFFF_FFFF, 0)
-"""Each bit is set in one pattern and clear in another, next to an equal bit and next to a different one."""
+"""Each bit but the highest is set and clear in these, next to an equal bit and next to a different one."""
 
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 
@@ -39,8 +39,8 @@ _FAULTS = (
     "gpu is lost",
     "fallen off the bus",
 )
-"""Texts in CUDA's errors that mean that a GPU or its driver has failed, in a program that is known to be
-correct.
+"""Texts in CUDA's errors which mean, in a program that is known to be correct, that a GPU or its driver has
+failed.
 """
 
 
@@ -76,8 +76,8 @@ class GpuVerdict(Value):
     """The result of a test.
 
     Attributes:
-        word: passed, failed or unknown. Unknown means that the test could not be made.
-        reason: why it failed or could not be made.
+        word: passed, failed or unknown. Unknown means that the test could not be run.
+        reason: why it failed or could not be run.
         seconds: the duration of the test.
     """
 
@@ -91,7 +91,7 @@ def try_gpu(gpu: GpuUnderTest, clock: Callable[[], float], limit_s: float = LIMI
 
     Args:
         gpu: the GPU.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         limit_s: the time limit, in seconds. The caller must end a call that hangs.
     """
     begun = clock()

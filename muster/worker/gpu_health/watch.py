@@ -41,7 +41,7 @@ def load_nvml(library: str = "pynvml") -> Any:
 class GpuWatch:
     """Reads one GPU periodically through its driver; if the driver reports nothing, neither does this class.
 
-    With a faulty GPU, a reading may take long or never end; only the thread of this class waits for it.
+    With a faulty GPU, a reading may take long or never end. Only the thread of this class waits for it.
 
     Args:
         gpu: the GPU.
@@ -75,7 +75,7 @@ class GpuWatch:
             self._thread = start_thread(self._run, name="muster-gpu")
 
     def take(self) -> GpuReport | None:
-        """Returns the newest reading, once; None if there is no new one since the last call."""
+        """Returns the newest reading; None if there is no new one since the last call."""
         news, self._news = self._news, None
         return news
 
@@ -113,7 +113,7 @@ class GpuWatch:
             self._complained = True
 
     def report(self, reading: GpuReading) -> GpuReport:
-        """A reading in the form for heartbeats, judged together with the previous reading."""
+        """Returns a reading in the form for heartbeats, judged together with the previous reading."""
         for xid in reading.xids:
             if xid in self._xids:
                 self._xids.remove(xid)
@@ -128,7 +128,7 @@ class GpuWatch:
 
 
 def report_of(reading: GpuReading, judgement: GpuJudgement) -> GpuReport:
-    """A reading and its judgement in the form for heartbeats, of bounded size."""
+    """Returns a reading and its judgement in the form for heartbeats, with a limited size."""
     reasons = (_printable(reason)[:MAX_REASON] for reason in judgement.reasons[:MAX_REASONS])
     return GpuReport(
         state=judgement.state.value,

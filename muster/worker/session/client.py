@@ -1,8 +1,8 @@
 """Drives the membership machine: its clock, threads and stream, and the threads waiting for results.
 
-The machine is a monitor: any thread with an event steps it under one lock. One thread of the client reads the
-present stream, another waits for the machine's deadline. Everything that may block (minting ids, aborting
-communicators, closing streams) happens outside the lock.
+The machine is used as a monitor: any thread with an event steps it under one lock. One thread of the client
+reads the present stream, and another waits for the machine's deadline. Everything that may block (creating
+unique ids, aborting communicators, closing streams) happens outside the lock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Minting(Protocol):
     """The part of a :class:`~muster.communicators.base.Backend` that the client uses."""
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
-        """Makes ids for the communicators of a generation."""
+        """Creates the unique ids of a generation's communicators."""
 
 
 class Line(Protocol):
@@ -70,21 +70,21 @@ class Client:
 
     Args:
         core: the machine.
-        connection: to the scheduler.
-        backend: makes unique ids; called on a thread of the client.
+        connection: the connection to the scheduler.
+        backend: creates unique ids; called on a thread of the client.
         collectives: the collectives that the training thread has called.
         prober: given addresses by node id, returns why some of those workers cannot be reached.
         lone_leave: decides when a worker that wants to leave goes without the scheduler's consent.
         pace: decides when a wait for others is too long.
         threads: starts threads.
         times: returns how the time of the steps since its last call was spent, for heartbeats.
-        figures: returns what the training has last reported beside its steps, for heartbeats: values of
-            their fields, by name.
+        figures: returns, for heartbeats, the training's latest reports besides its steps: values of the
+            heartbeat's fields, by name.
         gpu: returns readings of the worker's GPU since its last call, for heartbeats.
         stacks: returns this process's stacks as text within a limit in bytes; may block for seconds.
 
     Attributes:
-        communicators: those that the end of a generation aborts.
+        communicators: the communicators that are aborted at the end of a generation.
         training: the state of the training thread.
     """
 
@@ -132,9 +132,9 @@ class Client:
         connection.post = self.post
 
     def _handled(self) -> dict[type, Callable[[Any], Callable[[], None] | None]]:
-        """The handler of each of the machine's notices.
+        """Returns the handler of each of the machine's notices.
 
-        A function that it returns is called without the lock.
+        If a handler returns a function, that function is called without the lock.
         """
         return {
             events.Connect: lambda notice: self._connection.open(notice.stream),
@@ -159,7 +159,7 @@ class Client:
             events.GateChanged: lambda _: None,
         }
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
         """Starts the threads and begins to look for the scheduler."""
@@ -236,7 +236,7 @@ class Client:
                 log.debug("%s", decision.reason)
             for notice in decision.notices:
                 action = self._handlers[type(notice)](notice)
-                if action is not None:  # It may block, so it is called without the lock.
+                if action is not None:  # The action may block, so it is called without the lock.
                     later.append(action)
             for message in decision.messages:
                 if isinstance(message, messages.Heartbeat):
@@ -273,7 +273,7 @@ class Client:
             self._timer.put()
 
     def _make_turn(self) -> float | None:
-        """Does what is due; returns in how many seconds something may be due again."""
+        """Does what is due; returns after how many seconds something may be due again."""
         with self._lock:
             if self._closed:
                 return None
@@ -361,7 +361,7 @@ class Client:
 
     @property
     def failure(self) -> WorkerError | None:
-        """Why the membership is over for good; None if it is not."""
+        """The error that ended the membership for good; None if it has not ended."""
         return self._news.failure
 
     @property
@@ -377,7 +377,7 @@ class Client:
     def adopt(self, generation: int, communicator: Communicator) -> None:
         """Registers a communicator, to be aborted when ``generation`` ends.
 
-        If it has ended, aborts it immediately.
+        If the generation has already ended, aborts the communicator immediately.
         """
         with self._lock:
             self.communicators.add(generation, communicator)
@@ -386,7 +386,7 @@ class Client:
             communicator.abort(error)
 
     def over(self, generation: int) -> WorkerError | None:
-        """The error with which the generation ended, or None while it goes on."""
+        """Returns the error with which the generation ended, or None while it goes on."""
         return self._news.over(generation)
 
     def check(self, generation: int) -> None:
@@ -409,7 +409,7 @@ class Client:
         return self._news.leave_granted
 
     def next_build(self) -> events.Build:
-        """Waits for the newest generation that can be built, and returns it.
+        """Waits for the newest generation whose communicator can be built, and returns it.
 
         Raises:
             WorkerError: there will be no further generation.
@@ -456,8 +456,8 @@ class Client:
             error: the error of the collective.
 
         Returns:
-            The error to raise: why the generation is over. If it is not over, ``error``, or an error that
-                names the rank that has finished.
+            The error to raise. If the generation is over, it says why. If not, it is ``error``, or an error
+                that names the rank that has finished.
         """
         self._news.no_verdict = 0
         if self.over(generation) is None:
@@ -499,8 +499,8 @@ class Client:
     def _wait(self) -> None:
         """Waits for news for a limited time, because a signal in another thread does not end the wait.
 
-        This happens when a process is stopped, gets the signal, and is continued. Python runs handlers only
-        in the main thread, between two bytecode instructions.
+        This happens if a process is stopped, gets a signal, and is continued. Python runs signal handlers
+        only in the main thread, between two bytecode instructions.
         """
         self._changed.wait(LOOK_S)
 
@@ -509,7 +509,7 @@ class Client:
         self._wait()
 
     def _refuse_if_closed(self) -> None:
-        if self._closed:  # Nothing that could end a wait is carried out any more.
+        if self._closed:  # No further notices are handled, so nothing could end a wait any more.
             raise NotInitializedError("The session was released.")
 
 

@@ -91,7 +91,7 @@ class SchedulerConnection:
             self.post(events.Received(number, messages.Refused(messages.RefusalCode.MALFORMED, str(error))))
         except (OSError, WireError) as error:
             self.post(events.StreamLost(number, str(getattr(error, "strerror", None) or error)))
-        except Exception as error:  # A fault of Muster's own must not leave the worker waiting for ever.
+        except Exception as error:  # An error in Muster must not leave the worker waiting forever.
             log.exception("fault on the scheduler's stream; connecting again")
             self.post(events.StreamLost(number, f"{type(error).__name__}: {error}"))
         finally:

@@ -1,4 +1,4 @@
-"""A worker's last report on the copies of its state: in peers' memory and on disk."""
+"""A worker's last reports on the copies of its state in peers' memory and on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Copies:
         self._written_at = 0.0
 
     def note_snapshot(self, report: messages.SnapshotReport, now: float) -> None:
-        """Records what is kept from now on."""
+        """Records a new report on snapshots."""
         last = self._report
         if last is None or (last.generation, last.newest) != (report.generation, report.newest):
             self._complete_at = now
@@ -27,13 +27,13 @@ class Copies:
         self._written, self._written_at = written, now
 
     def snapshot(self, now: float) -> messages.SnapshotReport | None:
-        """The report on snapshots for heartbeats; None if this worker takes none."""
+        """Returns the report on snapshots for heartbeats; None if this worker takes none."""
         if self._report is None or self._report.newest < 0:
             return self._report
         return self._report.replaced(age_s=now - self._complete_at + self._report.seconds)
 
     def checkpoint(self, now: float) -> messages.CheckpointReport | None:
-        """The report on checkpoints for heartbeats; None if this worker has written none."""
+        """Returns the report on checkpoints for heartbeats; None if this worker has written none."""
         written = self._written
         if written is None:
             return None

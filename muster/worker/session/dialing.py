@@ -23,8 +23,8 @@ def grpc_dial(settings: Settings, keyring: Follower | None, method: str = SESSIO
     schedulers, count = Schedulers(settings), len(settings.scheduler_hosts)
 
     def dial(outbox: SimpleQueue[bytes | None]) -> Stream:
-        # gRPC is loaded before the scheduler is found: there is time while the scheduler starts, and none
-        # afterwards.
+        # gRPC is loaded before the scheduler is found, because there is time while the scheduler starts, but
+        # not afterwards.
         guard_grpc_log(os.environ)
         import muster.certs.runtime.grpc_credentials  # noqa: F401
 

@@ -25,18 +25,18 @@ class Timing(Value):
 
     Attributes:
         topo_timeout_s: how long a worker without a place looks for the scheduler.
-        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
-            that has lost its place may look for one that gives it a new one.
-        waits_without_limit: a member waits for the scheduler without limit, because one of several schedulers
-            will lead again when etcd has a majority. ``reconnect_timeout_s`` then only limits answers of a
-            scheduler that is connected, and a worker that has lost its place looks for one for
+        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away. A worker that
+            has lost its place may look for another place for the same time.
+        waits_without_limit: whether a member waits for the scheduler without limit, because one of several
+            schedulers will lead again when etcd has a majority. ``reconnect_timeout_s`` then only limits the
+            answers of a connected scheduler, and a worker that has lost its place looks for a scheduler for
             ``topo_timeout_s``.
         verdict_margin_s: how long after the scheduler's node time-out a worker waits for a change of members,
             if its collective failed without naming a peer. A worker that names a peer waits for
-            ``reconnect_timeout_s``, because the scheduler then forms a generation in any case. This may take
-            a scheduler that was paused, or is behind with reading, longer than its node time-out.
-        goodbye_timeout_s: how long Leave may take; long enough for a restart of the scheduler, which would
-            count a worker that ended without Leave as lost.
+            ``reconnect_timeout_s``, because the scheduler then forms a generation in any case. A scheduler
+            that was paused, or is behind with reading, may need longer for this than its node time-out.
+        goodbye_timeout_s: how long Leave may take. It is long enough for a restart of the scheduler, because
+            a worker that ends without Leave would count as lost.
         late_again_s: the pause between two reports to the scheduler that a collective is late.
         report_first_s, report_last_s: the first and the longest pause between two log lines saying that the
             scheduler cannot be reached; each pause is twice the previous one.
@@ -78,7 +78,7 @@ class StreamLost(Value):
 
 
 class StreamDenied(Value):
-    """TLS or identity failed; ``by_scheduler``: the scheduler refused, and trying again is of no use."""
+    """TLS or identity failed; ``by_scheduler``: the scheduler refused, so trying again is of no use."""
 
     stream: int
     sentence: str
@@ -124,7 +124,7 @@ class CommunicatorFailed(Value):
 
 
 class CollectivesStuck(Value):
-    """Whether a collective has been in progress for long. Sent while the scheduler is away."""
+    """Says whether a collective has been in progress for too long. Sent while the scheduler is away."""
 
     stuck: bool
 
@@ -160,7 +160,7 @@ class StepStarting(Value):
 
 
 class ProgressReported(Value):
-    """Training has made progress: how far it is, and how fast."""
+    """The training's progress: the number of steps, and the speed."""
 
     step: int
     samples_per_s: float
@@ -190,7 +190,7 @@ class LeaveWanted(Value):
 
 
 class Goodbye(Value):
-    """The training thread is done or gives up; ``gpu_fault``: because its GPU has failed a check."""
+    """The training thread has finished or gives up; ``gpu_fault``: because its GPU has failed a check."""
 
     finished: bool
     reason: str
@@ -242,17 +242,17 @@ Event = (
 )
 
 
-# ---------------------------------------------------------------- notices to the adapter and the session
+# ---------------------------------------------------------------- notices to the client and the session
 
 
 class Connect(Value):
-    """Open a stream to the scheduler under this number; any older one is dead."""
+    """Open a stream to the scheduler with this number; older streams no longer count."""
 
     stream: int
 
 
 class Disconnect(Value):
-    """Close the stream of this number."""
+    """Close the stream with this number."""
 
     stream: int
 
@@ -260,7 +260,7 @@ class Disconnect(Value):
 class LogLine(Value):
     """Log this line.
 
-    ``waits``: the line says what this worker waits for; otherwise, that it no longer has to wait.
+    ``waits``: whether the line says what this worker waits for, rather than that it no longer has to wait.
     """
 
     sentence: str
@@ -268,7 +268,7 @@ class LogLine(Value):
 
 
 class MintUniqueIds(Value):
-    """This worker is rank 0 of the generation: mint its ids, and answer with UniqueIdsMinted."""
+    """Create the generation's unique ids, because this worker is its rank 0; answer with UniqueIdsMinted."""
 
     generation: int
     count: int
@@ -293,8 +293,9 @@ class Over(Value):
     """The generation is over.
 
     Attributes:
-        planned: its communicators need not be aborted; otherwise abort them, whatever they are doing.
-        save: the job cannot continue for now, and this worker should save the training state.
+        planned: whether the change was planned. If not, abort the generation's communicators, no matter what
+            they are doing.
+        save: whether the job cannot continue for now, and this worker should save the training state.
     """
 
     generation: int
@@ -305,7 +306,7 @@ class Over(Value):
 
 
 class Dismissed(Value):
-    """This worker leaves as asked: it has no place in the next generation and should send Leave.
+    """This worker leaves as asked: it has no place in the next generation, and should send Leave.
 
     Attributes:
         reason: the reason, as text.
@@ -325,7 +326,7 @@ class StepHeld(Value):
 
 
 class GateChanged(Value):
-    """A held step may be asked for again."""
+    """The training thread may ask again for a step that was held."""
 
 
 class ChangePending(Value):
@@ -357,7 +358,8 @@ class TakeStacks(Value):
 class NoVerdict(Value):
     """A collective of the generation failed, but the scheduler sees no change of members.
 
-    ``finished_rank`` has finished while this worker still waited, as ``sentence`` says; -1 if none has.
+    ``finished_rank`` is a rank that has finished while this worker still waited for it, as ``sentence`` says;
+    -1 if there is none.
     """
 
     generation: int
@@ -373,11 +375,11 @@ class FailureKind(enum.Enum):
     UNREACHABLE = "unreachable"
     FORMATION_TIMEOUT = "formation timeout"
     JOB_ENDED = "job ended"
-    LEAVE = "leave granted"  # As asked, but immediately: there is no step boundary to leave at.
+    LEAVE = "leave granted"  # The worker leaves as asked, but immediately, not at a step boundary.
 
 
 class Failed(Value):
-    """The membership is over for good. ``ok``: because the whole job finished well."""
+    """The membership is over for good. ``ok``: whether the reason is that the whole job finished well."""
 
     kind: FailureKind
     sentence: str
@@ -386,7 +388,7 @@ class Failed(Value):
 
 
 class LossKnown(Value):
-    """The scheduler reports which member was the first to go; comes before the consequences."""
+    """The scheduler reports which member was lost first; comes before the notices of the consequences."""
 
     loss: FirstLoss
 
@@ -398,7 +400,7 @@ class SnapshotWordCame(Value):
 
 
 class Left(Value):
-    """The Leave is done. ``heard``: the scheduler has confirmed it."""
+    """The worker has left. ``heard``: whether the scheduler has confirmed it."""
 
     heard: bool
 
@@ -430,8 +432,8 @@ Notice = (
 class Effects(Value):
     """The result of one event.
 
-    The adapter carries out ``notices`` in order and sends ``messages`` in order on the open stream;
-    ``reason`` is logged if it is not empty.
+    The client carries out ``notices`` in order, and then sends ``messages`` in order on the open stream. It
+    logs ``reason`` if that is not empty.
     """
 
     messages: tuple[WorkerMessage, ...] = ()

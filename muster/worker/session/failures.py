@@ -21,7 +21,7 @@ from muster.worker.session import events
 
 
 def failure_of(notice: events.Failed) -> WorkerError:
-    """The error with which a script learns why its membership is over."""
+    """Returns the error with which a script learns why its membership is over."""
     text = sentence(notice.sentence)
     if notice.kind is events.FailureKind.SECURITY:
         return SecurityError(text)
@@ -48,7 +48,7 @@ def sentence(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Describes an exception in one line for the scheduler's log."""
+    """Describes an exception in one line, for the scheduler's log."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"
     if isinstance(error, LeaveNow | LeaveGranted):
@@ -83,7 +83,7 @@ _LATE = ("JOB_ENDED", "SUPERSEDED")
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """The exit code, 0 to 255, with which Python or Muster's hook ends a process because of ``error``."""
+    """Returns the exit code, 0 to 255, with which an uncaught ``error`` ends a process."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):

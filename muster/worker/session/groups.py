@@ -87,7 +87,7 @@ class Groups:
                 group.communicator.close()
 
     def communicator(self, name: str | None = None) -> Communicator:
-        """The communicator of a group; None for that of all ranks.
+        """Returns the communicator of a group; None stands for all ranks.
 
         Raises:
             GroupError: there is no such group, or this rank is not in it.
@@ -107,7 +107,7 @@ class Groups:
         return group.communicator
 
     def world_ranks(self, name: str | None = None) -> tuple[int, ...]:
-        """The world rank of each rank of a group.
+        """Returns the world rank of each rank of a group.
 
         Raises:
             GroupError: there is no such group.
@@ -130,7 +130,7 @@ class Groups:
 
 
 def world_membership(build: events.Build, job_id: str, ordinal: int) -> Membership:
-    """All members of a generation, as a backend takes them.
+    """Returns all members of a generation in the form that a backend takes.
 
     Args:
         build: the generation, and its unique ids.
@@ -150,8 +150,8 @@ def _peer(member: messages.Member, ordinal: int | None) -> Peer:
         host_id=member.host.id,
         host_name=member.host.name,
         data_address=member.data_address,
-        # Other workers' GPUs are named by their place on their host; this process counts only those that it
-        # sees.
+        # Other workers' GPUs are named by their index on their host. CUDA's numbers in this process count
+        # only the GPUs that it sees.
         device_index=member.device.index if ordinal is None else ordinal,
     )
 

@@ -1,4 +1,4 @@
-"""gRPC's log in a worker: suppressed, or its records, escaped and marked."""
+"""Handles gRPC's log in a worker: it is suppressed, or its records are escaped and marked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The state of a worker's machine: what it knows about its membership.
+"""The state of a worker's machine: its knowledge about its membership.
 
-Replaced as a whole when the worker has lost its place.
+The state is replaced as a whole when the worker has lost its place.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ class Incarnation:
     """The state of one incarnation of a worker's membership.
 
     Attributes:
-        ended: the membership is over for good.
+        ended: whether the membership is over for good.
         welcome: the scheduler's latest Welcome; None if it has not answered.
-        renewed: the worker has lost its place and has not been welcomed since.
+        renewed: whether the worker has lost its place and has not been welcomed since.
         heartbeat_at: when the next heartbeat is due.
         waiting_sentence: what the worker waits for, as last reported.
-        times_put_off: how often the scheduler has reported that it can decide nothing.
-        absent: the scheduler's absence was logged.
-        seen: the highest generation heard of.
+        times_put_off: how often the scheduler has reported that it cannot decide anything.
+        absent: whether the scheduler's absence was logged.
+        seen: the newest known generation.
         over: generations up to this one are over.
         current: the generation that the training thread is in.
-        next: a newer one that it has not entered yet.
+        next: a newer generation that it has not entered yet.
         ids: the unique ids of ``next``.
-        minted: the unique ids that this worker has made for it.
-        wants_entry: the training thread waits for a generation.
-        built: the worker has built its communicator of ``current``.
-        running: all members have built theirs.
-        suspended: the job waits for workers.
+        minted: the unique ids that this worker has created as rank 0.
+        wants_entry: whether the training thread waits for a generation.
+        built: whether the worker has built its communicator of ``current``.
+        running: whether all members have built their communicators.
+        suspended: whether the job waits for workers.
         held: the generation in which no further step may begin.
-        uses_steps: the training thread asks before each step.
+        uses_steps: whether the training thread asks before each step.
         stepped_in: the last generation in which a step was begun.
         leave_reason: why the worker will leave; None if it will not.
-        goodbye: the Leave that the worker has sent.
-        leave_at: when it stops waiting for the answer to that.
+        goodbye: the event with which the worker has begun to leave.
+        leave_at: when it stops waiting for the scheduler to confirm its Leave.
         suspicion_since: since when the worker waits for a verdict on a failed collective.
         suspicion: the report on a peer at that time; None if no peer was named.
         timed_out_step: the step in which collectives have already timed out.
         late_reported_at: when the scheduler was last told that a collective is late.
-        stuck: the worker is cut off from the scheduler and from some peer.
+        stuck: whether the worker is cut off from the scheduler and from some peer.
         need_since: since when the worker needs something from the scheduler.
     """
 
@@ -95,7 +95,7 @@ class Incarnation:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing is needed from the scheduler, so that training may go on without it."""
+        """Whether the worker needs nothing from the scheduler, so that training may go on without it."""
         return (
             self.running
             and self.next is None
@@ -111,7 +111,7 @@ class Incarnation:
         return self.ended or generation <= self.over or generation < self.seen
 
     def is_by_steps(self, new: messages.Assignment, step: int) -> bool:
-        """Whether the change comes at a step boundary, and has not come yet after ``step`` steps."""
+        """Whether the change happens at a step boundary that is still to come after ``step`` steps."""
         return new.switch_after_step >= 0 and (self.uses_steps or new.switch_after_step > step)
 
     def take_up(self, new: messages.Assignment) -> None:
@@ -127,7 +127,7 @@ class Incarnation:
         self.suspended = True
 
     def enter(self, new: messages.Assignment) -> None:
-        """The training thread enters ``new``, which was the next generation."""
+        """Records that the training thread enters ``new``, which was the next generation."""
         self.current, self.next, self.wants_entry = new, None, False
         self.built = self.running = False
         self.suspicion_since = None

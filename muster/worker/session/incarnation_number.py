@@ -1,4 +1,4 @@
-"""The number that tells a process from the one that had its node id before."""
+"""The number that distinguishes a process from an earlier one with the same node id."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def new_incarnation() -> int:
-    """A random number from 1 to 2**64 - 1, different for each process."""
+    """Returns a random number from 1 to 2**64 - 1, different for each process."""
     return int.from_bytes(os.urandom(8), "big") or 1

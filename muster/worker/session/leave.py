@@ -1,13 +1,13 @@
-"""When a worker that wants to leave goes without the scheduler's consent."""
+"""Decides when a worker that wants to leave does so without the scheduler's consent."""
 
 from __future__ import annotations
 
-UNREACHABLE_S = 3.0  # Time to find a lost scheduler that could grant the leave; launchers kill after 10.
+UNREACHABLE_S = 3.0  # Time to find a lost scheduler that could grant the leave; launchers kill after 10 s.
 UNFORMED_S = 5.0  # Time for the next generation to form.
 
 
 class LoneLeave:
-    """Whether a leave is wanted, and what has prevented it for too long.
+    """Records whether a leave is wanted, and decides whether something has prevented it for too long.
 
     Args:
         unfinished_s: how long after the request it waits for others that do not come to the step's end.
@@ -17,7 +17,7 @@ class LoneLeave:
     Attributes:
         wanted: when the leave was requested, and why; None if it was not. It is a single value, so that a
             signal handler can set it without a lock.
-        at_once: the worker has begun nothing yet and need not wait for anybody.
+        at_once: whether the worker has begun nothing yet, and need not wait for anybody.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class LoneLeave:
         self._entering_since = None
 
     def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
-        """The reason for leaving without consent; empty if the worker does not do that (yet).
+        """Returns the reason for leaving without consent; empty if the worker should not do that (yet).
 
         Args:
             now: the time, on the same clock as all other times here.
-            away: there is no connection to the scheduler.
-            waits: the worker waits for others to reach the step's end; its own work is not limited.
+            away: whether there is no connection to the scheduler.
+            waits: whether the worker waits for others to reach the end of the step. Its own work has no time
+                limit.
         """
         if self.wanted is None:
             return ""

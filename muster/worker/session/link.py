@@ -8,12 +8,12 @@ from muster.worker.session.events import Timing
 
 
 class Link:
-    """State of the stream to the scheduler; streams are numbered from 1, only the newest one counts.
+    """State of the stream to the scheduler. Streams are numbered from 1, and only the newest one counts.
 
     Attributes:
         stream: number of the newest stream.
-        open: that stream is established.
-        settled: the scheduler has welcomed this worker on it.
+        open: whether that stream is established.
+        settled: whether the scheduler has welcomed this worker on it.
         away_since: since when there is no settled stream; None while there is one.
         retry_at: when to connect next; None during an attempt or while there is a stream.
         detail: why the last attempt failed.
@@ -52,7 +52,7 @@ class Link:
     def lost(self, stream: int, detail: str, now: float) -> bool:
         """Records the end of a stream or attempt and plans the next one.
 
-        Returns False if it is not the newest.
+        Returns False if it was not the newest stream.
         """
         if stream != self.stream or self.retry_at is not None:
             return False

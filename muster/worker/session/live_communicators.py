@@ -65,7 +65,7 @@ class LiveCommunicators:
     def end(self, end: Callable[[Communicator], None]) -> None:
         """Calls ``end`` with each open communicator, the newest first.
 
-        That may block on a peer that dies, so the end of the generation still aborts each of them.
+        ``end`` may block on a peer that dies, so each communicator is still aborted if the generation ends.
         """
         self.settle_aborts()
         while youngest := self._communicators[-1:]:
@@ -96,7 +96,7 @@ def finish(communicator: Communicator) -> None:
 
 
 def close_quietly(communicator: Communicator) -> None:
-    """Closes a communicator; an error is a line of the debug log."""
+    """Closes a communicator; an error is only written to the debug log."""
     try:
         communicator.close()
     except CommunicatorError as error:

@@ -12,7 +12,7 @@ follows these rules:
 * ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
   ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``, ``TakeStacks`` by ``StacksTaken``. ``Over``
   aborts the generation's communicators unless it was planned; the training thread then comes back with
-  ``EntryRequested``, or says ``Goodbye``.
+  ``EntryRequested`` or ``Goodbye``.
 * After each step, ``deadline()`` returns when ``DeadlineReached`` is due, if nothing happens before.
 """
 
@@ -35,8 +35,8 @@ class MembershipMachine:
     Args:
         profile: this worker's identity and description.
         timing: deadlines.
-        jitter: random numbers from [0, 1).
-        address: the scheduler's host and port, for messages.
+        jitter: returns random numbers from [0, 1).
+        address: the scheduler's host and port, for log lines and errors.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class MembershipMachine:
         self._messages: list[messages.WorkerMessage] = []
         self._notices: list[events.Notice] = []
         self._reason = ""
-        self._probe_asked = (0, 0)  # On which stream it came, and in which round.
+        self._probe_asked = (0, 0)  # The stream and the round of the last request.
 
     def deadline(self) -> float | None:
-        """The time of the next DeadlineReached; None if no timer is needed."""
+        """Returns the time of the next DeadlineReached; None if no timer is needed."""
         state = self._state
         if state.ended:
             return None
@@ -136,7 +136,7 @@ class MembershipMachine:
 
     @property
     def times_put_off(self) -> int:
-        """How often in this incarnation the scheduler has reported that it can decide nothing."""
+        """How often in this incarnation the scheduler has reported that it cannot decide anything."""
         return self._state.times_put_off
 
     @property
@@ -227,7 +227,8 @@ class MembershipMachine:
         if state.suspicion_since is None or state.welcome is None or not self._link.settled:
             return None
         patience_s = state.welcome.node_timeout_s + self._timing.verdict_margin_s
-        # A worker with this is answered with a generation, however far behind the scheduler is.
+        # A worker that suspects a peer is always answered with a generation, even by a scheduler that is far
+        # behind.
         if state.suspicion is not None:
             patience_s = max(patience_s, self._timing.reconnect_timeout_s)
         return state.suspicion_since + patience_s
@@ -266,7 +267,7 @@ class MembershipMachine:
     def _end_generation(
         self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
     ) -> None:
-        """Ends the generation of the training thread, once."""
+        """Ends the training thread's generation, unless that has been done already."""
         state = self._state
         current = state.standing
         if current is None:
@@ -372,7 +373,7 @@ class MembershipMachine:
         if why:
             self._fail(events.FailureKind.REFUSED, why, messages.RefusalCode.SETTINGS_DIFFER)
             return
-        # A scheduler of version 0.2 does not know checks, and would give it a place.
+        # A scheduler of version 0.2 does not know GPU checks, and would give this worker a place.
         if self.profile.gpu_fault:
             self._fail(events.FailureKind.REFUSED, self._gpu_failure(), messages.RefusalCode.GPU_FAILED)
             return
@@ -401,7 +402,7 @@ class MembershipMachine:
             state.waiting_sentence = message.sentence
             over = state.running and message.present >= message.needed
             self._notices.append(events.LogLine(message.sentence, waits=not over))
-        if message.undecided:  # Values that it has not sent yet have no meaning.
+        if message.undecided:  # The message's other fields have no meaning yet.
             state.times_put_off += 1
             self._link.put_off(self._now)
             if state.suspicion_since is not None:
@@ -582,18 +583,18 @@ class MembershipMachine:
         current = state.standing
         if current is None or current.generation != event.generation:
             return
-        # It named itself: it does not know which peer failed.
+        # It names itself, because it does not know which peer failed.
         suspect = event.rank if event.rank >= 0 else current.rank
         hint = messages.SuspectPeer(event.generation, suspect, event.detail)
         if state.next is not None:  # Peers have switched already or will, and so does this worker.
-            self._send(hint)  # Those that still hang in the last step are told.
+            self._send(hint)  # Through the scheduler, this reaches members that still hang in the last step.
             self._dismiss_if_leaving(state.next)
             self._end_generation(state.next.reason, state.next.lost)
             return
         if state.suspicion_since is None:
             state.suspicion_since = self._now
-        # A peer that did not come in time may come later, in the next generation, but never in the same step
-        # again.
+        # A peer that did not come in time may still come in the next generation. But a second time-out in the
+        # same step counts as an error.
         late = event.timed_out and state.timed_out_step != self._step
         state.timed_out_step = self._step if event.timed_out else state.timed_out_step
         state.suspicion = hint if event.rank >= 0 or late else None
@@ -643,7 +644,7 @@ class MembershipMachine:
             self._report_first_step(current)
 
     def _report_first_step(self, current: messages.Assignment) -> None:
-        """Reports immediately that a newcomer holds the state, because its giver may now leave or die."""
+        """Reports immediately that this newcomer holds the state, so that the state's sender may leave."""
         if self._state.stepped_in < current.generation:
             self._state.stepped_in = current.generation
             if current.rank in current.newcomer_ranks and self._link.settled:

@@ -1,4 +1,4 @@
-"""The machine's notices on the membership; replaced as a whole when the worker has lost its place."""
+"""The machine's notices about the membership; replaced as a whole when the worker has lost its place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class News:
     Attributes:
         failure: why the membership is over for good; None if it is not.
         pending: the next planned change; None if there is none.
-        dismissal: the worker leaves as asked, once its generation is over.
+        dismissal: the notice that the worker leaves as asked, once its generation is over.
         change: the last change of members.
         build: the newest generation to be built that no thread has taken yet.
         running: the newest generation that all members have built.
         no_verdict: the generation for which the scheduler knows of no change.
         finished: the rank that has finished while this one waited in that generation.
         snapshot_word: the scheduler's newest message on snapshots.
-        left: the Leave was confirmed, or its deadline has passed.
+        left: whether the Leave was confirmed, or its deadline has passed.
     """
 
     failure: WorkerError | None = None
@@ -39,7 +39,7 @@ class News:
     left: bool = False
 
     def over(self, generation: int) -> WorkerError | None:
-        """The error with which the generation ended, or None while it goes on."""
+        """Returns the error with which the generation ended, or None while it goes on."""
         if self.failure is not None:
             return self.failure
         if self.change is not None and self.change.generation >= generation:

@@ -23,9 +23,9 @@ class OwnGpu:
     """Reads and checks the session's GPU; does nothing if there is none.
 
     Args:
-        watch: creates the reader of the GPU with this number (CUDA's, in this process).
+        watch: creates the reader of the GPU with CUDA's given number in this process.
         check: checks the GPU; None for no check.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OwnGpu:
             self._watch.start()
 
     def take(self) -> GpuReport | None:
-        """The reading since the last call; None if there is none, or if it is not time to report it."""
+        """Returns the reading since the last call; None if there is none, or if it is not due yet."""
         now = self._clock()
         if self._watch is None or now < self._due:
             return None
@@ -64,11 +64,11 @@ class OwnGpu:
         return report
 
     def fault_before_join(self) -> str:
-        """Why the GPU has failed its check; empty if it has not, or if no check is wanted."""
+        """Checks the GPU before a join; returns how it has failed, or "" if healthy or not to be checked."""
         return "" if self._check is None else _fault(self._check.before_join())
 
     def fault_after_loss(self) -> str:
-        """The same after members were lost."""
+        """Does the same after members were lost."""
         return "" if self._check is None else _fault(self._check.after_loss())
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ KEPT = 31
 
 
 class Pace:
-    """The durations of recent steps in seconds; of recent long waits in a script that counts no steps.
+    """The durations of recent steps, or of recent long waits in a script that counts no steps, in seconds.
 
     Args:
-        least_s: how long a collective may take at least, however short the steps are.
+        least_s: the least time limit of a collective in seconds, no matter how short the steps are.
     """
 
     def __init__(self, least_s: float = LEAST_S) -> None:
@@ -35,9 +35,8 @@ class Pace:
     def note_wait(self, seconds: float) -> None:
         """Records that a long wait has ended well.
 
-        In a script that counts no steps, such waits may be normal.
-
-        If steps are counted, the wait is part of its step's duration.
+        In a script that counts no steps, such waits may be normal. If steps are counted, the wait is part of
+        the duration of its step.
         """
         self._waits.append(seconds)
 
@@ -45,8 +44,8 @@ class Pace:
     def limit_s(self) -> float:
         """Returns the time limit of a collective in seconds: five median steps, at least ``least_s``.
 
-        With an even number of steps, the smaller of the two middle values is used: after two steps, of which
-        one waited for a busy rank, the other one shows how long a step is.
+        With an even number of steps, the smaller of the two middle values is used. So if one of the first two
+        steps waited for a busy rank, the other step sets the limit.
         """
         usual = self._durations or self._waits
         return max(self._least_s, STEPS * statistics.median_low(usual)) if usual else self._least_s

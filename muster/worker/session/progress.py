@@ -17,18 +17,18 @@ log = logging.getLogger("muster.worker")
 class Progress:
     """The latest report of a training's progress.
 
-    A loop that numbers its steps, as ElasticLoop does, reports number and speed, and the script only adds a
-    loss. Without such a loop, each report of the script is a step, and the speed is computed from its
-    samples.
+    A loop that numbers its steps, as ElasticLoop does, reports the number and the speed, and the script only
+    adds a loss. Without such a loop, each report of the script counts as a step, and the speed is computed
+    from its samples.
 
     Args:
-        clock: seconds on a monotonic clock.
+        clock: returns monotonic seconds.
 
     Attributes:
         step: steps finished.
         samples_per_s: this worker's speed.
         loss: the last reported loss; None if there is none.
-        learning_rate: the last reported one; None if there is none.
+        learning_rate: the last reported learning rate; None if there is none.
         steps: the total number of steps; 0 if not known.
         epoch: the epoch that the training is in, from 1; 0 if not known.
         epochs: the total number of epochs; 0 if not known.
@@ -60,7 +60,7 @@ class Progress:
         epochs: int | None = None,
         learning_rate: SupportsFloat | None = None,
     ) -> bool:
-        """Handles a report; returns whether it is about a step, rather than about what comes beside it.
+        """Handles a report; returns whether it counts as a step, and not only numbers or an epoch.
 
         Raises:
             TypeError, ValueError: ``step``, ``steps``, ``epoch`` or ``epochs`` is not a count, or one of
@@ -94,9 +94,10 @@ class Progress:
         return True
 
     def _take_numbers(self, numbers: Mapping[str, SupportsFloat]) -> None:
-        """Stores the script's own numbers. One that is no longer finite is no longer shown.
+        """Stores the script's own numbers. A number that is no longer finite is no longer shown.
 
-        Numbers that cannot be sent are left out with a warning, because training must not end for them.
+        Numbers that cannot be sent are left out with a warning, because training must not end because of
+        them.
         """
         for name, given in numbers.items():
             value = float(given)

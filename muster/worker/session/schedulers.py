@@ -1,4 +1,4 @@
-"""Which of a job's schedulers is tried next, and how long it may take to answer."""
+"""Decides which of a job's schedulers is tried next, and how long it may take to answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The order in which schedulers are tried: one that ended a connection comes last, as it may hang.
+    """The order in which schedulers are tried.
+
+    A scheduler that has ended a connection comes last, because it may hang.
 
     Args:
         count: how many schedulers there are.
@@ -25,7 +27,7 @@ class Turns:
         self._found = -1
 
     def order(self) -> list[int]:
-        """The numbers of the schedulers, in the order in which to try them."""
+        """Returns the numbers of the schedulers, in the order in which to try them."""
         begin = self._found + 1
         return [number % self._count for number in range(begin, begin + self._count)]
 

@@ -63,19 +63,20 @@ def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
 
 
 class Session:
-    """One worker process's membership of a job. Made by :func:`muster.init`.
+    """One worker process's membership in a job. Created by :func:`muster.init`.
 
-    All properties describe the present generation; :meth:`rejoin` changes them. As a context manager, it
-    leaves the job at the end of the block: as finished if the block ended well, as failed if not.
+    All properties describe the present generation; :meth:`rejoin` changes them. As a context manager, the
+    session leaves the job at the end of the block: as finished if the block ended without an error, otherwise
+    as failed.
 
     Attributes:
         settings: this worker's settings, as read at its start.
         device: the device chosen for it.
         backend: the data plane.
-        nccl: what was decided about encrypting NCCL's traffic between hosts.
-        interrupted: Ctrl-C ended the session, or came while it ended.
-        take_stacks: returns the stacks of this worker's process within a limit in bytes; in an agent, those
-            of its program.
+        nccl: the decision about encrypting NCCL's traffic between hosts.
+        interrupted: whether Ctrl-C ended the session, or came while it ended.
+        take_stacks: a function that returns the stacks of this worker's process within a limit in bytes; in
+            an agent, the stacks of its program.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class Session:
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.
 
-        If this worker is declared dead before that, for example because it was stopped, it asks again as a
-        newcomer.
+        If this worker is declared dead before that, for example because it was stopped, it asks for a place
+        again as a newcomer.
 
         Raises:
             WorkerError: the scheduler refuses the worker, cannot be reached or is not trusted, or the group
@@ -293,7 +294,7 @@ class Session:
         return self.group(None)
 
     def group(self, name: str | None) -> Communicator:
-        """The communicator of a group; None: of all members.
+        """Returns the communicator of a group; None stands for all members.
 
         Raises:
             GroupError: there is no such group, or this worker is not in it.
@@ -313,17 +314,17 @@ class Session:
 
     @property
     def membership_event(self) -> events.ChangePending | None:
-        """The next planned change, with ``reason`` and ``after_step`` (-1 if not known yet)."""
+        """The next planned change, with ``reason`` and ``after_step`` (-1 if not known yet); or None."""
         return self._client.pending
 
     def step_boundary(self, step: int) -> None:
-        """Call before each step: planned changes of members happen here and nowhere else.
+        """Lets a planned change of members happen; call it before each step.
 
-        Usually returns immediately. While a planned change is being prepared, it may wait a moment, so that
-        all ranks switch after the same step.
+        Planned changes happen nowhere else. Usually it returns immediately. While a planned change is being
+        prepared, it may wait a moment, so that all ranks switch after the same step.
 
         Args:
-            step: how many steps are finished.
+            step: the number of steps finished.
 
         Raises:
             MembershipChanged: the generation is over. Call ``rejoin()`` and continue from ``step``.
@@ -349,15 +350,15 @@ class Session:
     ) -> None:
         """Reports the training's progress.
 
-        ``muster status`` shows it, and so does the launcher on a terminal.
+        ``muster status`` and, on a terminal, the launcher show it.
 
-        ElasticLoop reports steps and speed itself, so that only a loss is left to report. In your own loop,
-        one line in each step is enough::
+        ElasticLoop reports steps and speed itself, so you only need to report the loss. In your own loop, one
+        line in each step is enough::
 
             session.report(loss=loss, samples=len(batch))
 
         Args:
-            step: how many steps are finished; None for one more, unless an ElasticLoop counts them.
+            step: the number of steps finished; None for one more, unless an ElasticLoop counts them.
             samples_per_s: this worker's speed; None to compute it from ``samples``.
             loss: loss of the last step, as a number. For a tensor on a GPU, this waits for its value.
             samples: number of samples that this worker has trained on in the step.
@@ -367,10 +368,10 @@ class Session:
             learning_rate: learning rate of the last step, for the plots of ``muster web`` and ``muster
                 report``.
             data_s: how long the step waited for its data, in seconds, so that a slow loader is reported.
-            numbers: your own numbers, such as ``accuracy=0.97``, at most 16. If several ranks report one, its
-                mean is shown. A number that is not finite is no longer shown.
+            numbers: your own numbers, such as ``accuracy=0.97``, at most 16. If several ranks report the same
+                number, its mean is shown. A number whose latest value is not finite is no longer shown.
 
-        A report of nothing but numbers and an epoch does not count as a step.
+        A report with only numbers and an epoch does not count as a step.
 
         Raises:
             TypeError, ValueError: ``step``, ``steps``, ``epoch`` or ``epochs`` is not a count, or one of
@@ -409,15 +410,13 @@ class Session:
     def report_snapshot(self, report: messages.SnapshotReport) -> None:
         """Reports which snapshots this worker keeps in memory, its own and its partners'.
 
-        Returns immediately.
-
-        Can be called from any thread. The report is sent with the heartbeats from then on, and counts once
-        all members of the generation have reported as much.
+        Returns immediately, and can be called from any thread. The report is sent with all later heartbeats.
+        A snapshot counts once all members of the generation have reported it.
 
         Args:
-            report: ``Retention.report()`` of ``muster.training.snapshots.retention``, after each change of
-                it, and ``replaced`` with ``size_bytes``, ``seconds`` and ``partners`` for ``muster status``.
-                ``age_s`` is filled in here.
+            report: the result of ``Retention.report()`` in ``muster.training.snapshots.retention`` after each
+                of its changes. For ``muster status``, add ``size_bytes``, ``seconds`` and ``partners`` by
+                ``replaced``. ``age_s`` is filled in here.
 
         Raises:
             TypeError, ValueError: ``size_bytes`` or a partner's rank is not a count, or ``seconds`` is not a
@@ -436,7 +435,7 @@ class Session:
 
     @property
     def snapshot_word(self) -> messages.SnapshotWord | None:
-        """Which snapshot of the present generation is complete everywhere, and which one is to be taken next.
+        """The scheduler's message on which snapshot is complete everywhere, and which one is next.
 
         None if nothing was received in this generation. While the scheduler is away, the value does not
         change. This is safe, because the snapshot that counts is kept until a newer one counts.
@@ -448,9 +447,9 @@ class Session:
         """Reports that a checkpoint of the state has been written to disk; ``muster status`` shows it.
 
         Args:
-            step: steps finished in the saved state.
-            size_bytes: its size; 0 if not known.
-            seconds: how long writing it took.
+            step: the number of steps finished in the saved state.
+            size_bytes: the checkpoint's size in bytes; 0 if not known.
+            seconds: how long writing it took, in seconds.
 
         Raises:
             TypeError, ValueError: ``step`` or ``size_bytes`` is not a count, or ``seconds`` is not a
@@ -465,8 +464,8 @@ class Session:
     def busy(self, what: str = "works alone") -> Iterator[None]:
         """Declares that this rank does something alone, for any length of time, while the others wait for it.
 
-        A rank that does not come to a step for which others wait is expelled after MS_HANG_TIMEOUT, but not
-        inside this block::
+        A rank that does not reach a step in which others wait for it is expelled after MS_HANG_TIMEOUT, but
+        not inside this block::
 
             if session.rank == 0:
                 with session.busy("evaluation"):
@@ -487,34 +486,36 @@ class Session:
     def ask_for_new_generation(self, why: str) -> None:
         """Reports that the members cannot continue in this generation.
 
-        The next one comes within MS_NODE_TIMEOUT.
+        The scheduler forms the next one within MS_NODE_TIMEOUT.
 
         Returns immediately, and may be called again.
 
         Args:
-            why: the reason, for everybody's logs.
+            why: the reason, for the logs of all members.
         """
-        # No rank is at fault: the world size is the rank of nobody.
+        # No rank is at fault, so this names the world size, which is not the rank of any member.
         self._client.post(events.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
 
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns immediately.
 
-        Can be called from any thread; the others form the next group without an abort. A worker that alone
-        holds the training state may leave only once others have it; until then, it gets MembershipChanged.
-        LeaveGranted is also raised, with ``alone`` and also during a step, if the scheduler is lost and does
-        not come back within seconds, if no next generation forms, or if others do not come to the step's end
-        within MS_LEAVE_TIMEOUT.
+        Can be called from any thread; the others form the next group without an abort. If this worker is the
+        only one that holds the training state, it may leave only once others have the state; until then, it
+        gets MembershipChanged.
+
+        There are three other cases in which LeaveGranted is raised, with ``alone`` and possibly during a
+        step. The scheduler is lost and does not come back within seconds; no next generation forms; or others
+        do not reach the end of the step within MS_LEAVE_TIMEOUT.
         """
         self.expect_leave(reason)
         self._client.post(events.LeaveWanted(reason))
 
     def expect_leave(self, reason: str) -> None:
-        """Like ``request_leave``, in another thread; can be called from a signal handler."""
+        """Like ``request_leave``, but works in another thread; can be called from a signal handler."""
         self._client.expect_leave(reason)
 
     def leave_now(self, reason: str) -> None:
-        """Makes :meth:`open` raise LeaveGranted, whatever it waits for.
+        """Makes :meth:`open` raise LeaveGranted, no matter what it waits for.
 
         Can be called from a signal handler.
         """
@@ -531,7 +532,7 @@ class Session:
 
     @property
     def leaves(self) -> bool:
-        """Whether this worker leaves, or has left, as asked."""
+        """Whether this worker leaves as asked, or has left."""
         return self._left or self._client.leave_granted
 
     # ------------------------------------------------------------ change
@@ -545,8 +546,8 @@ class Session:
         the others wait.
 
         Raises:
-            MembershipChanged: with ``save``, too few members are left: this worker should save the state, and
-                then call this again to wait for more.
+            MembershipChanged: too few members are left, if its ``save`` is true. This worker should then save
+                the state, and call this again to wait for more.
             WorkerError: there will be no next generation with this worker.
         """
         with self._rejoin_lock:
@@ -569,7 +570,7 @@ class Session:
         self._enter()
 
     def _check_gpu(self) -> None:
-        """Checks this worker's GPU after a loss; a worker whose GPU has failed is no longer a member.
+        """Checks this worker's GPU after a loss; if it has failed, the worker leaves the job.
 
         Raises:
             GpuFailedError: the GPU has failed.
@@ -619,8 +620,8 @@ class Session:
                 continue
             except RefusedError as refusal:
                 # The worker was stopped for too long before its first place, so it has computed nothing that
-                # could be lost. A new incarnation is refused in this way only after it was silent again for
-                # as long.
+                # could be lost. A new incarnation is refused in this way only after another silence of the
+                # same length.
                 if not refusal.declared_dead or self._assignment is not None:
                     raise
                 self._ask_as_newcomer(refusal)
@@ -676,9 +677,9 @@ class Session:
         membership = world_membership(build, self.settings.job_id, ordinal)
         timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
         if place.state_source_rank >= 0:
-            # A survivor may be busy outside collectives for any length of time. The scheduler reports who is
-            # waited for, and ends the generation if all are here and cannot connect. There is also
-            # a limit without a scheduler.
+            # A survivor may be busy outside collectives for any length of time. The scheduler reports which
+            # workers are missing, and ends the generation if all are present and cannot connect. Another
+            # limit applies without a scheduler.
             timeout_s = SURVIVOR_TIMEOUT_S
         try:
             return self.backend.connect(
@@ -714,7 +715,7 @@ class Session:
 
         Args:
             finished: True: the training is complete. False: the others are told immediately that this worker
-                is gone. None: it is complete unless this worker leaves as asked.
+                is gone. None: the training is complete, unless this worker leaves as asked.
             reason: the reason, for the scheduler's log.
         """
         with self._release_lock:
@@ -735,10 +736,10 @@ class Session:
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """Releases with the error that ended the script or block; without one, like ``release()``.
+        """Releases the session with the error that ended the script or block; if None, like ``release()``.
 
         Args:
-            error: the error that ended it. SystemExit with code 0 or None is not an error.
+            error: the error that ended the script or block. SystemExit with code 0 or None is not an error.
         """
         if isinstance(error, KeyboardInterrupt) and not self._released:
             self.interrupted = True
@@ -779,7 +780,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Releases; an exception means that the training is not finished."""
+        """Releases the session; an exception means that the training is not finished."""
         self.end(error)
 
 

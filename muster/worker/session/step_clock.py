@@ -11,8 +11,8 @@ from muster.wire.codec import LONGEST_TIMES_S
 from muster.wire.messages import StepTimes, step_times_apart_s
 
 EARLY = 0.9
-"""The share of the report interval after which the next report may be sent: heartbeats come in whole
-intervals.
+"""The share of the report interval after which the next report is due. It is less than 1, so that the
+heartbeat at the end of the interval is not just too early.
 """
 
 
@@ -33,13 +33,13 @@ def _no_links() -> Mapping[int, float]:
 class StepClock:
     """Sums up how the steps since the last report were spent; reports are sent with heartbeats.
 
-    The part of a step that is not spent waiting for others or for data counts as computing. On a GPU, waiting
-    is the time that its stream waited, if it is measured, otherwise the time that the host waited. The time
-    of a change of members is not counted, nor is time for which the worker has declared itself busy.
+    The part of a step that is not spent waiting for others or for data counts as computing. On a GPU, the
+    waiting time is that of its stream if it is measured, otherwise that of the host. The time of a change of
+    members is not counted, nor is the time for which the worker has declared itself busy.
 
     Args:
         waits: the training thread's waits in collectives.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         links: returns how long data could not be sent to each rank, in total, in seconds.
 
     Attributes:
@@ -82,7 +82,7 @@ class StepClock:
             self._sent = dict(self._links())
             self._steps, self._sums = 0, [0.0] * 6
             self._is_told = False
-        self._waits.take_device_wait()  # Of a step of the previous group.
+        self._waits.take_device_wait()  # Drops the wait in a step of the previous group.
         self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
@@ -106,7 +106,7 @@ class StepClock:
             data_s = self._data_s
             waited_s = max(0.0, self._waits.waited_s - self._waited_before)
             device_s = self._waits.take_device_wait()
-            if device_s is not None:  # Otherwise the host's wait for its device to compute would count.
+            if device_s is not None:  # The host's wait includes the time in which its device computes.
                 waited_s = min(device_s, max(0.0, now - since - data_s - self._excused_s))
             computed_s = max(0.0, now - since - waited_s - data_s - self._excused_s)
             with self._lock:
@@ -115,21 +115,21 @@ class StepClock:
         self._begin_step(now)
 
     def add(self, steps: int, seconds: Sequence[float]) -> None:
-        """Adds steps that this worker's program has timed itself; steps that are noted here count no more.
+        """Adds steps that this worker's program has timed itself; from then on, :meth:`end_step` counts none.
 
         Args:
-            steps: how many they are.
-            seconds: as in :class:`~muster.wire.messages.StepTimes`, without links.
+            steps: the number of these steps.
+            seconds: the durations as in :class:`~muster.wire.messages.StepTimes`, without the link's.
 
         Raises:
-            TypeError, ValueError: these are no such numbers.
+            TypeError, ValueError: the arguments are not such numbers.
         """
         count, sums = operator.index(steps), [float(each) for each in seconds]
         with self._lock:
             most = LONGEST_TIMES_S - self._steps, LONGEST_TIMES_S - sum(self._sums)
             if not 1 <= count <= most[0] or len(sums) != 6 or min(sums) < 0.0 or not sum(sums) <= most[1]:
                 raise ValueError(f"{steps} steps of {sums} seconds are no times of steps.")
-            if not self._is_told:  # what was noted here before knew of no waits
+            if not self._is_told:  # Drops the times measured here, which do not include the program's waits.
                 self._is_told, self._steps, self._sums = True, 0, [0.0] * 6
             self._add(count, sums)
 
@@ -140,7 +140,7 @@ class StepClock:
             self._sums[place + 1] = max(self._sums[place + 1], seconds[place + 1])
 
     def take(self) -> StepTimes | None:
-        """The steps that are not reported yet; None if it is not time to report them, or none has ended."""
+        """Returns the steps not reported yet; None if it is too early for a report, or if there are none."""
         now = self._clock()
         with self._lock:
             if not self._steps or now < self._due:
@@ -152,9 +152,9 @@ class StepClock:
             return StepTimes(steps, (*sums, link_s), link)
 
     def _slowest_link(self) -> tuple[int, float]:
-        """The rank, counted from 1, to which data could not be sent for longest since the last call.
+        """Returns the rank with the slowest link since the last call, counted from 1; 0 if there is none.
 
-        0 if none.
+        Also returns for how many seconds data could not be sent to it.
         """
         sent = dict(self._links())
         taken = {rank: seconds - self._sent.get(rank, 0.0) for rank, seconds in sent.items()}

@@ -11,7 +11,7 @@ from typing import Any
 SESSION_METHOD = "/rendezvous.v1.Rendezvous/Session"
 
 _closed_calls: deque[Any] = deque(maxlen=8)
-"""The last calls, kept from being freed until the interpreter ends; see :func:`_keep_library_up`."""
+"""The last calls, which are not freed until the interpreter ends; see :func:`_keep_library_up`."""
 
 Stream = tuple[Iterable[bytes], Callable[[], None]]
 """An iterable of serialized SchedulerMessages, and a function that closes the stream (idempotent, callable
@@ -22,7 +22,7 @@ broke.
 """
 
 Dial = Callable[[SimpleQueue[bytes | None]], Stream]
-"""A function that opens a stream, which sends what is put into the queue; None ends the stream.
+"""A function that opens a stream, which sends the messages from a queue; None in the queue ends the stream.
 
 Raises DeniedError if TLS or identity failed, and OSError if nobody answers yet.
 """
@@ -32,8 +32,8 @@ class DeniedError(Exception):
     """TLS or identity failed, or the scheduler refused the stream; the message says why.
 
     Args:
-        message: a sentence.
-        by_scheduler: the scheduler itself refused.
+        message: the reason, as a sentence.
+        by_scheduler: whether the scheduler itself refused the stream.
     """
 
     def __init__(self, message: str, *, by_scheduler: bool) -> None:
@@ -58,7 +58,7 @@ def stream_on(
         first = True  # The check before the connection has just been made.
         for data in iter(outbox.get, None):
             if not first and is_revoked():
-                # When the worker looks for the scheduler again, it gets the reason as a sentence.
+                # When the worker connects to the scheduler again, it gets the reason as a sentence.
                 call.cancel()
                 return
             first = False
@@ -84,7 +84,7 @@ def stream_on(
 
 
 def error_of(code: str, details: str) -> Exception:
-    """The error for a stream that ended with this gRPC status."""
+    """Returns the error for a stream that ended with this gRPC status."""
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return DeniedError(details, by_scheduler=True)
     if code == "INVALID_ARGUMENT":
@@ -98,9 +98,10 @@ def error_of(code: str, details: str) -> Exception:
 def _keep_library_up() -> None:
     """Keeps gRPC's library from shutting down before the process ends.
 
-    In rare cases, processes were seen to wait for ever while the interpreter was tearing down its modules and
-    no other thread was left. One place was gRPC's shutdown. Another was the lock of a call being freed, which
-    a thread of gRPC held when the interpreter stopped that thread. Objects that are never freed prevent both.
+    In rare cases, processes have waited forever while the interpreter was tearing down its modules and no
+    other thread was left. One cause was gRPC's shutdown. Another was the lock of a call that was being freed:
+    a thread of gRPC held it when the interpreter stopped that thread. Objects that are never freed prevent
+    both.
     """
     import ctypes
 

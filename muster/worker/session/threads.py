@@ -25,7 +25,7 @@ class Loop:
         threads: starts the thread.
         name: the thread's name.
         turn: does what is due; returns after how many seconds it must be called again at the latest, or None
-            to be called only when something is put. Never blocks.
+            to be called only after something is put. Never blocks.
         take: handles an item that was put; may block.
     """
 
@@ -67,7 +67,7 @@ class Threads:
     """Threads, conditions, queues and their clock; a simulation provides its own."""
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Returns the time, in monotonic seconds."""
         return time.monotonic()
 
     def start(self, name: str, body: Callable[[], None]) -> threading.Thread:
@@ -81,9 +81,9 @@ class Threads:
         return Loop(self, name, turn, take)
 
     def condition(self) -> threading.Condition:
-        """A condition with a reentrant lock."""
+        """Returns a condition with a reentrant lock."""
         return threading.Condition(threading.RLock())
 
     def queue(self) -> SimpleQueue[Any]:
-        """A queue."""
+        """Returns a queue."""
         return SimpleQueue()

@@ -25,7 +25,7 @@ class Collectives(Protocol):
         """Whether the training thread is blocked until others have come to a collective."""
 
     def recent(self, *, last_only: bool = False) -> tuple[messages.Collective, ...]:
-        """The last collectives, for heartbeats; or only the very last one."""
+        """Returns the last collectives, for heartbeats; with ``last_only`` only the very last one."""
 
 
 class TrainingThread:
@@ -35,10 +35,10 @@ class TrainingThread:
         collectives: the collectives that it has called.
         lone_leave: is told when the thread waits for a generation.
         over: given a generation, returns why it is over, or None if it is not.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
-        is_held: it waits at a step boundary while a planned change is being prepared.
+        is_held: whether it waits at a step boundary while a planned change is being prepared.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TrainingThread:
     def _is_entering(self) -> bool:
         """Whether it waits for a generation, or builds one that is not over.
 
-        A generation that ended before it was established has interrupted the thread: until the thread asks
-        for the next one, others wait for this member.
+        If a generation ended before it was established, the thread was interrupted. Until it asks for the
+        next generation, others wait for this member.
         """
         return self._lone_leave.entering and (self._building_since is None or self._over(self._taken) is None)

@@ -20,10 +20,10 @@ log = logging.getLogger("muster.worker")
 TICK_S = 0.1
 
 STOOD_STILL_S = 1.0
-"""A thread that did not run for this many seconds was stopped, or its machine was."""
+"""If a thread has not run for this many seconds, it or its machine must have been stopped."""
 
 TRIES = 3
-"""How often probes are repeated if this process was paused; after that it sends no answer."""
+"""How often probes are tried if this process was paused; after that, it sends no answer."""
 
 
 ProbeAll = Callable[[dict[str, str]], dict[str, str]]
@@ -31,7 +31,7 @@ ProbeAll = Callable[[dict[str, str]], dict[str, str]]
 
 
 class WatchedThread(Protocol):
-    """The part of a :class:`~muster.worker.session.training_thread.TrainingThread` that the watcher asks."""
+    """The part of a :class:`~muster.worker.session.training_thread.TrainingThread` that the watcher uses."""
 
     @property
     def busy(self) -> str:
@@ -49,8 +49,9 @@ class Informed(Protocol):
 
     @property
     def news_of_members(self) -> object:
-        """A value that changes with the members, when a group is established, and when the scheduler could
-        decide nothing: the length of a wait during which it changed says nothing about the steps.
+        """A value that changes with the members, with a new group, and when the scheduler cannot decide.
+
+        If it changed during a wait, the length of that wait says nothing about the pace of the steps.
         """
 
     def post(self, event: events.Event) -> object:
@@ -63,8 +64,8 @@ class Watcher:
     Args:
         pace: how long collectives may take.
         training: the state of the training thread.
-        client: is told what is found.
-        prober: given addresses by node id, returns why some cannot be reached.
+        client: gets the results.
+        prober: given addresses by node id, returns why some of those workers cannot be reached.
         threads: starts threads.
     """
 
@@ -109,8 +110,8 @@ class Watcher:
         return self._look_at - now
 
     def look(self) -> None:
-        """Tells the machine if the training thread has waited for too long."""
-        news = self._client.news_of_members  # Read it first: the wait may end in between.
+        """Reports to the machine if the training thread has waited for too long."""
+        news = self._client.news_of_members  # Read first, because the wait may end in between.
         late_s = self._training.late_s()
         if late_s > self._pace.limit_s:
             self._late_s, self._late_in = late_s, news
@@ -133,7 +134,7 @@ class Watcher:
                 done = events.ProbesDone(wanted.round, failed, late, training.waits(), training.busy, seconds)
                 self._client.post(done)
                 return
-            # ``seconds`` would say nothing of when it failed.
+            # After a pause, ``seconds`` would not say when a probe failed, so the failed ones are repeated.
             targets = {node_id: targets[node_id] for node_id in unreached}
 
     def _probe(self, targets: dict[str, str]) -> tuple[dict[str, str] | None, float, bool]:

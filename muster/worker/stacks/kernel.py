@@ -1,4 +1,4 @@
-"""Reads what the kernel reports about a process's threads: state, where each waits, in which call."""
+"""Reads the kernel's view of a process's threads: their state, where each waits, and in which call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = {
 
 
 def threads_of(pid: int) -> Iterator[str]:
-    """Lines about the threads of a process; information that may not be read is mentioned once."""
+    """Yields lines about the threads of a process; information that may not be read is mentioned once."""
     unreadable = False
     try:
         tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name))

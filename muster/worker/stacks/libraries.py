@@ -1,4 +1,4 @@
-"""Reports of torch, NCCL and the GPU's driver about a process; a line says which of them is missing."""
+"""Collects reports of torch, NCCL and the GPU's driver about a process; a line says which are missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def torch_recorder() -> str:
 
 
 def nccl_ras(pid: int, env: Mapping[str, str]) -> str:
-    """The answer of NCCL's RAS, on which a process with NCCL listens on loopback, or why there is none.
+    """Returns the answer of NCCL's RAS service, which listens on loopback, or why there is none.
 
     Args:
         pid: the process, to check whether it has loaded NCCL.
@@ -57,7 +57,7 @@ def nccl_ras(pid: int, env: Mapping[str, str]) -> str:
 
 
 def ras_answer(address: tuple[str, int]) -> str:
-    """The answer of RAS at this address within :data:`RAS_LIMIT_S` seconds, or why there is none."""
+    """Returns the answer of RAS at an address within :data:`RAS_LIMIT_S` seconds, or why there is none."""
     deadline, said = time.monotonic() + RAS_LIMIT_S, b""
     try:
         with socket.create_connection(address, RAS_LIMIT_S) as line:
@@ -77,7 +77,7 @@ def ras_answer(address: tuple[str, int]) -> str:
 
 
 def gpus(library: str = "pynvml") -> str:
-    """The driver's readings of the GPUs of this host and their faults, or why nothing is known."""
+    """Returns the driver's readings of this host's GPUs and their faults, or why nothing is known."""
     if find_spec(library) is None:
         return "none: nvidia-ml-py is not installed here"
     try:

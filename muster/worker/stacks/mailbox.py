@@ -11,7 +11,7 @@ from pathlib import Path
 from muster.worker.stacks.handler import FILE, SIGNAL
 
 ANSWER_S = 2.0
-"""How long a process may take to begin its answer, and then to end it, in seconds."""
+"""How long a process may take to begin its answer, and again to complete it, in seconds."""
 
 QUIET_S = 0.1
 """An answer is complete when nothing has come for this many seconds."""
@@ -19,7 +19,7 @@ QUIET_S = 0.1
 MOST_BYTES = 1 << 20
 YOUNG_S = 1.0
 """A process younger than this many seconds may be about to execute another program, which the signal would
-end.
+kill.
 """
 
 _LOOK_S = 0.01
@@ -45,10 +45,11 @@ class Mailbox:
 
         Args:
             pid: the process.
-            wait_s: how long it has, in seconds.
+            wait_s: how long to wait for the answer, in seconds.
 
         Returns:
-            None if the process was not asked, because it has no handler and the signal would end it.
+            The stacks, or None if the process was not asked, because it has no handler and the signal would
+                kill it.
         """
         try:
             handle = os.pidfd_open(pid)
@@ -114,7 +115,7 @@ def age_s(pid: int) -> float:
 
 
 def family(pid: int, most: int = 64) -> list[int]:
-    """A process and all its descendants, up to a limit."""
+    """Returns a process and all its descendants, up to a limit."""
     found = [pid]
     for each in found:
         try:

@@ -1,4 +1,4 @@
-"""The C and Python frames of a process together, by py-spy if that is installed."""
+"""Reads the C and Python frames of a process with py-spy, if that is installed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ABSENT = "not taken: py-spy is not installed here (pip install py-spy)"
 
 
 def native_frames(pid: int) -> str:
-    """The frames of all threads of a process, or why there are none. Pauses the process for a moment.
+    """Returns the frames of all threads of a process, or why there are none; pauses it for a moment.
 
     Args:
-        pid: this process, a child of it, or one that allows it to attach.
+        pid: this process, a child of it, or a process that allows it to attach.
     """
     beside = Path(sys.executable).with_name("py-spy")
     tool = str(beside) if beside.exists() else shutil.which("py-spy")

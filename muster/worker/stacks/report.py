@@ -1,7 +1,7 @@
 """Combines the stacks of a worker's process into a text of limited size, without secrets.
 
-A worker reads its own Python stacks under the interpreter's lock, without a signal. A program is asked with a
-signal by its agent, and so is a worker by its launcher, if C code holds the worker's lock.
+A worker reads its own Python stacks under the interpreter's lock, without a signal. A program's agent asks
+the program by a signal. In the same way, the launcher asks a worker whose lock is held by C code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from muster.worker.stacks.native import native_frames
 
 CUT = "\n(cut)"
 ASKED_AT_MOST = 8
-"""The most processes of a program that are asked."""
+"""The largest number of a program's processes that are asked."""
 
 UNASKED = (
     f"no process of this program has Muster's handler for signal {int(SIGNAL)}: it is not Python, has not"
@@ -34,11 +34,11 @@ FOREIGN_RECORDER = (
 
 
 def own_report(limit_bytes: int, env: Mapping[str, str], recent: Sequence[Collective] = ()) -> str:
-    """The stacks of this process.
+    """Returns the stacks of this process.
 
     Args:
-        limit_bytes: limit on the text.
-        env: this process's environment, to remove secrets in it.
+        limit_bytes: the size limit of the text, in bytes.
+        env: this process's environment, whose secrets are removed from the text.
         recent: its last collectives.
     """
     pid = os.getpid()
@@ -55,15 +55,15 @@ def own_report(limit_bytes: int, env: Mapping[str, str], recent: Sequence[Collec
 
 
 def program_report(mailbox: Mailbox, pid: int, limit_bytes: int, env: Mapping[str, str]) -> str:
-    """The stacks of a program that is a child of this process, and of processes that it has started.
+    """Returns the stacks of a program that is a child of this process, and of processes that it started.
 
     Args:
         mailbox: the mailbox that its processes were given.
         pid: pid of its first process.
-        limit_bytes: limit on the text.
-        env: its environment, to remove secrets in it.
+        limit_bytes: the size limit of the text, in bytes.
+        env: the program's environment, whose secrets are removed from the text.
     """
-    # A shell may have started it, or it may have started others.
+    # The first process may be a shell, or may have started others.
     pids = [each for each in family(pid) if answers(each)][:ASKED_AT_MOST] or [pid]
     sections: list[tuple[str, Callable[[], str]]] = [
         ("Python stacks", lambda: asked_stacks(mailbox, pids)),
@@ -77,7 +77,7 @@ def program_report(mailbox: Mailbox, pid: int, limit_bytes: int, env: Mapping[st
 
 
 def own_stacks() -> str:
-    """The Python stacks of all threads of this process, each with its thread's name."""
+    """Returns the Python stacks of all threads of this process, each with its thread's name."""
     descriptor = os.memfd_create("muster-own-stacks")
     try:
         faulthandler.dump_traceback(file=descriptor, all_threads=True)
@@ -91,13 +91,13 @@ def own_stacks() -> str:
 
 
 def _own_last(thread: str) -> int:
-    """Sort key: the main thread first, and Muster's own threads last."""
+    """Returns a sort key that puts the main thread first, and Muster's own threads last."""
     head = thread.partition("\n")[0]
     return 0 if ", MainThread (" in head else 2 if ", muster-" in head else 1
 
 
 def asked_stacks(mailbox: Mailbox, pids: Iterable[int]) -> str:
-    """The Python stacks of the processes among these that have Muster's handler."""
+    """Returns the Python stacks of the processes among these that have Muster's handler."""
     found: list[str] = []
     silent: list[str] = []
     for pid in pids:
@@ -122,7 +122,7 @@ def _text(
     for title, take in sections:  # The first one is the longest.
         try:
             said = take()
-        except Exception as error:  # One that is not available must not prevent the others.
+        except Exception as error:  # A report that fails must not prevent the others.
             said = f"none: {error!r}"
         said = _cut(said, limit_bytes * 5 // 8)
         parts.append(f"{title}: {said}" if "\n" not in said else f"{title}:\n{said}")

@@ -14,7 +14,7 @@ from muster.worker.session.streams import Dial, Stream
 
 
 class _Claim(SimpleQueue[bytes | None]):
-    """A worker's messages. A stream can read none of them before it is decided that this stream is used."""
+    """A worker's messages, which a stream cannot read before it is decided that this stream is used."""
 
     def __init__(self, outbox: SimpleQueue[bytes | None]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Attempt:
             waits.unregister(end)  # The uplink has closed its end.
 
     def give_up(self) -> None:
-        """Another stream is used: closes the result of this attempt."""
+        """Closes the result of this attempt, because another stream is used."""
         with self._lock:
             self._given_up = True
             result = self._result
@@ -84,7 +84,7 @@ class Attempt:
             self._end(result)
 
     def result(self) -> Stream:
-        """The stream, once the attempt is over; raises the error of the attempt."""
+        """Returns the stream after the attempt has ended; raises the error if it failed."""
         os.close(self._over)
         if self._result is None or isinstance(self._result, Exception):
             raise self._result or ConnectionError("the attempt is not over")

@@ -36,9 +36,10 @@ Item = Sent | StreamEnded
 class Batches:
     """The messages that wait to be sent, by worker.
 
-    A heartbeat waits for those of the other workers: one message for eight workers costs the scheduler a
-    quarter of eight messages. It waits at most until one of the waiting workers sends its next one, that is,
-    for one heartbeat interval. A worker that sends no more heartbeats is waited for only once.
+    A heartbeat waits for the heartbeats of the other workers, because one message for eight workers costs the
+    scheduler a quarter of eight messages. It waits at most until one of the waiting workers sends its next
+    heartbeat, which is one heartbeat interval. If a worker sends no more heartbeats, the others wait for it
+    only once.
     """
 
     def __init__(self) -> None:

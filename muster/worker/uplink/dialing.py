@@ -34,31 +34,28 @@ FIRST_ANSWER_S = 10.0
 """How long an uplink that has just been started may take to answer, in seconds."""
 
 LATER_ANSWER_S = 1.0
-"""The same if a worker has had a stream before, because members must come back within the node time-out."""
+"""The same for a worker's later streams, in seconds: members must come back within MS_NODE_TIMEOUT."""
 
 PAUSE_S = 0.5
-"""The longest pause between two attempts in seconds, before jitter: each attempt has already waited for the
-uplink.
-"""
+"""The longest pause between two attempts, in seconds, before jitter; attempts also wait for the uplink."""
 
 MOVED_S = 0.5
-"""How long a frame that is being written may delay a worker's note that it continues on another stream, in
-seconds.
+"""How long the worker waits for a frame that is still being written before it gives up its note that it
+continues on another stream, in seconds.
 """
 
 
 def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> Dial:
     """Returns a function that opens streams by the uplink of this process's launcher, or else directly.
 
-    An uplink that is dead or paused does not prevent connections: the worker connects directly, and tries the
-    uplink again for its next stream. If the uplink recovers before the direct connection is established, the
-    worker uses the uplink.
+    If the uplink is dead or paused, the worker connects directly, and tries the uplink again for its next
+    stream. If the uplink recovers before the direct connection is established, the worker uses the uplink.
 
     Args:
         env: the process's environment.
         direct: opens the worker's own stream.
-        settings: this worker's settings. An uplink that is silent for a quarter of MS_NODE_TIMEOUT counts as
-            paused.
+        settings: this worker's settings. An uplink counts as paused after a silence of a quarter of
+            MS_NODE_TIMEOUT.
     """
     door = inherited(env, OUTER)
     if door is None:
@@ -69,7 +66,7 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
 
 
 def timing_by_uplink() -> Timing:
-    """Returns deadlines for a worker with an uplink: while that is paused, the worker sees no recovery."""
+    """Returns deadlines for a worker with an uplink; while that is paused, the worker notices no recovery."""
     return Timing(retry_last_s=PAUSE_S)
 
 
@@ -123,9 +120,9 @@ class _Dialing:
         for each in (end, out):
             not_for_children(each)
         whole = threading.Lock()  # A frame is written as a whole.
-        # Set by the reader, which closes ``end``, or by whatever closes the stream earlier.
+        # Acquired by the reader, which then closes ``end``, or by an earlier call of close().
         taken = threading.Lock()
-        # Nothing may follow that note, because a heartbeat after it would revoke it.
+        # Nothing may follow the note MOVED, because a later heartbeat would revoke it.
         moved = threading.Event()
 
         def send() -> None:
@@ -137,7 +134,7 @@ class _Dialing:
                         out.sendall(frame(UplinkFrameKind.MESSAGE, data))
 
         def say_moved() -> None:
-            """Writes to a stream that the worker uses another one now, for an uplink that reads it late."""
+            """Tells the uplink that the worker now uses another stream; a paused uplink reads this later."""
             if whole.acquire(timeout=MOVED_S):
                 with contextlib.suppress(OSError):
                     end.send(frame(UplinkFrameKind.MOVED), socket.MSG_DONTWAIT)
@@ -176,7 +173,7 @@ class _Dialing:
 
 
 def _is_alive(end: socket.socket, limit_s: float) -> bool:
-    """Whether the uplink accepts this stream within the time."""
+    """Whether the uplink accepts this stream within the time limit."""
     try:
         return _next_frame(end, limit_s) == (UplinkFrameKind.ALIVE, b"")
     except OSError:

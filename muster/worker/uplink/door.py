@@ -1,10 +1,10 @@
 """The door of a host's uplink: the inherited socket through which workers pass their streams to it.
 
-It is a pair of connected sockets without a name, so that only processes that have inherited an end can use
-it. The uplink holds the inner end, and all workers of a launch hold the outer one. A worker creates a socket
-pair and sends one end of it through the door; the uplink's answer is the first frame on it. The launcher
-keeps both ends of the door, so that another uplink can replace one that has died. Streams that are passed in
-until then wait in the door.
+The door is a pair of connected sockets without a name, so that only processes that have inherited an end can
+use it. The uplink holds the inner end, and all workers of a launch hold the outer end. For a stream, a worker
+creates a socket pair and sends one end of it through the door; the uplink's first frame on that end is its
+answer. The launcher keeps both ends of the door, so that it can replace an uplink that has died. Streams that
+are sent before the new uplink starts wait in the door's buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 
 DOOR_VARIABLES = OUTER, INNER = ("MS_UPLINK", "MS_UPLINK_DOOR")
-"""The variables that name a worker's end and the uplink's end: descriptor number and inode."""
+"""The variables that name the workers' end and the uplink's end, by descriptor number and inode."""
 
 
 def make_door() -> tuple[socket.socket, socket.socket]:
@@ -24,15 +24,15 @@ def make_door() -> tuple[socket.socket, socket.socket]:
 
 
 def named(end: socket.socket) -> str:
-    """The value with which a variable names an inherited end.
+    """Returns the value with which a variable names an inherited end.
 
-    It includes the inode, because the number may refer to another file by then.
+    It includes the inode, because the descriptor number may later refer to another file.
     """
     return f"{end.fileno()}:{os.fstat(end.fileno()).st_ino}"
 
 
 def inherited(env: Mapping[str, str], variable: str) -> socket.socket | None:
-    """The end that a variable names, as a descriptor of this process; None if there is none.
+    """Returns the end that a variable names, as a socket of this process; None if there is none.
 
     Programs started by this process do not inherit it.
     """

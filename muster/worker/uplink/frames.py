@@ -1,6 +1,6 @@
-"""Frames between a worker and its host's uplink: messages, signs of life, an end.
+"""Frames between a worker and its host's uplink: messages, signs of life, and the end of the session.
 
-A frame is its length (4 bytes, big-endian), its kind (1 byte) and its content.
+A frame consists of the content's length (4 bytes, big-endian), its kind (1 byte) and the content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from muster.worker.config import Settings
 from muster.worker.session.streams import DeniedError, MessageRejectedError
 
 MAX_FROM_WORKER_BYTES = 900 * 1024
-"""The scheduler takes messages of 1 MiB."""
+"""The largest frame from a worker, in bytes; the scheduler accepts messages of 1 MiB."""
 
 MAX_FROM_UPLINK_BYTES = 64 << 20
 HEAD = struct.Struct("!IB")
@@ -24,7 +24,7 @@ MAX_REQUEST_BYTES = 8192
 
 
 def request_of(settings: Settings) -> bytes:
-    """The address sent with a stream through the door, so that another launch's uplink refuses it."""
+    """Returns the address that is sent with a new stream, so that another launch's uplink refuses it."""
     return f"{settings.scheduler_address}\n{settings.config_path or ''}".encode()[:MAX_REQUEST_BYTES]
 
 
@@ -33,12 +33,12 @@ class UplinkFrameKind(enum.IntEnum):
 
     MESSAGE = 0  # A serialized WorkerMessage or SchedulerMessage.
     ALIVE = 1  # From the uplink; empty.
-    END = 2  # The last one from the uplink: how the session ended.
-    MOVED = 3  # The last one from the worker: it continues on another stream.
+    END = 2  # The last frame from the uplink: how the session ended.
+    MOVED = 3  # The last frame from the worker: it continues on another stream.
 
 
 def frame(kind: UplinkFrameKind, content: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Returns a complete frame."""
     return HEAD.pack(len(content), kind) + content
 
 

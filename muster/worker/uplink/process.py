@@ -1,7 +1,8 @@
 """The uplink's process: accepts workers' streams and multiplexes them on one stream to the scheduler.
 
-It makes no decisions and keeps no state. When its stream to the scheduler ends, each worker is told how, and
-opens its next stream by its own rules. The first message on a stream makes the uplink connect.
+The uplink makes no decisions and keeps no state. When its stream to the scheduler ends, it tells each worker
+how the stream ended. Each worker then opens its next stream by its own rules. The uplink connects at the
+first message from a worker.
 """
 
 from __future__ import annotations
@@ -46,12 +47,10 @@ log = logging.getLogger("muster.uplink")
 
 METHOD = "/rendezvous.v1.HostStream/Open"
 MAX_UNREAD_BYTES = 16 << 20
-"""With more unread bytes than this, a worker's stream is ended, as the scheduler would do itself."""
+"""If a worker has more unread bytes than this, its stream is ended, as the scheduler would do itself."""
 
 FAREWELL_S = 2.0
-"""How long the scheduler may take to receive the last messages after the uplink was asked to end, in
-seconds.
-"""
+"""How long the scheduler may take to receive the last messages before the uplink ends, in seconds."""
 
 _ALIVE = frame(UplinkFrameKind.ALIVE)
 _HEARTBEAT = bytes([rendezvous_pb2.WorkerMessage.DESCRIPTOR.fields_by_name["heartbeat"].number << 3 | 2])
@@ -59,15 +58,15 @@ _HEARTBEAT = bytes([rendezvous_pb2.WorkerMessage.DESCRIPTOR.fields_by_name["hear
 
 
 class Carried:
-    """A worker's stream carried by the uplink.
+    """A worker's stream that is carried by the uplink.
 
-    A failure to write does not prevent reading what the worker has sent before.
+    If writing to the worker fails, data that it has sent before is still read.
 
     Attributes:
         number: its number on the stream to the scheduler; 0 if it has sent nothing yet.
         up: the stream to the scheduler that carries it; None if there is none.
-        over: it was told how its session ended.
-        moved: it has reported that it continues on another stream.
+        over: whether the worker was told how its session ended.
+        moved: whether the worker has reported that it continues on another stream.
     """
 
     def __init__(self, uplink: Uplink, end: socket.socket) -> None:
@@ -112,7 +111,7 @@ class Carried:
         if not self.over:
             self.over = True
             self._write(frame(UplinkFrameKind.END, encode_end(error)))
-            self.take_frames()  # What is still to come is skipped, up to the end of its socket.
+            self.take_frames()  # Skips the remaining frames, up to the end of the socket.
 
     def close(self) -> None:
         """Closes the stream; idempotent."""
@@ -129,7 +128,7 @@ class Carried:
         self._uplink.forget(self)
 
     def take_frames(self) -> None:
-        """Forwards the frames that were read; stops reading while too many wait to be sent."""
+        """Forwards the frames that were read; stops reading while too many messages wait to be sent."""
         while len(self._in) >= HEAD.size:
             length, kind = HEAD.unpack_from(self._in)
             if length > MAX_FROM_WORKER_BYTES:
@@ -167,7 +166,7 @@ class Carried:
     def _process_ended(self) -> None:
         self._loop.remove_reader(self._watch)
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RD)  # What the worker has sent is still read.
+            self._end.shutdown(socket.SHUT_RD)  # Data that the worker has already sent is still read.
 
     def _write(self, *pieces: bytes) -> None:
         waited = bool(self._out)
@@ -188,7 +187,7 @@ class Carried:
         except BlockingIOError:
             self._loop.add_writer(self._end, self._flush)
             return
-        except OSError:  # It is gone, or will be read to its end.
+        except OSError:  # The worker is gone, or its data will be read to the end.
             self._out.clear()
             self._unsent_bytes = 0
         if self._end.fileno() >= 0:
@@ -198,12 +197,12 @@ class Carried:
 class UplinkStream:
     """One stream to the scheduler, with its workers by number.
 
-    One thread connects and reads, a thread of gRPC writes.
+    One thread connects and reads, and a thread of gRPC writes.
 
     Args:
         dial: opens the stream.
         loop: the event loop on which everything except these threads runs.
-        ended: called on the loop when it has ended.
+        ended: called on the loop when the stream has ended.
     """
 
     def __init__(self, dial: Dial, loop: asyncio.AbstractEventLoop, ended: Any) -> None:
@@ -222,7 +221,7 @@ class UplinkStream:
     # ------------------------------------------------------------ on the loop
 
     def carry(self, worker: Carried, message: bytes) -> bool:
-        """Queues a worker's message; returns False if the worker has too many waiting: try again later."""
+        """Queues a worker's message; returns False if too many of its messages wait: try again later."""
         if not worker.number:
             self._highest += 1
             worker.number, worker.up = self._highest, self
@@ -236,7 +235,7 @@ class UplinkStream:
         return True
 
     def forget(self, worker: Carried) -> None:
-        """Removes a worker; the stream ends with the last one."""
+        """Removes a worker; when the last one is removed, the stream ends."""
         self._held_up.discard(worker)
         if self.workers.pop(worker.number, None) is not None:
             with self._changed:
@@ -249,7 +248,7 @@ class UplinkStream:
             self.finish()
 
     def finish(self) -> None:
-        """Ends the stream once everything is sent."""
+        """Ends the stream after everything is sent."""
         self.finishing = True
         with self._changed:
             self._changed.notify_all()
@@ -265,7 +264,7 @@ class UplinkStream:
         self._ended(self)
 
     def _go_on(self) -> None:
-        """Resumes workers that were held up, if there is room again."""
+        """Resumes reading from workers that had too many messages waiting, if there is room again."""
         held_up, self._held_up = self._held_up, set()
         for worker in held_up:
             worker.take_frames()
@@ -288,7 +287,7 @@ class UplinkStream:
         """Connects, and reads until the stream's end."""
         error: Exception | None = None
         try:
-            messages, close = self._dial(self)  # type: ignore[arg-type]  # what gRPC takes from is get() alone
+            messages, close = self._dial(self)  # type: ignore[arg-type]  # gRPC uses only get()
             try:
                 for data in messages:
                     self._post(self._deliver, pb.ToHost.FromString(data))
@@ -305,7 +304,7 @@ class UplinkStream:
             self._loop.call_soon_threadsafe(functools.partial(call, *args))
 
     def get(self) -> bytes | None:
-        """The next batch to send, as a serialized FromHost; None at the end. Blocks."""
+        """Returns the next batch to send, as a serialized FromHost; None at the end. Blocks."""
         with self._changed:
             while not self._batches.due:
                 if self._closed or self.finishing:
@@ -320,7 +319,7 @@ class UplinkStream:
         return pb.FromHost(items=map(_encoded, items)).SerializeToString()
 
     def put(self, _end: None) -> None:
-        """Ends the batches: called when the stream is to be closed."""
+        """Ends the sequence of batches; called to close the stream."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -342,10 +341,10 @@ def _error_of(closed: pb.Closed) -> Exception | None:
 
 
 class Uplink:
-    """Accepts streams at the door and carries them.
+    """Accepts the streams that workers pass through the door; see :mod:`muster.worker.uplink.door`.
 
     Args:
-        door: its inner end.
+        door: the door's inner end.
         dial: opens a stream to the scheduler.
         request: the request that accompanies the streams of this launch's workers.
     """
@@ -361,7 +360,7 @@ class Uplink:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves until it is asked to end and its workers have ended, or no worker is left to come."""
+        """Serves until it is asked to end and its workers have ended, or until no further worker can come."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -369,7 +368,7 @@ class Uplink:
         loop.add_reader(self._door, self._take_in)
         breathing = asyncio.ensure_future(self._breathe())
         await self._stop.wait()
-        # A batch system asks all processes to end at the same time, and workers need to leave first.
+        # A batch system asks all processes to end at the same time, but the workers must leave first.
         while self._carried:
             await self._change()
         loop.remove_reader(self._door)
@@ -378,7 +377,7 @@ class Uplink:
         breathing.cancel()
 
     def stream(self) -> UplinkStream:
-        """The stream to the scheduler for a worker that has none yet."""
+        """Returns the stream to the scheduler for a worker that has none yet."""
         if self._up is None or self._up.finishing:
             self._up = UplinkStream(self._dial, asyncio.get_running_loop(), self._ended)
             self._ups.add(self._up)
@@ -396,7 +395,7 @@ class Uplink:
         self._changed.set()
 
     async def _until_streams_end(self) -> None:
-        """Waits until everything about workers is sent."""
+        """Waits until all messages about workers are sent."""
         while self._ups:
             await self._change()
 
@@ -443,7 +442,7 @@ class Uplink:
 
 
 def _own_stream(descriptor: int) -> socket.socket | None:
-    """Checks that a process of this user made the stream; else closes it and returns None."""
+    """Checks that a process of this user created the stream; otherwise, closes it and returns None."""
     end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):
         if (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_STREAM) and _peer(end)[1] == os.geteuid():
@@ -453,7 +452,7 @@ def _own_stream(descriptor: int) -> socket.socket | None:
 
 
 def _peer(end: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the process that made a pair of sockets."""
+    """Returns the process id and user id of the process that created a socket pair."""
     data = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(data[:4], sys.byteorder), int.from_bytes(data[4:8], sys.byteorder)
 
@@ -479,7 +478,7 @@ def main(env: Mapping[str, str] = os.environ) -> int:
     except WorkerError as error:
         say(str(error), level="ERROR", as_text=f"uplink: {error}")
         return error.exit_code
-    # Loaded before the first stream is taken: from then on the loop has to give signs of life.
+    # Loaded before the first stream is accepted, because from then on the loop must send signs of life.
     import grpc  # noqa: F401
 
     import muster.certs.runtime.grpc_credentials
