@@ -47,9 +47,10 @@ class TorchGpu:
     def wrong_words(self, pattern: int, size_bytes: int) -> int:
         """See GpuUnderTest."""
         torch = self._torch
+        word = pattern - (1 << 64) if pattern >> 63 else pattern  # the same bits as a signed number
         with self._done():
-            words = torch.full((size_bytes // 8,), pattern, dtype=torch.int64, device=self._device)
-            return int((words != pattern).sum().item())
+            words = torch.full((size_bytes // 8,), word, dtype=torch.int64, device=self._device)
+            return int((words != word).sum().item())
 
     def wrong_addresses(self, size_bytes: int) -> int:
         """See GpuUnderTest."""

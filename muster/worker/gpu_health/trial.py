@@ -18,8 +18,8 @@ PORTION, MOST_BYTES, LEAST_BYTES = 0.25, 256 << 20, 1 << 20
 a test, in bytes.
 """
 
-PATTERNS = (0x5555_5555_5555_5555, 0x2AAA_AAAA_AAAA_AAAA, 0x7FFF_FFFF_FFFF_FFFF, 0)
-"""Each bit but the highest is set and clear in these, next to an equal bit and next to a different one."""
+PATTERNS = (0x5555_5555_5555_5555, 0xAAAA_AAAA_AAAA_AAAA, 0xFFFF_FFFF_FFFF_FFFF, 0)
+"""Each bit is set and clear in these, next to an equal bit and next to a different one."""
 
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 

@@ -43,6 +43,11 @@ def test_what_is_wrong_is_named(method: str, says: str) -> None:
     assert tried(gpu) == GpuVerdict(FAILED, says)
 
 
+def test_each_bit_of_a_word_is_tested_set_and_clear() -> None:
+    tested = [{pattern >> bit & 1 for pattern in PATTERNS} for bit in range(64)]
+    assert tested == [{0, 1}] * 64
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_bit_that_sticks_shows_in_some_pattern(pattern: int) -> None:
     gpu = FakeGpu()
