@@ -1,6 +1,6 @@
 """The version of Muster, for scheduler and workers. docs/upgrading.md says which versions may be combined."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def how_to_install(extra: str) -> str:
