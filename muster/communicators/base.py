@@ -31,8 +31,8 @@ class Communicator(abc.ABC):
     (CPU: a thread of the communicator does the work in order; CUDA: the communicator's own stream)
     and the buffers must not be touched until ``wait()`` returns.
 
-    Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). Where ranks
-    disagree, all of them get :class:`~muster.errors.CollectiveMismatchError` (backends that can see it).
+    Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). If ranks disagree,
+    all of them get :class:`~muster.errors.CollectiveMismatchError`, with backends that can detect it.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Communicator(abc.ABC):
         )
 
     def note(self, name: str) -> None:
-        """Records, for hang reports, the start of a unit of collectives: "captured_step", say."""
+        """Records, for hang reports, the start of a unit of collectives, for example "captured_step"."""
         return
 
     def measure_waits(self, take: Callable[[], float | None]) -> None:
@@ -236,7 +236,7 @@ class Backend(abc.ABC):
             ``host:port`` to hand to peers, or "" when the backend needs none.
         """
 
-    def seal(self, plugin: NetPlugin) -> None:  # noqa: B027 - who runs no NCCL has nothing to seal
+    def seal(self, plugin: NetPlugin) -> None:  # noqa: B027 - a backend without NCCL has nothing to seal
         """Takes the plug-in that encrypts what NCCL sends between hosts; before the first :meth:`connect`."""
 
     @abc.abstractmethod
@@ -253,7 +253,8 @@ class Backend(abc.ABC):
             membership: the members of the group, and the unique ids.
             timeout_s: deadline for the connection; also that of each later collective
                 unless the communicator's ``timeout_s`` is set otherwise.
-            cancelled: polled while waiting; an exception it returns is raised (the generation is over).
+            cancelled: polled while waiting. If it returns an exception, the generation is over, and the
+                exception is raised.
 
         Raises:
             FormationTimeoutError: not all ranks connected in time; the message names the missing ones.

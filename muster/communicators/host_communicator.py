@@ -15,7 +15,7 @@ from muster.errors import ArrayError
 class HostCommunicator(Communicator):
     """A communicator on arrays in the host's memory: the checks before anything is sent, and its queue.
 
-    Calls run one at a time, in order, until one fails; every later one raises the first error.
+    Calls run one at a time, in order, until one fails; every later call raises the first error.
     """
 
     _queue: WorkQueue
@@ -102,7 +102,7 @@ class HostCommunicator(Communicator):
         return self.rank == root
 
     def _shared(self, array: Description) -> Description:
-        """The array, if every rank can have a part of it."""
+        """Returns the array; checks that its size is a multiple of the number of ranks."""
         if array.size % self.world_size:
             raise ArrayError(
                 f"send has {array.size} elements, which {self.world_size} ranks cannot share evenly."

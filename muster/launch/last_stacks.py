@@ -1,7 +1,7 @@
 """Writes the stacks of a worker that is alive but lost to its job, or does not end, beside its log.
 
-A worker whose interpreter's lock is held by C code cannot answer the scheduler, which counts it as lost; its
-signal handler, which is C as well, answers all the same.
+If C code holds the interpreter's lock, a worker cannot answer the scheduler, which counts it as lost. The
+worker's signal handler, which is also C, still answers.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LastStacks:
     def look(self, workers: Sequence[Watchable], directory: Path, say: Callable[[str], None]) -> None:
         """Writes the stacks of workers that live but were reported lost to another worker, once each.
 
-        Workers that have named the error they end with are left alone: walking stacks that change may crash a
-        process.
+        Workers that have named the error with which they end are left alone, because walking stacks that
+        change may crash a process.
 
         Args:
             workers: the workers of this launch.

@@ -69,8 +69,8 @@ def count_workers(request: Request, *, here: Collection[str], devices: int, core
     Args:
         request: the options.
         here: the names and addresses by which a host list, or ``--join``, may mean this host.
-        devices: GPUs this host offers; 0 when it has none.
-        cores: that this host offers; 0: not known.
+        devices: number of GPUs that this host offers; 0 if it has none.
+        cores: number of cores that this host offers; 0: not known.
 
     Raises:
         SettingsError: the options contradict each other, or ask for more than there is.
@@ -118,7 +118,7 @@ def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
 
 
 def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
-    """Adds the spares: the same number on every host, so that hosts without a number know theirs, too."""
+    """Adds the spares, the same number on every host, so that a host that has no number knows its own."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
         raise SettingsError(

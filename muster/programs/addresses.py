@@ -4,7 +4,7 @@ The members, their node ids and the unique ids that prove membership come from t
 which the agent hands over. Ports cannot come from there: a program may be several processes, which start and
 end within a generation. So each process opens a listener of its own and publishes its address in the group's
 store: each rank sets one key, rank 0 reads all of them and sets one key with the whole table, and each rank
-reads that table: at most four operations per rank, whatever the world size.
+reads that table. These are at most four operations per rank for any world size.
 """
 
 from __future__ import annotations

@@ -84,5 +84,5 @@ def handover_of(session: Session) -> Handover:
 
 
 def own_keys(handover: Handover) -> Mapping[bytes, bytes]:
-    """The keys that the agent's listener answers by itself, as torch's client sends them, and the values."""
+    """Returns the keys, as torch's client sends them, and the values that the agent's listener answers."""
     return {f"/{KEY}".encode(): handover.encode()}

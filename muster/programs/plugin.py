@@ -57,7 +57,7 @@ def autoload() -> None:
 
     if not torch.distributed.is_available():
         return
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # its package hides it by a function
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # hidden by a function of that name
     rendezvous._rendezvous_handlers["muster"] = _handler
     rendezvous._rendezvous_handlers["env"] = _handler
     from muster.programs import registration

@@ -1,4 +1,4 @@
-"""Computes the results of collectives for a rank that is alone, as if all ranks gave the same inputs.
+"""Computes the results of collectives for a single rank, as if all ranks gave the same inputs.
 
 A process that takes a lost rank's place builds its modules while the others are training, so none of its
 collectives has a counterpart. The state that it then gets from the others overwrites what it computed with

@@ -1,7 +1,7 @@
 """Streams and events of the library whose arrays are communicated: torch or CuPy.
 
-NCCL takes a stream's address. Only the array library knows which stream to use, as each has its own
-notion of the current stream.
+NCCL takes a stream's address. Only the array library knows which stream to use, because each library has its
+own current stream.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def idle(self) -> bool:
-        """Whether all that is queued on the current stream has completed. Never blocks."""
+        """Whether all work on the current stream has completed. Never blocks."""
 
     @abc.abstractmethod
     def capturing(self) -> bool:

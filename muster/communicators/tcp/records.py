@@ -169,7 +169,7 @@ class TrafficKey:
         self.sequence_number = 0
 
     def nonce(self) -> bytes:
-        """The nonce of the next record, which is counted: write_iv XOR its sequence number (section 5.3)."""
+        """Returns the next record's nonce (write_iv XOR its sequence number, section 5.3); counts it."""
         number = self.sequence_number
         self.sequence_number = number + 1
         return (self._iv ^ number).to_bytes(IV_BYTES, "big")
@@ -248,9 +248,8 @@ class RecordLayer:
     def close(self) -> None:
         """Drops the buffers; nothing is read or written any more.
 
-        A broken communicator and its error refer to each other through the traceback. Without this their
-        buffers, which are megabytes, would live until the garbage collector runs, and so few objects do not
-        trigger it.
+        A broken communicator and its error refer to each other through the traceback. Otherwise, megabytes of
+        buffers would stay allocated until the garbage collector runs, which so few objects do not trigger.
         """
         self._in = self._out = self._content_in = self._plain = self._unsent = memoryview(b"")
 
@@ -282,7 +281,7 @@ class RecordLayer:
 
     def _key_update(self) -> int:
         """Sends a KeyUpdate before the next record, and replaces the key after it."""
-        self._answer_key_update = False  # first: the reading thread may be asked again while this one writes
+        self._answer_key_update = False  # first: the peer may ask again while this thread writes
         message = _KEY_UPDATE + bytes((KeyUpdateRequest.UPDATE_NOT_REQUESTED,))
         end = self._protect(ContentType.HANDSHAKE, memoryview(message), 0)
         self._send_key.update()
@@ -307,11 +306,10 @@ class RecordLayer:
 
         Raises:
             BlockingIOError: no complete record has arrived.
-            RecordLayerError: decryption fails, or the record is not allowed here; also after an earlier such
-                one.
+            RecordLayerError: this record or an earlier one cannot be decrypted, or is not allowed here.
             OSError: the connection is broken.
         """
-        if self._failure is not None:  # the next record would open, as if this one had never been sent
+        if self._failure is not None:  # otherwise the next record would pass, as if this one were never sent
             raise RecordLayerError(self._failure)
         try:
             return self._read(view)
@@ -341,7 +339,10 @@ class RecordLayer:
         return count
 
     def _content(self, inner: bytes) -> bytes:
-        """Extracts the data of a TLSInnerPlaintext: padded (section 5.4), empty, or of another type."""
+        """Returns the data of a TLSInnerPlaintext without padding (section 5.4); b"" if it has none.
+
+        Handles content of other types.
+        """
         content = inner.rstrip(b"\0")
         if not content:
             raise RecordLayerError(AlertDescription.UNEXPECTED_MESSAGE)

@@ -161,7 +161,7 @@ class Incoming:
         return moved
 
     def _refuse_goodbye(self) -> None:
-        """Checks that these few bytes are not the beginning of a goodbye in the place of data."""
+        """Checks that these few bytes are not the beginning of a goodbye that came instead of data."""
         farewell = self.connection.goodbye_from(b"".join(self.views))
         if farewell is not None:
             raise EndOfStreamError(farewell)

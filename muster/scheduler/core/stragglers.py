@@ -10,9 +10,9 @@ between two reports of a member, at least one second. The smaller a rank's slowd
 takes until it is reported (``LEVELS``), and it must exceed what the ranks' own variation between intervals
 would explain. One long step does not make a straggler: the longest step of a window is ignored.
 
-If a link is slow, all ranks wait and none computes longer. The sender on that link then has data that cannot
-be sent for far longer than on the slowest link of any other rank. Links within hosts are compared only with
-each other, and so are links between hosts.
+If a link is slow, all ranks wait and none computes longer. The data of the sender on that link then stays
+unsent for far longer than data on the slowest link of any other rank. Links within hosts are compared only
+with each other, and so are links between hosts.
 """
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ class StragglerWatch:
     # ------------------------------------------------------------ single steps
 
     def _look_for_one_offs(self, interval: Mapping[str, Tally], now: float) -> None:
-        """Reports a rank of which a single step took very long, if that is the only finding."""
+        """Reports a rank if a single step of it took very long and nothing else was found."""
         longest = {node_id: max(tally.computed_most, tally.data_most) for node_id, tally in interval.items()}
         (worst, most_s), (_, next_s) = nlargest(2, longest.items(), key=lambda each: each[1])
         if most_s > max(ONE_OFF_S, 2 * next_s):
@@ -431,7 +431,7 @@ def in_words(finding: Holdup, who: str, peer: str, seconds: float) -> str:
         finding: what was found.
         who: the rank, in words.
         peer: the other end of a link, in words.
-        seconds: for how long it has been so.
+        seconds: how long the rank or link has been slow.
     """
     excess, times = _seconds(finding.excess_s), f"{finding.slowdown:.1f} times as long"
     if finding.kind == ONE_OFF:
