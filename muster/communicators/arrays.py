@@ -49,7 +49,7 @@ _BY_CHARACTER = {
     "d": "float64",
     "E": "bfloat16",
 }
-"""Names of dtypes by NumPy's characters; that of bfloat16 is ml_dtypes', which CuPy uses."""
+"""Names of dtypes by NumPy's characters; the one of bfloat16 is from ml_dtypes, which CuPy uses."""
 
 _SIZES = {name: each.storage.itemsize for name, each in ARITHMETIC.items()}
 

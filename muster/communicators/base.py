@@ -36,27 +36,27 @@ class Communicator(abc.ABC):
     """
 
     name: str
-    """Backend name, for messages: "tcp", "nccl"."""
+    """The backend's name, for messages: "tcp" or "nccl"."""
 
     on_device = False
-    """Whether its arrays are on a GPU, which alone knows when a collective is over."""
+    """Whether its arrays are on a GPU, so that only the GPU knows when a collective is over."""
 
     capturable = False
-    """Whether a CUDA graph may hold its collectives; it has ``before_end`` then."""
+    """Whether a CUDA graph may hold its collectives; it then has ``before_end``."""
 
     pre_multiplies = False
     """Whether it takes a :class:`PreMultipliedSum`."""
 
     takes_host = False
-    """Whether it takes arrays in the host's memory, too, where ``on_device``."""
+    """Whether it also takes arrays in the host's memory, if ``on_device``."""
 
     membership: Membership
 
     finished = False
-    """Set before :meth:`close` where this worker has finished: others that wait for it then hear so."""
+    """Set before :meth:`close` if this worker has finished, so that others that wait for it hear of it."""
 
     timeout_s: float
-    """Deadline of each collective, in seconds; of a backend on GPUs, of what makes the host wait for them."""
+    """Deadline of each collective, in seconds; on GPUs, of each wait of the host for them."""
 
     @property
     def rank(self) -> int:
@@ -214,16 +214,16 @@ class Backend(abc.ABC):
     name: str
 
     on_device = False
-    """As :attr:`Communicator.on_device`."""
+    """See :attr:`Communicator.on_device`."""
 
     may_run_nccl = False
-    """Whether NCCL may carry what this worker sends, in this process or in a program of its own."""
+    """Whether NCCL may carry this worker's data, in this process or in a program that it starts."""
 
     answers_probes = False
     """Whether its endpoint answers probes, so that no other listener is needed for them."""
 
     facts: Mapping[str, str] = MappingProxyType({})
-    """What must be the same on all workers, by name, beside what all backends compare."""
+    """Facts by name that must be the same on all workers, in addition to those that all backends compare."""
 
     @abc.abstractmethod
     def open_endpoint(self, address: str) -> str:

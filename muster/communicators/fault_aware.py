@@ -37,7 +37,7 @@ from muster.wire.messages import Collective
 KEPT_COLLECTIVES = 32
 
 Verdict = Callable[[int, Exception], Exception]
-"""Takes the world rank at fault (-1: unknown) and the error; returns what to raise."""
+"""Takes the world rank at fault (-1: unknown) and the error; returns the error to raise."""
 
 
 # ---------------------------------------------------------------- what was issued
@@ -74,7 +74,7 @@ class Entry:
         self.on_device = False
         """Only the device knows whether it is over."""
         self.place = ""
-        """Where its array is, in words; empty where it can be in one place only."""
+        """Where its array is, in words; empty if it can be in only one place."""
         self.over = False
 
     @property

@@ -29,7 +29,7 @@ from muster.errors import CommunicatorError, SecurityError
 _log = logging.getLogger("muster.worker")
 
 _ABSENT_AFTER_S = 1.0
-"""How long a rank may take to answer whether it is building the communicator."""
+"""How long a rank may take to answer whether it is building the communicator, in seconds."""
 
 
 class FollowingCommunicator(Communicator):

@@ -10,7 +10,7 @@ from typing import Protocol
 from muster.wire.threads import start_thread
 
 _SIGNALS_S = 0.1
-"""Longest single wait, in seconds: signals are handled between two."""
+"""Longest single wait, in seconds: signals are handled between two waits."""
 
 
 class Work(Protocol):

@@ -43,12 +43,12 @@ from muster.worker.config import load_settings, table_file, visible_devices
 from muster.worker.host import nvidia_devices
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
-"""What every worker imports."""
+"""Modules that every worker imports."""
 
 _NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 HIDDEN_BY_SCRIPTS = ("google", "grpc", "numpy", "queue")
-"""Modules that every worker imports and whose names scripts have, too."""
+"""Modules that every worker imports and whose names scripts may have, too."""
 
 
 def main(argv: Sequence[str]) -> int:

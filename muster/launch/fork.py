@@ -36,7 +36,7 @@ from muster.launch.plan import SCHEDULER, Recipe
 from muster.worker.ending import exit_noted, set_title
 
 SAFE_PATH = "-P"
-"""Python's option that keeps the working directory, and the script's, off the module path."""
+"""Python's option that keeps the working directory, and the script's directory, off the module path."""
 
 
 def own_flags() -> tuple[str, ...]:
@@ -57,7 +57,7 @@ WARM_FOR_ALL = (
     "muster.wire.log_lines",
     "muster.wire.v1.watch_pb2",
 )
-"""What scheduler and workers import, gRPC excepted."""
+"""Modules that scheduler and workers import, except gRPC."""
 
 WARM_FOR_ALL_WITH_TLS = (
     "muster.certs.runtime.follower",
@@ -75,7 +75,7 @@ WARM_MODULES = (
     "muster.roles",
     "muster.worker.nccl_protection",
 )
-"""What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
+"""Modules that a CPU worker imports between ``import muster`` and its first collective, except gRPC."""
 
 WARM_WITH_TLS = (
     "muster.worker.session.connection",

@@ -20,7 +20,7 @@ from muster.worker.stacks.kernel import threads_of
 from muster.worker.stacks.mailbox import Mailbox
 
 KEPT_AT_MOST = 8
-"""The most workers that are asked in one launch: each may take two seconds."""
+"""Maximum number of workers that are asked in one launch; each may take two seconds."""
 
 
 class Watchable(Protocol):

@@ -46,34 +46,36 @@ from muster.wire.launches import RUNS, LaunchDirectory, RunRecord
 from muster.worker.uplink.door import INNER, OUTER, make_door, named
 
 SCHEDULER_LINGER_S = 2.0
-"""How long the scheduler may take to end after its workers."""
+"""How long the scheduler may take to end after its workers, in seconds."""
 
 SETTLE_S = 2.0
-"""How long after a failure the launcher waits to learn from the scheduler who failed first."""
+"""How long the launcher waits after a failure for the scheduler's report which worker failed first, in
+seconds.
+"""
 
 LOOK_S = 0.02
-"""How often the launcher looks for that, in seconds."""
+"""How often the launcher checks for that report, in seconds."""
 
 WAITING_S = 2.0
-"""How long workers wait for a replacement before that is shown, in seconds."""
+"""How long workers wait for a replacement before the launcher shows it, in seconds."""
 
 FORMING_S, FORMING_LENGTH = 5.0, 92
-"""Seconds until the launcher shows who a forming group waits for, and the line's longest length."""
+"""Seconds until the launcher shows for which workers a forming group waits; maximum length of the line."""
 
 FOLLOW_S, LOOK_UP_S = 0.1, 0.5
 """Polling intervals of the workers' notes, in seconds: while forming or showing progress; otherwise."""
 
 STRAGGLING_S = 5.0
-"""How long workers may run on after one that ended well before that is shown."""
+"""How long workers may still run after one that ended well before the launcher shows it, in seconds."""
 
 UPLINK_RESTARTS = 8
-"""How often an uplink is started again."""
+"""How many times an uplink is restarted."""
 
 LAST_WORD_S = 12.0
-"""Seconds after the last worker's end for which endings are reported: later the scheduler knows anyway."""
+"""How long endings are reported after the last worker's end, in seconds; later the scheduler knows anyway."""
 
 OTHERS_SHOWN = 16
-"""How many workers at most have their end shown in a line each."""
+"""Maximum number of workers whose end is shown, in a line each."""
 
 _NO_RANK = re.compile(
     rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
@@ -81,7 +83,7 @@ _NO_RANK = re.compile(
 """The words of torch's error for a missing rank."""
 
 _OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
-"""Variables that a worker started by hand does not need, or has to ask for."""
+"""Variables that a worker started by hand does not need, or for which it asks the user."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

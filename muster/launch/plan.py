@@ -28,12 +28,12 @@ from muster.wire.variables import default_of
 from muster.worker.uplink.door import DOOR_VARIABLES
 
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
-"""Either names a rank table; then the table gives the ranks."""
+"""Variables of which each names a rank table, which then determines the ranks."""
 
 SERVER_PASSWORD, CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 
 UPLINK_FROM_WORKERS = 1000
-"""Workers from which on each host of a job has an uplink, unless the options say otherwise."""
+"""Number of workers from which on each host of a job has an uplink, unless the options say otherwise."""
 
 ENDED_VARIABLE = "MS_PROCESSES_ENDED"
 """See :mod:`muster.launch.last_word`: JSON, a list of node id, incarnation and how it ended."""
@@ -55,7 +55,7 @@ class WorkerPlan:
     host: str
     env: Mapping[str, str]
     spare: str = ""
-    """Of a spare, what it is called; empty: it has a place from the beginning."""
+    """A spare's name; empty: the worker has a place from the beginning."""
 
     @property
     def label(self) -> str:
@@ -226,14 +226,14 @@ class Policy:
     grace_s: float = 10.0
     max_restarts: int = 0
     min_workers: int = 0
-    """Workers that are enough to go on with; 0: all of them."""
+    """Number of workers with which the job may go on; 0: all of them."""
 
     spares: int = 0
-    """Workers that wait for the place of one that is lost, on all hosts."""
+    """Number of workers, on all hosts, that wait for the place of a lost one."""
 
     timestamps: bool = False
     whole: bool = False
-    """Muster's own log lines are shown with a worker's output, not only written to its log."""
+    """Whether Muster's own log lines are shown with a worker's output, and not only written to its log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ def environment_dump(env: Mapping[str, str]) -> list[str]:
 LAST_LINES = 20
 
 LAST_S = 1.0
-"""Seconds that the process killed last has to report the others' end."""
+"""How long the process that is killed last has to report the others' end, in seconds."""
 
 LEFTOVERS_S = 5.0
-"""How long killed processes may take to end: one that waits for a disk or a GPU ends when that lets it."""
+"""How long killed processes may take to end, in seconds: they may have to wait for a disk or a GPU."""
 
 _CHUNK = 1 << 16
 _RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
@@ -195,7 +195,7 @@ class Child:
     restarts: int = 0
     words_file: int = -1
     lines_of: LineContext | None = None
-    """Where logs are JSON: what is said of the lines that the process itself does not write so."""
+    """If logs are JSON: the context of lines that the process itself does not write as JSON."""
 
     order: int = 0
     stopped: bool = False

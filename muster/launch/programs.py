@@ -49,7 +49,7 @@ AGENT = "muster.programs.agent"
 
 MOST_FILES = 200
 MOST_BYTES = 2 << 20
-"""Limits for reading one program: what matters is imported near its beginning."""
+"""Limits for reading one program; the imports that matter are near its beginning."""
 
 
 def with_agent(
@@ -257,7 +257,7 @@ class _Imports:
 
     root: Path
     tops: Mapping[str, Path] = field(default_factory=dict)
-    """Packages that count as the script does although they lie elsewhere, with their directories."""
+    """Packages that count like the script although they are elsewhere, with their directories."""
 
     _todo: deque[Path] = field(default_factory=deque)
     _seen: set[Path] = field(default_factory=set)

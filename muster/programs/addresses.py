@@ -147,7 +147,7 @@ def exchange_addresses(
 
 
 def _set_new(store: Any, key: str, value: str) -> None:
-    """Sets a new key without waiting for the store: nobody can read an older value instead.
+    """Sets a new key without waiting for the store, as there is no older value that others could read.
 
     All other writes wait, because the plug-in for torch wraps them: see ``programs/plugin.py``.
     """

@@ -84,8 +84,8 @@ after the script has exited, the second while the script goes on.
 
 A process that dies breaks its connections before its agent sees its end, so the others' exceptions may be
 known first. The second is longer because a process that goes on has nothing to tear down: on an overloaded
-machine, an agent saw its script's end more than two seconds late. MS_NODE_TIMEOUT is added to it, after which
-an agent that was lost together with its script, as with its host, is missed.
+machine, an agent saw its script's end more than two seconds late. MS_NODE_TIMEOUT is added to it: after that
+time, an agent that was lost together with its script, for example with its host, is missed.
 """
 
 END_GRACE_S = 5.0

@@ -24,7 +24,7 @@ _GONE = "The agent of this program has gone."
 _MOST_HEARD_BYTES = 65_536
 _LOOK_S = 1.0
 _END_GRACE_S = 5.0
-"""The time between SIGTERM and SIGKILL for a program whose agent was killed, in seconds; as agents wait."""
+"""The time between SIGTERM and SIGKILL for a program whose agent was killed, in seconds; as with agents."""
 
 
 class AgentLine:

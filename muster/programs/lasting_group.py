@@ -45,7 +45,7 @@ OPERATIONS = (
     "recv",
     "recv_anysource",
 )
-"""The methods that start an operation; of two names for one, each version of torch calls the one it has."""
+"""The methods that start an operation; if one has two names, each version of torch calls its own."""
 
 
 class LastingProcessGroup(NamedProcessGroup):

@@ -37,10 +37,10 @@ WINDOW = 1024
 GREETING_TIMEOUT_S = 30.0
 BACKLOG = 1024
 AT_ONCE = 64
-"""How many connections are accepted before the event loop's other work has a turn."""
+"""How many connections are accepted before it is the turn of the event loop's other work."""
 
 REST_S = 0.2
-"""The pause before the next accept after no file descriptor was left, in seconds."""
+"""The pause before the next accept if no file descriptor was left, in seconds."""
 
 LINES, WINDOW_S = 3, 10.0
 """The number of log lines about refused connections in a window, and the window in seconds."""

@@ -76,7 +76,7 @@ def _take_part(output: Tensor, given: Tensor, rank: int, size: int) -> None:
 
 
 def _copy_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Copies inputs to outputs; writes zeros where the shapes differ between ranks, as nobody reads them."""
+    """Copies inputs to outputs; writes zeros if shapes differ between ranks, as they are never read."""
     for output, given in zip(outputs, inputs, strict=True):
         if output.shape == given.shape:
             output.copy_(given)

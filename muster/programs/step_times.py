@@ -36,7 +36,7 @@ from muster.worker.program_environment import GENERATION_VARIABLE
 from muster.worker.session.step_clock import StepClock
 
 OTHER_OPTIMIZER_S = 60.0
-"""An optimizer that has not made a step for so long does not say any more when a step ends."""
+"""After this many seconds without a step of an optimizer, another one's steps may end the program's."""
 
 COLLECTIVES = (
     "all_gather",
@@ -56,7 +56,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-"""What torch.distributed runs on the current stream of a GPU, without a ``Work``, unless told otherwise."""
+"""Calls of torch.distributed that by default run on the current stream of a GPU, without a ``Work``."""
 
 FSDP_MODULES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group",
@@ -64,7 +64,7 @@ FSDP_MODULES = (
 )
 
 MOST_EVENTS = 4096
-"""The most GPU waits kept at a time until they are over; with more, the oldest are dropped."""
+"""Maximum number of GPU waits kept until they are over; beyond it, the oldest are dropped."""
 
 
 class ProgramWaits:
@@ -249,7 +249,7 @@ class ProgramSteps:
 
 
 WAITS = ProgramWaits()
-"""Those of this process. Muster's own process groups count here, too."""
+"""The waits of this process. Muster's own process groups count here, too."""
 
 
 def install() -> None:

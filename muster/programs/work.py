@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Tensor = Any
 _SIGNALS_S = 0.1
-"""The longest single wait, in seconds: signals that another thread received are handled between two."""
+"""The longest single wait, in seconds: signals that another thread received are handled between waits."""
 
 
 class GroupWork(Work):  # type: ignore[misc]  # torch has no types here

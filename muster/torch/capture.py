@@ -29,7 +29,7 @@ from muster.torch.transfer import array_of
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.02
-"""Longer than a launch takes, in seconds, unless the launch waits for a broken step."""
+"""A time in seconds that is longer than a launch takes, unless the launch waits for a broken step."""
 
 
 class CaptureError(WorkerError):
@@ -40,7 +40,7 @@ class TrainingStep:
     """One training step; made by :func:`capture_step`. Call it with the tensors of a batch."""
 
     reason: str | None
-    """Why steps run eagerly; None while they are, or are going to be, captured."""
+    """Why steps run eagerly; None while they are captured, or will be."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 _KEPT: list[Any] = []
 """The events that graphs record, two for each wait in a captured step of a model in a generation.
 
-They are kept for ever: launching a graph whose event is destroyed ends the process.
+They are kept for ever, because launching a graph whose event is destroyed ends the process.
 """
 
 MOST_WAITS = 4096

@@ -20,7 +20,7 @@ from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError
 
 _MODULUS = 64
-"""Counts are sent modulo this: smaller integers differ in bfloat16, also divided by the world size."""
+"""Counts are sent modulo this number: smaller integers differ in bfloat16, also over the world size."""
 
 
 class UnfinishedPasses:

@@ -20,7 +20,7 @@ from muster.wire.messages import Device, Host, Member
 log = logging.getLogger("muster.worker")
 
 Key = tuple[int, int]
-"""Generation and step of a copy; the greater is the later."""
+"""Generation and step of a copy; a greater key is later."""
 
 Source = tuple[int, int]
 """The rank that owns the part to restore, and the rank that holds a copy of it."""

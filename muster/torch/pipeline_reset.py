@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _LEFT_BY_A_STEP = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
-"""What multi-stage schedules keep besides, in the releases of torch that have it."""
+"""Further attributes that multi-stage schedules keep, in the releases of torch that have them."""
 
 
 def reset_pipelines() -> bool:

@@ -47,7 +47,7 @@ _NOT_ELEMENTWISE = {
     "DistributedShampoo": _MATRICES,
     "GaLoreAdamW": _MATRICES,
 }
-"""Optimizers whose update of an element depends on others, by the name of their class or of a base of it."""
+"""Optimizers whose update of an element depends on other elements, by the name of a class or base class."""
 
 
 class _Group:

@@ -18,7 +18,7 @@ from muster.training.shared_room import SharedRoom
 _ALIGNMENT = 64
 
 PIECE_BYTES = 32 << 20
-"""Bytes that a GPU copies to the host at a time: about as many as 0.7 ms of a PCIe 5 link."""
+"""Bytes that a GPU copies to the host at a time, which takes a PCIe 5 link about 0.7 ms."""
 
 Source = Callable[[Any], Any]
 """Finds the copy of a GPU tensor that is kept on the GPU for another purpose; None: there is none."""

@@ -109,7 +109,7 @@ class Snapshots:
         self.held = HeldCopies()
         self._retention = Retention(every)
         self._lock = threading.Lock()
-        """Guards the retention and what is reported of it."""
+        """Guards the retention and the reports about it."""
         self._exchange: CopyExchange | None = None
         self._copier: PartCopier | None = None
         self._rooms: list[tuple[PartKey | None, OwnRoom]] = []

@@ -19,7 +19,7 @@ from muster.torch.device_waits import DeviceWaits
 from muster.training.carrier import Carrier
 
 FROZEN = " (frozen)"
-"""The mark behind the name of a parameter that requires no gradient."""
+"""The mark after the name of a parameter that requires no gradient."""
 
 
 def array_of(communicator: Communicator, tensor: Any) -> Any:

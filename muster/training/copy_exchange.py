@@ -42,9 +42,9 @@ _ANNOUNCED, _ANSWER, _CONTENT = 1, 2, 3
 """Message tags: the announcement of a copy, the answer whether it was kept; from here on one tag per copy."""
 
 _HEADER = struct.Struct("!IBQQII?QQQQ")
-"""The copy's number among its sender's; over how many lanes its chunks go; generation, step, world
-size, rank; whether there is a snapshot that counts, and its generation and step; bytes of the head, and of
-the data. The checksums follow the data."""
+"""The sender's number of the copy; the number of lanes for its chunks; generation, step, world size, rank;
+whether there is a snapshot that counts, and its generation and step; bytes of the head, and of the data. The
+checksums follow the data."""
 
 MOST_LANES = 4
 """Maximum number of connections to one partner, each with a thread for checksums: one per four processors."""
@@ -53,7 +53,7 @@ _ANSWERED = struct.Struct("!QQ?")
 _MOST_HEAD_BYTES = 256 << 20
 _GLANCE_S = 0.2
 _PATIENCE_S = 7 * 86_400.0
-"""A message waits as long as the generation lasts, whose end closes the connections."""
+"""The timeout of a message, in seconds: it waits until the generation ends, which closes connections."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from muster.errors import WorkerError
 from muster.training.snapshots.parts import PartKey
 
 CHUNK_BYTES = 16 << 20
-"""Size of a chunk: bytes of a copy that have one checksum, and are sent as one message."""
+"""Size of a chunk, in bytes: the part of a copy with one checksum, which is sent as one message."""
 
 _CHECKSUM_BYTES = 4
 

@@ -113,7 +113,7 @@ class TrainingState:
         self._rng_before = None if self.rng is None else self.rng.bit_generator.state
 
     def commit(self) -> None:
-        """Ends a step, which then counts as finished. A failure on a device may be noticed only later.
+        """Ends a step, which then counts as finished. A failure on a device may show only later.
 
         Raises:
             MembershipChanged: this step, or the previous one, has broken.

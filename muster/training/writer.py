@@ -25,7 +25,7 @@ from muster.errors import WorkerError
 from muster.wire.threads import start_thread
 
 NICENESS = 5
-"""The process's niceness: where processors are short, the training has them first."""
+"""The process's niceness: if processors are short, the training has priority."""
 
 
 class Orders:

@@ -73,7 +73,7 @@ class WriterProcess:
         self._end: Any = None
         self._given_up = ""
         self._passed: weakref.WeakSet[SharedRoom] = weakref.WeakSet()
-        """The rooms that the process has: it gets them as it starts."""
+        """The rooms that the process has; it gets them when it starts."""
         wait = weakref.WeakMethod(self.wait)  # weak: a writer that is gone has nothing to write
         atexit.register(lambda: (call := wait()) and call())
 

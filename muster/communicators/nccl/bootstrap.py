@@ -24,7 +24,7 @@ MOST_CTAS = 64
 """NCCL's own upper limit of CTAs (MAXCHANNELS), which must be given together with the lower one."""
 
 _FEWEST_CTAS = {"NVIDIA H200": 32}
-"""The fastest lower limit by GPU model, as ``muster bench allreduce --backend nccl`` found it."""
+"""The fastest lower limit by GPU model, found by ``muster bench allreduce --backend nccl``."""
 
 
 def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None:

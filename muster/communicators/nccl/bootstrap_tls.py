@@ -18,7 +18,7 @@ from muster.errors import CommunicatorError
 KEY_BYTES = 32
 _WITH, _WITHOUT = b"SSL_CTX_set_psk_use_session_callback", b"built without TLS support"
 _LOOKED_AT_BYTES = 64 << 20
-"""How many bytes of the library are searched for texts: the rest, hundreds of MiB, is GPU code."""
+"""How many bytes of the library are searched for texts; the rest, hundreds of MiB, is GPU code."""
 
 _PSK_MODE = 1
 

@@ -52,7 +52,7 @@ _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 _LATE = 1 / 32
-"""The polling interval as a share of the time waited, by which a wait may be too long."""
+"""The polling interval as a share of the time waited, which limits by how much a wait is too long."""
 
 
 class IssuedWork:
@@ -118,10 +118,10 @@ class NcclCommunicator(Communicator):
     on_device = capturable = pre_multiplies = True
 
     leave_wait_s = 0.2
-    """How long an abort waits for another thread to leave NCCL."""
+    """How long an abort waits for another thread to leave NCCL, in seconds."""
 
     destroy_wait_s = 2.0
-    """How long an abort waits for a close under way."""
+    """How long an abort waits for a close in progress, in seconds."""
 
     def __init__(
         self,
@@ -690,7 +690,7 @@ _BREAK_ON_REBUILD = range(22803, 22809)
 """Releases of NCCL, 2.28.3 to 2.28.8, that may break when a process builds a communicator again."""
 
 _WARM_UP_S = 10.0
-"""How long a process that ends waits for a warm-up under way."""
+"""How long a process that ends waits for a warm-up in progress, in seconds."""
 
 
 class NcclBackend(Backend):

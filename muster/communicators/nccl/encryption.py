@@ -14,10 +14,10 @@ from typing import NamedTuple
 from muster.wire.messages import NCCL_NET, NCCL_WORDS, PLAIN, SEALED
 
 OFF, PREFER, REQUIRE = "off", "prefer", "require"
-"""The words of MS_NCCL_ENCRYPTION."""
+"""The values of MS_NCCL_ENCRYPTION."""
 
 OLDEST_NCCL = (2, 19)
-"""The oldest series of NCCL that takes the plug-in's table of functions."""
+"""The oldest series of NCCL that accepts the plug-in's table of functions."""
 
 SEALED_WORDS, PLAIN_WORDS = NCCL_WORDS[SEALED], NCCL_WORDS[PLAIN]
 
@@ -29,8 +29,8 @@ _OTHER_WAYS_OFF = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
 }
-"""Switches other ways out of the host off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs,
-and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
+"""Variables that switch off the other ways out of the host: NVLink between hosts, CollNet, GPUs' own
+transfers, RAS, verbs, and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
 
 _CHOSEN_WAYS = {
     ("NCCL_MNNVL_ENABLE", "1"): "NVLink between hosts",
@@ -38,7 +38,7 @@ _CHOSEN_WAYS = {
     ("NCCL_GIN_ENABLE", "1"): "GPU-initiated transfers",
     ("NCCL_RMA_DISABLE", "0"): "one-sided transfers",
 }
-"""Ways past the plug-in that a user who only prefers encryption may choose, by what chooses them."""
+"""Ways past the plug-in that a user who only prefers encryption may choose, by the variable and value."""
 
 _OFF_UNLESS_CHOSEN = ("NCCL_GIN_ENABLE", "NCCL_RMA_DISABLE", "NCCL_RAS_ENABLE")
 

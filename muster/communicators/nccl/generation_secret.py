@@ -24,11 +24,11 @@ from muster.errors import CommunicatorError
 
 SECRET_BYTES = 32
 DESCRIPTOR_VARIABLE = "MS_NCCL_SECRET_FD"
-"""Which descriptor of its process the plug-in reads."""
+"""Names the descriptor that the plug-in reads in its process."""
 
 MAGIC = b"MSNCCLK1"
 RECORD = struct.Struct(f"<8sQ{SECRET_BYTES}s")
-"""What the file holds: a magic number, the generation, the secret."""
+"""The file's contents: a magic number, the generation, the secret."""
 
 _LABEL = b"muster nccl between hosts 1"
 _FEWEST_BYTES = 32
@@ -60,7 +60,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
 
 
 def secret_file(generation: int, secret: bytes) -> int:
-    """Makes a sealed file in memory that holds the secret; nobody can change it.
+    """Makes a sealed file in memory that holds the secret and that no process can change.
 
     Returns:
         Its descriptor, which children inherit only if it is passed to them. The secret is gone when the last

@@ -122,7 +122,7 @@ class Operations:
 
 _SUM_NUMBER, _MEAN_NUMBER = 0, 4
 _BLOCK_BYTES = 16 << 10
-"""What NCCL gives to one thread block before it takes another."""
+"""Bytes that NCCL gives to one thread block before it uses another."""
 
 
 def whole(reduction: Callable[..., Any]) -> Callable[..., None]:

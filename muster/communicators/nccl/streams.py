@@ -16,7 +16,7 @@ from muster.communicators.array_library import loaded_library
 from muster.errors import CommunicatorError
 
 LEGACY_STREAM, THREAD_STREAM = 1, 2
-"""CUDA's handles of the default stream of a device (its address is 0, too) and of that of a thread."""
+"""CUDA's handles of a device's default stream (whose address may also be 0) and of a thread's."""
 
 
 class CudaLibrary(abc.ABC):
@@ -24,7 +24,7 @@ class CudaLibrary(abc.ABC):
 
     name: str
     current: Callable[[], int]
-    """Address of the caller's current stream. On the hot path: no method, a bound callable."""
+    """Address of the caller's current stream. A bound callable instead of a method, for the hot path."""
 
     @abc.abstractmethod
     def new_stream(self) -> tuple[Any, int]:

@@ -52,7 +52,7 @@ from muster.errors import (
 )
 
 SMALL_BYTES = 32768
-"""A payload up to this size is sent with the call itself (all ranks' together: twice as much)."""
+"""A payload up to this size, in bytes, is sent with the call (twice as much for all ranks together)."""
 
 _NOTHING = memoryview(b"")
 _NO_NUMBERS = np.empty(0, np.uint8)
@@ -83,7 +83,7 @@ class TcpCommunicator(HostCommunicator):
     name = "tcp"
 
     elsewhere = 0
-    """Collectives of these ranks that went another way (over NCCL): all ranks must have the same number."""
+    """Number of collectives of these ranks that went over NCCL; it must be the same on all ranks."""
 
     def __init__(self, membership: Membership, endpoint: Endpoint, *, path: str, timeout_s: float) -> None:
         self.membership = membership

@@ -18,7 +18,7 @@ from muster.communicators.tcp.records import RECORD_BYTES, RecordLayer, RecordLa
 from muster.forking import not_for_children
 
 RECORD = 16384
-"""Most bytes in one TLS record: reads and writes go in pieces of this size."""
+"""Maximum size of one TLS record, in bytes: reads and writes are in pieces of this size."""
 
 _MOST_AHEAD = 64 << 20
 _GOODBYE_TIMEOUT_S = 1.0

@@ -32,16 +32,16 @@ HELLO_MAGIC = b"Mus2"
 
 HELLO = struct.Struct("!4sQII32s32s")
 REPLY = struct.Struct("!32s32s32s")
-"""Acceptor's nonce, its proof, its secret."""
+"""The acceptor's nonce, proof and secret."""
 
 PROOF = struct.Struct("!32s32s")
-"""Dialer's proof and its secret."""
+"""The dialer's proof and secret."""
 
 WELCOME = b"\x01"
-"""The acceptor's last word: it has the connection. Without it the dialer dials again."""
+"""The acceptor's last message: it has the connection. Without this message the dialer dials again."""
 
 PROBE = b"MusP"
-"""Begins a hello that asks for nothing but an answer, which is the same with another beginning."""
+"""Begins a hello that asks only for an answer; the answer is the same hello with another beginning."""
 
 PROBE_ANSWER = b"MusA"
 

@@ -50,16 +50,16 @@ SMALL_BYTES = 32768
 """Messages up to this size, in bytes, are sent before the peer has called recv."""
 
 MOST_WAITING_BYTES = 1 << 20
-"""Bytes of small messages that may wait at one peer; further ones are offered."""
+"""Bytes of small messages that may wait at one peer; further messages are offered."""
 
 MOST_ARRIVED = 1 << 16
-"""Most messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
+"""Maximum number of messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
 
 USER, BARRIER = 0, 1
 """Channels: the program's messages, and those of a monitored barrier."""
 
 _HEADER = struct.Struct("!4sBBBxiIQ")
-"""Magic, kind, dtype, channel, tag, number of the message among those of its sender, bytes of it."""
+"""Magic, kind, dtype, channel, tag, the sender's number of the message, and its size in bytes."""
 
 _MAGIC = b"MusM"
 _OFFER, _SMALL, _ACCEPT, _DATA, _TAKEN, _REFUSED = range(1, 7)

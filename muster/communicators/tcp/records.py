@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 RECORD_BYTES = 524288
-"""Most bytes of content in one record: those of a chunk of a collective."""
+"""Maximum content of one record, in bytes: a chunk of a collective."""
 
 LARGE_RECORD_SIZE_LIMIT = RECORD_BYTES + 1
-"""Most bytes of a TLSInnerPlaintext that either side takes: the content and its type."""
+"""Maximum size of a TLSInnerPlaintext that either side accepts, in bytes: the content and its type."""
 
 TLS_RECORD_SIZE_LIMIT = (1 << 14) + 1
 """The same without the draft (RFC 8446, section 5.4); records then have RFC 8446's header."""
@@ -34,7 +34,7 @@ RECORDS_PER_KEY = 1 << 17
 """Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, which is 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
-"""Most records without data in a row: empty ones, and KeyUpdates."""
+"""Maximum number of consecutive records without data: empty records and KeyUpdates."""
 
 KEY_BYTES = 16
 IV_BYTES = 12
@@ -45,14 +45,14 @@ _TLS_HEADER = b"\x17\x03\x03"
 """opaque_type application_data, legacy_record_version 0x0303."""
 
 _DATA = 23
-"""ContentType.APPLICATION_DATA, where each record passes."""
+"""ContentType.APPLICATION_DATA, as a plain number for code that runs for each record."""
 
 _ALERT_BYTES = 2
-"""An alert is its level and its description."""
+"""Size of an alert: one byte for its level, one for its description."""
 
 _TLS_HEADER_BYTES = 5
 _TLS_EXPANSION = 256
-"""By how much RFC 8446 lets a TLSCiphertext be longer than its content."""
+"""How many bytes longer than its content RFC 8446 lets a TLSCiphertext be."""
 
 
 class ContentType(enum.IntEnum):

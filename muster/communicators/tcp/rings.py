@@ -20,7 +20,7 @@ from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.transfer import Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288
-"""Bytes that are received before they are combined or passed on: as many as a record holds."""
+"""Number of bytes that are received before they are combined or passed on: the content of a record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from muster.wire.messages import NCCL_FACT, PLAIN, SEALED
 from muster.worker.host import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
 ENCRYPTION, WORDS = "MS_NCCL_ENCRYPTION", "NCCL between hosts"
-"""The facts that say whether NCCL's traffic is to be encrypted, and in words what it would be."""
+"""Names of two facts: whether NCCL's traffic must be encrypted, and, in words, whether it would be."""
 
 MUST_AGREE = frozenset(
     {"muster", "nccl", "architecture", ENCRYPTION, NCCL_FACT, *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL}

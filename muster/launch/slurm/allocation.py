@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from muster.errors import SettingsError
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""A job's port is the first one plus its number, modulo this."""
+"""A job's port is the first port plus the job's number modulo the number of ports."""
 
 TOPO_TIMEOUT_S = 300
-"""How long workers wait for others: in an allocation all start at once, and nobody comes from elsewhere."""
+"""How long workers wait for others, in seconds: in an allocation all start at once, and no others come."""
 
 ASK_EVERY_S, ASK_FOR_S = 20.0, 2.0 * TOPO_TIMEOUT_S
-"""How often Slurm is asked for lost nodes, and for how long after the scheduler's log has last grown."""
+"""How often Slurm is asked for lost nodes, and for how long after the log last grew, in seconds."""
 
 _LOST_STATES = ("down", "fail", "unknown", "reboot", "no_respond", "power")
 # "drain" is not among them: a drained node runs on, and only takes no new jobs.

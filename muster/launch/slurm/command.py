@@ -35,13 +35,13 @@ START_S = 120.0
 CHECK_S = 60.0
 LOOK_S = 0.5
 STEP_S = 5.0
-"""How often Slurm is asked whether the workers' step, which is to end, is there."""
+"""How often Slurm is asked whether the workers' step, which has to end, still exists, in seconds."""
 MAX_REQUEUES = 20
 SPARE_FROM = "MUSTER_SLURM_SPARE_FROM"
-"""From which SLURM_NODEID on workers are spares; from the batch script to its tasks."""
+"""Tells the batch script's tasks from which SLURM_NODEID on workers are spares."""
 
 _HEALTH = "muster:node "
-"""Begins the line in which a node says what is wrong with it."""
+"""Begins the line in which a node reports what is wrong with it."""
 
 
 def parser() -> argparse.ArgumentParser:

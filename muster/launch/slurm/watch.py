@@ -21,10 +21,10 @@ from muster.launch.slurm.questions import ask
 WATCH_S = 20.0
 PARENT_S = 1.0
 FIRST_NODE = "MUSTER_SLURM_FIRST_NODE"
-"""The node of the batch script, for its tasks; only where the job may go back into the queue."""
+"""Names the node of the batch script to its tasks; set only if the job may go back into the queue."""
 
 _WATCHERS = ("1", "2")
-"""SLURM_NODEID of the nodes that watch: two, for one may be lost together with the first node."""
+"""SLURM_NODEID of the nodes that watch: two, because one may be lost together with the first node."""
 
 
 def start_watch(command: Sequence[str], env: dict[str, str]) -> None:

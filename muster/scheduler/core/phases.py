@@ -29,8 +29,8 @@ period.
 
 
 RETURN_S = 5.0
-"""How long a suspended job in which nobody holds the state waits for the members that did, in seconds. Longer
-than the pauses between a worker's attempts to connect.
+"""How long a suspended job in which no worker holds the state waits for the members that did, in seconds.
+Longer than the pauses between a worker's attempts to connect.
 """
 
 
@@ -296,7 +296,7 @@ def _planned(job: Job) -> str:
 
 
 def _hand_over_overdue(job: Job, now: float) -> bool:
-    """Lets leaving members that hold the state go if nobody has taken it in time; they save it."""
+    """Lets leaving members that hold the state go if no other member took it in time; they save it."""
     stateless = job.members.stateless()
     if not job.ledger.is_handing_over(stateless):
         job.deadlines.hand_over = None

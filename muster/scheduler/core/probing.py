@@ -527,9 +527,7 @@ party repeatedly.
 """
 
 MANY = 2
-"""A party whose paths to this many others are broken, while those others reach each other, is the one at
-fault.
-"""
+"""A party is at fault if its paths to this many others are broken while those others reach each other."""
 
 Accusation = tuple[str, str]
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from muster.wire import messages
 
 MOST_STEPS_AHEAD = 65_536
-"""The furthest that the chosen step may be beyond all known ones."""
+"""The largest distance of the chosen step from all known steps."""
 
 LAST_STEP = 2**63 - 1
 

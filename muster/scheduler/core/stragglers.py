@@ -33,8 +33,8 @@ LEVELS = ((5, 1.5), (8, 1.3), (16, 1.2))
 """Pairs of a window's length in intervals and the slowdown from which on a rank is reported in it."""
 
 STAYS, FORGOTTEN_AFTER = 0.5, 5
-"""Part of a level's slowdown that keeps a reported rank reported; and after how many intervals without it the
-rank is no longer reported.
+"""The part of a level's slowdown with which a reported rank stays reported, and the number of intervals below
+it after which the rank is no longer reported.
 """
 
 SIEVE = 0.04
@@ -53,17 +53,17 @@ SLOW_SHARE = 0.75
 """The share of a window's intervals in which a rank must be slow."""
 
 CONFIRMED = 0.5
-"""The share of a rank's excess for which the others must wait."""
+"""The share of a rank's excess time for which the other ranks must wait."""
 
 LINKS_COMPARED = 2
 """How many other links there must be for a link to be called slow."""
 
 TIMES_OTHERS = 3.0
-"""How many times as long as on other links data must wait on a slow link."""
+"""A link is slow if data waits on it this many times as long as on other links."""
 
 ONE_OFF_STEPS, ONE_OFF_S, ONE_OFF_SHOWN_S = 5.0, 2.0, 30.0
-"""When a single step is reported (in usual steps, and in seconds), and for how many seconds the report is
-shown.
+"""The length from which on a single step is reported, in usual steps and in seconds, and for how many seconds
+the report is shown.
 """
 
 NAMED_AT_MOST = 8

@@ -95,7 +95,7 @@ class PartsMissing(NamedTuple):
 
 
 Needs = Callable[[int, int], Sequence[Sequence[int]]]
-"""From the old and the new world size: by new rank, the old ranks whose parts it needs."""
+"""Takes the old and the new world size; returns, by new rank, the old ranks whose parts it needs."""
 
 
 def overlapping(then: int, now: int) -> tuple[tuple[int, ...], ...]:
