@@ -80,7 +80,7 @@ def warm_up(name: str, ordinal: int) -> WarmUp | None:
     Args:
         name: the name of the backend.
         ordinal: this worker's GPU as CUDA counts in this process. -1: it is not known yet, or this worker is
-            a spare, which may wait for long and must not hold memory of a GPU until it has a place.
+            a spare, which may wait long and must not hold memory of a GPU until it has a place.
     """
     begin = BACKENDS[name].warm_up if name in BACKENDS else None
     return None if begin is None else begin(ordinal)

@@ -3,8 +3,8 @@
 Backends (``tcp``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
 contract suite (``tests/contracts``) runs on all of them.
 
-``send`` and ``recv`` may be the same array where the collective allows it (in place). Results are written
-into ``recv``. Which arrays are taken: :mod:`muster.communicators.arrays`.
+``send`` and ``recv`` may be the same array if the collective allows it (in place). Results are written
+into ``recv``. :mod:`muster.communicators.arrays` says which arrays are accepted.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class FaultAwareWork:
         """Waits until the result may be used.
 
         Raises:
-            CommunicatorError: what the collective failed with.
+            CommunicatorError: the collective failed.
             MembershipChanged: the generation is over.
         """
         recorder = self._guard.recorder

@@ -35,7 +35,7 @@ class HostCommunicator(Communicator):
         """Describes the user's array and checks it.
 
         Raises:
-            ArrayError: the array cannot be communicated, or is read-only where it is to be filled.
+            ArrayError: the array cannot be communicated, or must be filled and is read-only.
         """
         given = check_place(describe(array, name), self, name)
         if given.dtype not in ARITHMETIC or given.flat is None:
@@ -53,8 +53,8 @@ class HostCommunicator(Communicator):
         """Describes both arrays, which must have one dtype, fit, and share no memory or be in place.
 
         Args:
-            send: what is sent.
-            recv: what is filled.
+            send: the array to send.
+            recv: the array to fill.
             gathers: ``recv`` has one part of ``send``'s size for each rank.
             scatters: ``send`` has one part of ``recv``'s size for each rank.
 

@@ -23,7 +23,7 @@ class Work(Protocol):
         """Waits until the result may be used; on CUDA, until the current stream may use it.
 
         Raises:
-            CommunicatorError: what the collective failed with.
+            CommunicatorError: the collective failed.
             MembershipChanged: the communicator was aborted by a change of members.
         """
 

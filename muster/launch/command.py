@@ -350,7 +350,7 @@ def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str
     """Returns the devices that workers may use, in order, as CUDA_VISIBLE_DEVICES names them.
 
     Args:
-        env: CUDA_VISIBLE_DEVICES narrows what the host has.
+        env: the environment, in which CUDA_VISIBLE_DEVICES may limit the host's devices.
         option: ``all``, ``none``, or numbers such as ``4-7`` that must be among them.
         gpus: GPUs of the host.
 

@@ -70,7 +70,7 @@ class LastStacks:
 
         Args:
             workers: the workers of this launch.
-            directory: where the files go.
+            directory: the directory for the files.
             say: shows a sentence to the user.
         """
         heard = set()

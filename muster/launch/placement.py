@@ -149,7 +149,7 @@ def propose_cards(
     Args:
         hardware: the topology of the host.
         gpus: the PCI bus ids of the GPUs that the launch uses.
-        env: the launcher's environment; what the user has set there stays.
+        env: the launcher's environment; variables that the user has set there are kept.
 
     Returns:
         Variables for all workers, and sentences for the user.

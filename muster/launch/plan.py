@@ -88,7 +88,7 @@ def plan_workers(
 
     Args:
         counts: from :func:`count_workers`.
-        env: the launcher's own environment; what the user set there is kept where it makes sense.
+        env: the launcher's own environment; variables that the user set there are kept if that makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
         host: this host's name, for the labels of workers whose rank is not known.
         devices: number of GPUs that the host offers. Each worker takes the GPU with its local index; if there

@@ -58,7 +58,7 @@ def with_agent(
     """Returns the command that a worker runs: a torch or JAX program gets an agent.
 
     Args:
-        command: what the user wants to run.
+        command: the user's command.
         kind: "muster", "torch", "jax", or "auto": looked up in the script.
         path: where commands are searched, in the form of PATH; None: this process's PATH.
         in_place: whether the program stays alive when other ranks are lost; it is then a torch program

@@ -270,9 +270,9 @@ def keep_alive() -> bool:
     """Keeps this program's process, groups and modules alive when another rank is lost.
 
     All ranks call it before ``init_process_group()``. From then on torch makes process groups that are
-    connected again in each generation, with a restarted worker or a spare in the lost rank's place, as long
-    as the world size stays the same. Training goes on in :func:`muster.torch.steps`. If the program cannot go
-    on in a generation, it is started again, as it would be without this call, and the log says why.
+    connected again in each generation, as long as the world size stays the same. A restarted worker or a
+    spare takes the place of the lost rank. Training goes on in :func:`muster.torch.steps`. If the program
+    cannot go on in a generation, it is restarted as without this call, and the log says why.
 
     Returns:
         Whether the program stays alive; False if no agent of ``muster run`` has started it, or if this torch

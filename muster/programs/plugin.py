@@ -20,7 +20,9 @@ from typing import Any
 
 VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
-"""The same for workers of torchrun, which opens its workers' stores by itself."""
+"""Variables with the address of the store's listener; the second one is for workers of torchrun, which opens
+their stores by itself.
+"""
 
 IN_PLACE_VARIABLE = "MS_IN_PLACE"
 STEP_TIMES_VARIABLE = "MS_STEP_TIMES"

@@ -83,7 +83,7 @@ class RankComparison:
 
     @property
     def under_way(self) -> bool:
-        """Whether generator states are being exchanged on the CPU; a rank lost now may take its with it."""
+        """Whether generator states are being exchanged on the CPU; those of a rank lost now may be lost."""
         on_host = self._work is not None and self._stream is None
         return on_host and self._table.shape[1] > _HEAD
 

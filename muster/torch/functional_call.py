@@ -1,6 +1,6 @@
 """``torch.func.functional_call`` on a DataParallel: a forward pass with the caller's tensors as parameters.
 
-As in DDP, a gradient is averaged where it reaches a wrapped parameter, also through tensors computed from it.
+As in DDP, a gradient is averaged when it reaches a wrapped parameter, also through tensors computed from it.
 The caller's own tensors get each rank's own gradients. Names may be those of the wrapper's
 ``named_parameters()``, or DDP's, which begin with "module.".
 """

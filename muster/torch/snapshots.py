@@ -461,7 +461,7 @@ class Snapshots:
         self._report()
 
     def _report(self) -> None:
-        """Reports what is kept to the scheduler, if that has changed."""
+        """Reports to the scheduler which snapshots are kept, if that has changed."""
         with self._lock:
             size = 0 if self._copier is None else self._copier.size
             report = self._retention.report().replaced(

@@ -367,7 +367,7 @@ class TorchTrainingState(TrainingState):
         return self._snapshots.go_back(session.communicator) is not None
 
     def _enter_generators(self, communicator: Communicator) -> None:
-        """Restores the generators that the rank had in any process; a newcomer to the job seeds its own."""
+        """Restores the generators of the process that had this rank before; else a newcomer seeds its own."""
         rank, rows = communicator.rank, self._generator_rows()
         known = len(rows) == communicator.world_size
         if self._restored or self._model.communicator.rank != rank:

@@ -349,7 +349,7 @@ class Folder:
 
     Args:
         directory: its path; "": no checkpoints.
-        state: what is saved and resumed.
+        state: the state that is saved and resumed.
         session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
         mbytes_per_s: maximum rate of :meth:`save_beside`, in 10**6 bytes per second; 0: no limit.
 

@@ -12,7 +12,7 @@ from muster.errors import DataNotDividedWarning
 
 
 def warn_if_data_is_not_divided(world_size: int) -> None:
-    """Warns where a framework runs the training loop and counts fewer processes than there are.
+    """Warns if a framework runs the training loop and counts fewer processes than there are ranks.
 
     Accelerate (and with it the Trainer of Transformers) and Lightning divide the data among the processes
     that they know. They do not know of the other ranks of ``muster.DataParallel``. Call this within a forward

@@ -385,7 +385,7 @@ class NcclCommunicator(Communicator):
         """Describes an array; also returns NCCL's number of its dtype.
 
         Args:
-            array: what the user gave.
+            array: the array that the user gave.
             moved: whether values are only moved, not reduced. A dtype that NCCL lacks is then sent as another
                 one of the same size.
 
@@ -429,7 +429,7 @@ class NcclCommunicator(Communicator):
         """Describes the second array of a collective, and checks that it fits the first.
 
         Args:
-            array: what the user gave.
+            array: the array that the user gave.
             first: the description of the first array.
             count: the number of elements that this array must have.
             dtype: NCCL's number of its dtype.

@@ -70,7 +70,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 class Message:
-    """One message that is to be sent or received.
+    """One message to send or receive.
 
     Attributes:
         peer: the rank at the other end; -1: any rank, and after the first message the one that sent it.

@@ -3,8 +3,8 @@
 Python's TLS moves 16 KiB at a time, which costs more than the encryption. So once TLS has authenticated the
 two ends, both switch the connection to these records: RFC 8446, sections 5.2 to 5.5 (record protection) and
 7.1 to 7.3 (key schedule) with TLS_AES_128_GCM_SHA256, and for records of more than 2^14 bytes the header of
-draft-ietf-tls-super-jumbo-record-limit. Names are those of the RFC. docs/records.md says what is done where,
-and which parts of TLS are left out.
+draft-ietf-tls-super-jumbo-record-limit. Names are those of the RFC. docs/records.md says which code carries
+out which section, and which parts of TLS are left out.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class RecordLayer:
         self._out = _room(record + 5 + len(_KEY_UPDATE) + 2 + TAG_BYTES)
         self._unsent = self._out[:0]
         self._answer_key_update = False
-        self._in = _room(record)  # no more: what is read must still be in the cache when it is opened
+        self._in = _room(record)  # not larger: data must still be in the cache when it is decrypted
         self._record_room = record
         self._start = 0
         self._end = 0

@@ -114,7 +114,7 @@ class Deadlines:
     late_at: float = 0.0
 
     def begin_generation(self, now: float) -> None:
-        """Clears what was due in the previous generation."""
+        """Clears the deadlines of the previous generation."""
         self.suspicion, self.hand_over, self.stalled = None, None, False
         self.formed_at = self.progress_since = now
 
@@ -183,7 +183,7 @@ class Job:
     Attributes:
         ledger: what survives a crash; changed by :meth:`commit` and, in recovery, :meth:`apply` alone.
         members: all workers as last heard.
-        deadlines: what is due.
+        deadlines: start times and due times of its phases.
         outbox: the results of the event being handled.
         current: the newest generation.
         probing: rounds of probes, and which workers reach which others.

@@ -224,7 +224,7 @@ def _who_goes(
     single: Collection[Accusation],
     rule: Rule,
 ) -> tuple[list[tuple[messages.Candidate, str]], frozenset[BrokenPair]]:
-    """The workers that leave by a rule, what is barred for each of them, and the pairs to remember."""
+    """The workers that leave by a rule, each with the id of worker or host to bar; the pairs to remember."""
     gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
     if between:
         hosts = _parties(job, members, lambda one: one.host.id)
@@ -428,7 +428,7 @@ def _place(job: Job, node_id: str) -> tuple[int, int, int]:
 
 
 def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
-    """Reports the members that others wait for, and expels those that have been reported for long."""
+    """Reports the members for which others wait, and expels those that were reported for a long time."""
     limit_s = job.settings.hang_timeout_s
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.probing.hangs}
     names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])

@@ -50,7 +50,7 @@ def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
 
 
 def held_up(job: Job, event: events.HeldUp, now: float) -> None:
-    """Handles a time without a journal: what was sent during it is handled now.
+    """Handles a time without a journal: messages that were sent during it are handled only now.
 
     Members that are gone stay gone.
     """

@@ -36,7 +36,7 @@ class SnapshotAgreement:
         members: node ids of its members.
 
     Attributes:
-        word: what was sent to the members; None if nothing was sent yet.
+        word: the last word that was sent to the members; None if none was sent yet.
         taken_at: when the snapshot that counts was taken, according to the member whose report made it count.
     """
 
@@ -70,7 +70,7 @@ class SnapshotAgreement:
             step: the steps that it has finished.
 
         Returns:
-            What is to be sent to all members, if that has changed.
+            The word to send to all members if it has changed; None otherwise.
         """
         if report.generation != self._generation or node_id not in self._members:
             return None

@@ -428,7 +428,7 @@ def in_words(finding: Holdup, who: str, peer: str, seconds: float) -> str:
     """Describes a finding in a sentence.
 
     Args:
-        finding: what was found.
+        finding: the finding.
         who: the rank, in words.
         peer: the other end of a link, in words.
         seconds: how long the rank or link has been slow.

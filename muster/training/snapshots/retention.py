@@ -164,7 +164,7 @@ class Retention:
             self._passed,
         )
 
-    # ------------------------------------------------------------ one under way
+    # ------------------------------------------------------------ one in progress
 
     def _own(self, step: int) -> PartKey:
         return PartKey(SnapshotId(self._generation, step), self._world_size, self._rank)
