@@ -196,7 +196,7 @@ def _describer_of(kind: type, x: Any) -> Callable[[Any, str], Description]:
         return _of_numpy
     if hasattr(x, "__cuda_array_interface__"):
         return _of_interface
-    # NumPy would make an array of one Python object if it knows none of the interfaces.
+    # NumPy would make an array of one Python object if it knew none of the interfaces.
     if hasattr(x, "__dlpack__") and not (hasattr(x, "__array__") or hasattr(x, "__array_interface__")):
         return _of_dlpack
     return _of_numbers

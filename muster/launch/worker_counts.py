@@ -118,7 +118,7 @@ def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
 
 
 def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
-    """Adds the spares, the same number on every host, so that a host that has no number knows its own."""
+    """Adds the spares: the same count on every host, so that a host without a number knows its spares."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
         raise SettingsError(

@@ -77,7 +77,7 @@ class LivingProgram:
             try:
                 world.rehearses = self._others_live()
                 break
-            except Exception:  # torch's store raises various types
+            except Exception:  # an error of torch's store
                 if self._line.failed_first():
                     raise
             self._line.enter_next()

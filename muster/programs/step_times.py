@@ -225,7 +225,7 @@ class ProgramSteps:
                 self._steps.note_data(seconds)
 
     def optimizer_stepped(self, optimizer: object) -> None:
-        """Notes an optimizer's step, with which a step of the program ends if that optimizer counts."""
+        """Notes that an optimizer has made a step; the first optimizer's steps end the program's steps."""
         now = self._clock()
         counting = self._counts()
         if counting is not optimizer and counting is not None and now < self._stepped_s + OTHER_OPTIMIZER_S:

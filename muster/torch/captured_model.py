@@ -34,7 +34,7 @@ class CapturedModel(Protocol):
 
     @property
     def capture_obstacle(self) -> str | None:
-        """Returns why no CUDA graph can hold a step; None: no reason is known."""
+        """The reason why no CUDA graph can hold a step; None: none is known."""
 
     def parameters(self) -> Iterable[Any]:
         """The parameters that the optimizer trains."""

@@ -642,7 +642,7 @@ def _raise(error: WorkerError) -> None:
 
 
 def _lead_group(then: Callable[[int], object] | None, number: int) -> None:
-    """Starts a process of a DataLoader in a process group of its own."""
+    """Moves a DataLoader's process into a process group of its own; the process calls it first."""
     os.setpgid(0, 0)
     if then is not None:
         then(number)
