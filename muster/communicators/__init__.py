@@ -57,9 +57,9 @@ class _BackendKind(NamedTuple):
     """A registered backend.
 
     Attributes:
-        make: makes it; what it needs is imported then, and nothing else.
+        make: makes the backend, and imports only what it needs.
         extra: the extra of Muster's package that installs what it needs.
-        warm_up: begins what takes long with a GPU.
+        warm_up: begins the slow preparation of a GPU.
     """
 
     make: Callable[[_Needs], Backend]
@@ -75,12 +75,12 @@ _OUTSIDE = _BackendKind(_outside)
 
 
 def warm_up(name: str, ordinal: int) -> WarmUp | None:
-    """Begins the GPU's warm-up before anything else is loaded; None: this backend needs none.
+    """Begins the GPU's warm-up before anything else is loaded; returns None if the backend needs none.
 
     Args:
         name: the name of the backend.
-        ordinal: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's, which may
-            wait for long and holds no memory of a GPU until then.
+        ordinal: this worker's GPU as CUDA counts in this process. -1: it is not known yet, or this worker is
+            a spare, which may wait long and must not hold memory of a GPU until it has a place.
     """
     begin = BACKENDS[name].warm_up if name in BACKENDS else None
     return None if begin is None else begin(ordinal)
@@ -95,19 +95,20 @@ def create_backend(
     seal: bool = True,
     warm_up: WarmUp | None = None,
 ) -> Backend:
-    """Makes the backend of that name; imports what it needs, and nothing else.
+    """Makes the backend of that name; imports only what it needs.
 
     Args:
-        name: "tcp" (the host's memory, authenticated) or "nccl" (GPUs); "torch": none, for programs that
-            communicate by torch.distributed.
-        tls: this worker's credentials, or what gives those that are in force; None where TLS is off.
+        name: "tcp" (the host's memory, authenticated) or "nccl" (GPUs). "torch" makes a backend without
+            communication, for programs that communicate by torch.distributed.
+        tls: this worker's credentials, or a source of those in force; None if TLS is off.
         job_id: the job, which the peers' certificates must be for.
-        allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
+        allow_insecure: allows unauthenticated sockets beyond loopback (MS_ALLOW_INSECURE).
         seal: whether tcp's data goes in sealed records keyed inside TLS, or in TLS's own records.
         warm_up: what :func:`warm_up` began for this worker's GPU.
 
     Raises:
-        SettingsError: no such backend, or its library is not installed; says which extra to install.
+        SettingsError: there is no such backend, or its library is not installed; the message says which extra
+            installs it.
     """
     row = TABLE["MS_BACKEND"]
     if name in row.removed:
@@ -128,7 +129,7 @@ def create_backend(
 def tls_policies(
     tls: Credentials | Callable[[], Credentials], job_id: str, seal: bool = True
 ) -> Callable[[], TlsPolicy]:
-    """Gives the policy of the credentials in force; makes a new one when they have changed."""
+    """Returns a function that returns the policy of the credentials in force; it follows their changes."""
     made: list[tuple[Credentials, TlsPolicy]] = []
 
     def current() -> TlsPolicy:

@@ -20,7 +20,7 @@ NumpyArray = npt.NDArray[Any]
 
 
 def undefined_mean(dtype: str) -> ArrayError:
-    """The error for a mean of whole numbers, which would have to be rounded."""
+    """Returns the error for a mean of integers, which would have to be rounded."""
     return ArrayError(f"The mean of {dtype} is not defined.", remedy="Use sum, or a float dtype.")
 
 
@@ -46,7 +46,7 @@ class Arithmetic:
         self.is_short = storage != wide
 
     def widen(self, values: NumpyArray) -> NumpyArray:
-        """The values in the dtype in which they are combined; a copy, or the values themselves."""
+        """Returns the values in the dtype in which they are combined: a copy, or the values themselves."""
         if values.dtype == self.wide:
             return values
         if self.storage.kind == "f":
@@ -71,7 +71,7 @@ class Arithmetic:
                 out[...] = wide
 
     def combine(self, op: ReduceOp, left: NumpyArray, right: NumpyArray, out: NumpyArray) -> None:
-        """Combines two wide arrays; of a mean, this is the sum. ``out`` may be either."""
+        """Combines two wide arrays; for a mean, adds them. ``out`` may be either of them."""
         _COMBINE[op](left, right, out=out)
 
     def finish(self, op: ReduceOp, wide: NumpyArray, ranks: int, out: NumpyArray) -> None:

@@ -1,4 +1,4 @@
-"""Finds the library that makes arrays on GPUs in this process. Imports nothing heavy: warm-up needs it."""
+"""Finds the library that makes arrays on GPUs in this process. Imports little, because warm-up uses it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Reads from arrays of several libraries what a communicator needs: address, size and dtype.
 
-Arrays are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
-host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
-for ``nccl``; both where ``takes_host``), or what :func:`describe` made of them.
+An array is a C-contiguous buffer in the memory on which the communicator works, or the result of
+:func:`describe`. For ``tcp`` that means NumPy arrays and torch tensors in the host's memory; for ``nccl``
+CuPy arrays, torch tensors, or anything with ``__cuda_array_interface__`` on a GPU. A communicator with
+``takes_host`` accepts both.
 
 NumPy, CuPy and torch arrays are read through their own attributes, anything else through
-``__cuda_array_interface__``, and last through DLPack (by way of torch or CuPy, whichever is loaded). No
-library but NumPy is imported here: an array of a library proves that it is loaded. No memory is ever copied:
-results must land in the caller's.
+``__cuda_array_interface__``, and last through DLPack (by torch or CuPy, whichever is loaded). No library but
+NumPy is imported here, because a library whose array is given is loaded already. No memory is ever copied,
+because results must be written into the caller's memory.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ _BY_CHARACTER = {
     "d": "float64",
     "E": "bfloat16",
 }
-"""Names of dtypes by NumPy's characters; that of bfloat16 is ml_dtypes', which CuPy uses."""
+"""Names of dtypes by NumPy's characters; the one of bfloat16 is from ml_dtypes, which CuPy uses."""
 
 _SIZES = {name: each.storage.itemsize for name, each in ARITHMETIC.items()}
 
 
 class Description:
-    """An array as a communicator must know it. Holds the array, and so its memory.
+    """The facts about an array that a communicator needs. Holds the array, and so its memory.
 
     Attributes:
-        array: the array; a new one where numbers were given.
+        array: the array; a new one if numbers were given.
         size: its number of elements.
-        dtype: by NumPy's name, "float32" or "bfloat16", say.
+        dtype: by NumPy's name, for example "float32" or "bfloat16".
         itemsize: bytes per element.
         device: the index of its GPU, or ``HOST`` or ``SOME_GPU``.
         address: the address of its first element on a GPU; 0 for arrays on the host.
-        flat: on the host a NumPy array of one dimension over the same memory; else None.
-        is_made: whether it was made of numbers, so that no result can land with the caller.
-        stream: address of the stream on which what fills it is queued, where its interface says so.
+        flat: on the host, a one-dimensional NumPy array over the same memory; None on a GPU.
+        is_made: whether it was made of numbers, so that the caller would not see a result in it.
+        stream: address of the stream on which the work that fills it is queued, if its interface names one.
     """
 
     __slots__ = ("address", "array", "device", "dtype", "flat", "itemsize", "size")
@@ -86,7 +87,7 @@ class Description:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return self.size * self.itemsize
 
     @property
@@ -96,7 +97,7 @@ class Description:
         return tuple(array.shape if hasattr(array, "shape") else array.__cuda_array_interface__["shape"])
 
     def new(self, shape: tuple[int, ...]) -> Description:
-        """A new array of this one's dtype, of its library or one that shares its device."""
+        """Makes a new array of the same dtype with this array's library, or one that shares its device."""
         root = _root_of(type(self.array))
         if root == "torch":
             return describe(self.array.new_empty(shape))
@@ -128,14 +129,14 @@ describers: dict[type, Callable[[Any, str], Description]] = {
 
 
 def describe(x: Any, name: str = "x") -> Description:
-    """Describes an array, or numbers, which become one; returns a description as it is.
+    """Describes an array, or makes one of numbers and describes it; returns a description unchanged.
 
     Args:
         x: an array of any kind, or numbers.
         name: its name in messages.
 
     Raises:
-        ArrayError: ``x`` is no array and no numbers, or not C-contiguous, or masked.
+        ArrayError: ``x`` is neither an array nor numbers, or is not C-contiguous, or is masked.
     """
     describer = describers.get(type(x))
     if describer is None:
@@ -195,7 +196,7 @@ def _describer_of(kind: type, x: Any) -> Callable[[Any, str], Description]:
         return _of_numpy
     if hasattr(x, "__cuda_array_interface__"):
         return _of_interface
-    # NumPy makes an object of what has no interface that it knows.
+    # NumPy would make an array of one Python object if it knew none of the interfaces.
     if hasattr(x, "__dlpack__") and not (hasattr(x, "__array__") or hasattr(x, "__array_interface__")):
         return _of_dlpack
     return _of_numbers

@@ -3,8 +3,8 @@
 Backends (``tcp``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
 contract suite (``tests/contracts``) runs on all of them.
 
-``send`` and ``recv`` may be the same array where the collective allows it (in place). Results are written
-into ``recv``. Which arrays are taken: :mod:`muster.communicators.arrays`.
+``send`` and ``recv`` may be the same array if the collective allows it (in place). Results are written
+into ``recv``. :mod:`muster.communicators.arrays` says which arrays are accepted.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ class Communicator(abc.ABC):
     (CPU: a thread of the communicator does the work in order; CUDA: the communicator's own stream)
     and the buffers must not be touched until ``wait()`` returns.
 
-    Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). Where ranks
-    disagree, all of them get :class:`~muster.errors.CollectiveMismatchError` (backends that can see it).
+    Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). If ranks disagree,
+    all of them get :class:`~muster.errors.CollectiveMismatchError`, with backends that can detect it.
     """
 
     name: str
-    """Backend name, for messages: "tcp", "nccl"."""
+    """The backend's name, for messages: "tcp" or "nccl"."""
 
     on_device = False
-    """Whether its arrays are on a GPU, which alone knows when a collective is over."""
+    """Whether its arrays are on a GPU, so that only the GPU knows when a collective is over."""
 
     capturable = False
-    """Whether a CUDA graph may hold its collectives; it has ``before_end`` then."""
+    """Whether a CUDA graph may hold its collectives; it then has ``before_end``."""
 
     pre_multiplies = False
     """Whether it takes a :class:`PreMultipliedSum`."""
 
     takes_host = False
-    """Whether it takes arrays in the host's memory, too, where ``on_device``."""
+    """Whether it also takes arrays in the host's memory, if ``on_device``."""
 
     membership: Membership
 
     finished = False
-    """Set before :meth:`close` where this worker has finished: others that wait for it then hear so."""
+    """Set before :meth:`close` if this worker has finished, so that others that wait for it hear of it."""
 
     timeout_s: float
-    """Deadline of each collective, in seconds; of a backend on GPUs, of what makes the host wait for them."""
+    """Deadline of each collective, in seconds; on GPUs, of each wait of the host for them."""
 
     @property
     def rank(self) -> int:
@@ -158,7 +158,7 @@ class Communicator(abc.ABC):
         )
 
     def note(self, name: str) -> None:
-        """Records, for hang reports, the start of a unit of collectives: "captured_step", say."""
+        """Records, for hang reports, the start of a unit of collectives, for example "captured_step"."""
         return
 
     def measure_waits(self, take: Callable[[], float | None]) -> None:
@@ -214,16 +214,16 @@ class Backend(abc.ABC):
     name: str
 
     on_device = False
-    """As :attr:`Communicator.on_device`."""
+    """See :attr:`Communicator.on_device`."""
 
     may_run_nccl = False
-    """Whether NCCL may carry what this worker sends, in this process or in a program of its own."""
+    """Whether NCCL may carry this worker's data, in this process or in a program that it starts."""
 
     answers_probes = False
     """Whether its endpoint answers probes, so that no other listener is needed for them."""
 
     facts: Mapping[str, str] = MappingProxyType({})
-    """What must be the same on all workers, by name, beside what all backends compare."""
+    """Facts by name that must be the same on all workers, in addition to those that all backends compare."""
 
     @abc.abstractmethod
     def open_endpoint(self, address: str) -> str:
@@ -236,7 +236,7 @@ class Backend(abc.ABC):
             ``host:port`` to hand to peers, or "" when the backend needs none.
         """
 
-    def seal(self, plugin: NetPlugin) -> None:  # noqa: B027 - who runs no NCCL has nothing to seal
+    def seal(self, plugin: NetPlugin) -> None:  # noqa: B027 - a backend without NCCL has nothing to seal
         """Takes the plug-in that encrypts what NCCL sends between hosts; before the first :meth:`connect`."""
 
     @abc.abstractmethod
@@ -253,7 +253,8 @@ class Backend(abc.ABC):
             membership: the members of the group, and the unique ids.
             timeout_s: deadline for the connection; also that of each later collective
                 unless the communicator's ``timeout_s`` is set otherwise.
-            cancelled: polled while waiting; an exception it returns is raised (the generation is over).
+            cancelled: polled while waiting. If it returns an exception, the generation is over, and the
+                exception is raised.
 
         Raises:
             FormationTimeoutError: not all ranks connected in time; the message names the missing ones.

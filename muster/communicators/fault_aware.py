@@ -4,9 +4,9 @@ It turns "a connection broke" into "the membership changed" if that is the cause
 last collectives for hang reports: which were issued, and which are over. On success it costs about a
 microsecond per call.
 
-The recorder's entries are numbered within their group and generation, as all its ranks count them, so that
-the scheduler can compare those of two ranks. Heartbeats read them from another thread, which must
-never call into CUDA: it would hang with a hanging GPU.
+The flight recorder numbers its entries within their group and generation. All ranks of the group count them
+in the same way, so that the scheduler can compare the entries of two ranks. Heartbeats read them from another
+thread, which must never call into CUDA: it would hang with a hanging GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from muster.wire.messages import Collective
 KEPT_COLLECTIVES = 32
 
 Verdict = Callable[[int, Exception], Exception]
-"""Takes the world rank at fault (-1: unknown) and the error; returns what to raise."""
+"""Takes the world rank at fault (-1: unknown) and the error; returns the error to raise."""
 
 
 # ---------------------------------------------------------------- what was issued
 
 
 class Entry:
-    """One collective of the log; computes expensive facts only when they are read."""
+    """One collective in the flight recorder; computes expensive facts only when they are read."""
 
     __slots__ = (
         "_buffer_bytes",
@@ -74,7 +74,7 @@ class Entry:
         self.on_device = False
         """Only the device knows whether it is over."""
         self.place = ""
-        """Where its array is, in words; empty where it can be in one place only."""
+        """Where its array is, in words; empty if it can be in only one place."""
         self.over = False
 
     @property
@@ -99,7 +99,7 @@ class FlightRecorder:
         self._clock = clock
         self._waiting_since: float | None = None
         self.awaited = 0  # async collectives that the training thread waits for
-        self.waited_s = 0.0  # in all, for others or for a device
+        self.waited_s = 0.0  # total, for others or for a device
         self._measures: list[weakref.WeakMethod[Callable[[], float | None]]] = []
         self._entries: deque[Entry] = deque(maxlen=KEPT_COLLECTIVES)
         self._counts: defaultdict[str, int] = defaultdict(int)
@@ -112,7 +112,7 @@ class FlightRecorder:
         return entry
 
     def issued(self) -> tuple[Entry, ...]:
-        """All that is known to have been issued, for :meth:`settle`."""
+        """The collectives that are known to have been issued, for :meth:`settle`."""
         return tuple(self._entries)
 
     def await_device(self) -> None:
@@ -120,7 +120,7 @@ class FlightRecorder:
         self._waiting_since = self._clock()
 
     def settle(self, issued: Iterable[Entry] | None = None) -> None:
-        """Notes that the device was waited for: these collectives have completed, or all."""
+        """Notes that the host has waited for the device: these collectives (None: all) have completed."""
         if self._waiting_since is not None:
             self.waited_s += self._clock() - self._waiting_since
         self._waiting_since = None
@@ -163,7 +163,7 @@ class FlightRecorder:
     def late_s(self) -> float:
         """Seconds for which this worker's thread has waited in a collective; 0: it does not wait.
 
-        Where only a device knows what has completed: seconds since the last collective was issued.
+        If only a device knows what has completed: seconds since the last collective was issued.
         """
         newest = max((entry.begun for entry in tuple(self._entries) if entry.on_device), default=None)
         unsettled = any(entry.on_device and not entry.over for entry in tuple(self._entries))
@@ -178,7 +178,7 @@ class FlightRecorder:
         return newest is not None and newest.work is None and not newest.over
 
     def recent(self, *, last_only: bool = False) -> tuple[Collective, ...]:
-        """The last collectives, oldest first; or the very last."""
+        """The last collectives, oldest first; with ``last_only``, only the very last."""
         entries = tuple(self._entries)
         return tuple(entry.value() for entry in (entries[-1:] if last_only else entries))
 
@@ -209,7 +209,7 @@ class Explained:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises the cause in the error's place, unless the error is its own cause."""
+        """Raises the cause in place of the error, unless the error is its own cause."""
         self.raise_other(error)
 
     def raise_other(self, error: BaseException | None) -> None:
@@ -246,7 +246,7 @@ class FaultAwareWork:
         """Waits until the result may be used.
 
         Raises:
-            CommunicatorError: what the collective failed with.
+            CommunicatorError: the collective failed.
             MembershipChanged: the generation is over.
         """
         recorder = self._guard.recorder
@@ -348,7 +348,7 @@ class FaultAwareCommunicator(Communicator):
     ) -> Work:
         entry = self.recorder.begin(name, group or self._group, shown)
         entry.on_device = self.on_device
-        if self.takes_host and shown is not None:  # nothing else shows which of the two it was
+        if self.takes_host and shown is not None:  # nothing else shows which communicator it was
             entry.on_device = shown.device != HOST
             entry.place = " on a GPU" if entry.on_device else " on the CPU"
         try:
@@ -357,7 +357,7 @@ class FaultAwareCommunicator(Communicator):
             try:
                 self.explained.raise_other(error)
             finally:
-                entry.over = True  # only now: until others are heard of, it waits for them
+                entry.over = True  # only now: until the cause is known, this rank waits for the others
             raise
         entry.work = work
         if not (async_op or entry.on_device):

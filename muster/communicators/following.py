@@ -1,9 +1,9 @@
-"""Collectives that follow the array: one communicator of arrays on GPUs (NCCL) and of those on the CPU (tcp).
+"""Collectives that follow the array: one communicator for arrays on GPUs (NCCL) and on the CPU (tcp).
 
-Both have the same ranks in the same generation. What is on a GPU goes over NCCL; NumPy arrays, torch tensors
-on the CPU and numbers go over the encrypted connections of ``tcp``, which are made at the first such call.
-Each call over tcp carries how many collectives over NCCL came before it, so that ranks whose calls of both
-kinds are in another order learn it.
+Both have the same ranks in the same generation. Arrays on a GPU go over NCCL; NumPy arrays, torch tensors on
+the CPU and numbers go over the encrypted connections of ``tcp``, which are made at the first such call. Each
+call over tcp carries the number of collectives over NCCL before it, so that ranks that mix both kinds in
+different orders get an error.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from muster.errors import CommunicatorError, SecurityError
 _log = logging.getLogger("muster.worker")
 
 _ABSENT_AFTER_S = 1.0
-"""How long a rank may take to answer whether it is building the communicator."""
+"""How long a rank may take to answer whether it is building the communicator, in seconds."""
 
 
 class FollowingCommunicator(Communicator):
-    """Hands each call to the communicator of the place where its array is.
+    """Passes each call to the communicator for the memory in which its array is.
 
     Args:
-        device: takes arrays on GPUs, and is what else is asked for.
-        host: takes those on the CPU; it connects at its first calls.
+        device: the communicator for arrays on GPUs, and for everything that takes no array.
+        host: the communicator for arrays on the CPU; it connects at its first calls.
         first: called before each call on the CPU with its name and array.
     """
 
@@ -61,7 +61,7 @@ class FollowingCommunicator(Communicator):
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of each collective on the CPU, and of what makes the host wait for a GPU, in seconds."""
+        """Deadline of each collective on the CPU, and of each wait of the host for a GPU, in seconds."""
         return self.device.timeout_s
 
     @timeout_s.setter
@@ -75,10 +75,10 @@ class FollowingCommunicator(Communicator):
     # ------------------------------------------------------------ collectives
 
     def _run(self, name: str, array: Array, *args: Any, async_op: bool) -> Work:
-        """Runs a collective where ``array`` is."""
+        """Runs a collective on the communicator for ``array``."""
         if describe(array).device != HOST:
             work: Work = getattr(self.device, name)(*args, async_op=async_op)
-            self.host.elsewhere += 1  # only now: what was refused is no collective
+            self.host.elsewhere += 1  # only now: a refused call does not count
             return work
         return self._on_host(name, array, *args, async_op=async_op)
 
@@ -142,14 +142,14 @@ class FollowingCommunicator(Communicator):
         return self._transfer("recv", buffer, peer, async_op)
 
     def _transfer(self, name: str, buffer: Array, peer: int, async_op: bool) -> Work:
-        """A message between two ranks is no collective: it does not count."""
+        """Runs a send or recv, which does not count as a collective."""
         if describe(buffer).device == HOST:
             return self._on_host(name, buffer, buffer, peer, async_op=async_op)
         work: Work = getattr(self.device, name)(buffer, peer, async_op=async_op)
         return work
 
     def barrier(self) -> None:
-        """See :meth:`Communicator.barrier`: of the GPUs."""
+        """See :meth:`Communicator.barrier`; this one is for the GPUs."""
         self.device.barrier()
         self.host.elsewhere += 1
 
@@ -159,7 +159,7 @@ class FollowingCommunicator(Communicator):
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """See :meth:`Communicator.group`: of collectives on GPUs."""
+        """See :meth:`Communicator.group`; only for collectives on GPUs."""
         outer, self._grouped = self._grouped, True
         try:
             with self.device.group():
@@ -218,13 +218,13 @@ class FollowingBackend(Backend):
         self._plugin: NetPlugin | None = None
 
     def seal(self, plugin: NetPlugin) -> None:
-        """See :meth:`Backend.seal`; derives the plug-in's secret from tcp's, because NCCL's ids are none."""
+        """See :meth:`Backend.seal`; the plug-in's secret is derived from tcp's: NCCL's ids are not secret."""
         self._plugin = plugin
         self._device.seal(plugin)
         self.facts = self._device.facts
 
     def open_endpoint(self, address: str) -> str:
-        """See :meth:`Backend.open_endpoint`; "" where nothing may listen without TLS."""
+        """See :meth:`Backend.open_endpoint`; returns "" if nothing may listen without TLS."""
         self._device.open_endpoint(address)
         try:
             return self._host.open_endpoint(address)
@@ -234,8 +234,8 @@ class FollowingBackend(Backend):
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         """See :meth:`Backend.mint_unique_ids`: NCCL's ids, each followed by a secret for tcp.
 
-        NCCL's own ids are no secret: its ranks send them in the clear. Where every rank's NCCL has TLS, which
-        they compare as they join, a key for its bootstrap stands between the two.
+        NCCL's own ids are not secret: its ranks send them in the clear. If the NCCL of every rank has TLS,
+        which is compared when workers join, a key for NCCL's bootstrap stands between id and secret.
         """
         tls = self._device.bootstrap_tls
         key = b"" if tls is None else tls.key()  # before NCCL listens
@@ -245,7 +245,7 @@ class FollowingBackend(Backend):
     def connect(
         self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
     ) -> Communicator:
-        """See :meth:`Backend.connect`: connects the GPUs, and listens for the rest."""
+        """See :meth:`Backend.connect`; connects the GPUs, and listens for connections of tcp."""
         ids = membership.unique_ids
         own = tuple(each[:-UNIQUE_ID_BYTES] for each in ids)
         tls = self._device.bootstrap_tls

@@ -15,7 +15,7 @@ from muster.errors import ArrayError
 class HostCommunicator(Communicator):
     """A communicator on arrays in the host's memory: the checks before anything is sent, and its queue.
 
-    Calls run one at a time, in order, until one fails; every later one raises the first error.
+    Calls run one at a time, in order, until one fails; every later call raises the first error.
     """
 
     _queue: WorkQueue
@@ -35,7 +35,7 @@ class HostCommunicator(Communicator):
         """Describes the user's array and checks it.
 
         Raises:
-            ArrayError: the array cannot be communicated, or is read-only where it is to be filled.
+            ArrayError: the array cannot be communicated, or must be filled and is read-only.
         """
         given = check_place(describe(array, name), self, name)
         if given.dtype not in ARITHMETIC or given.flat is None:
@@ -53,8 +53,8 @@ class HostCommunicator(Communicator):
         """Describes both arrays, which must have one dtype, fit, and share no memory or be in place.
 
         Args:
-            send: what is sent.
-            recv: what is filled.
+            send: the array to send.
+            recv: the array to fill.
             gathers: ``recv`` has one part of ``send``'s size for each rank.
             scatters: ``send`` has one part of ``recv``'s size for each rank.
 
@@ -102,7 +102,7 @@ class HostCommunicator(Communicator):
         return self.rank == root
 
     def _shared(self, array: Description) -> Description:
-        """The array, if every rank can have a part of it."""
+        """Returns the array; checks that its size is a multiple of the number of ranks."""
         if array.size % self.world_size:
             raise ArrayError(
                 f"send has {array.size} elements, which {self.world_size} ranks cannot share evenly."

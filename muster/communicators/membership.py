@@ -44,7 +44,7 @@ class Membership:
         """Checks that ``rank``, called ``name`` in the message, is one of the group.
 
         Raises:
-            ArrayError: ``rank`` is no rank of the group.
+            ArrayError: ``rank`` is not a rank of the group.
         """
         if not hasattr(rank, "__index__") or not 0 <= rank < self.world_size:
             raise ArrayError(
@@ -55,7 +55,7 @@ class Membership:
         """Checks that ``peer`` is another rank of the group or, with ``itself``, any rank of it.
 
         Raises:
-            ArrayError: ``peer`` is no rank of the group, or this one without ``itself``.
+            ArrayError: ``peer`` is not a rank of the group, or is this rank and ``itself`` is not set.
         """
         self.check_rank(peer, "peer")
         if peer == self.rank and not itself:

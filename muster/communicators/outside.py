@@ -16,7 +16,7 @@ UNIQUE_ID_BYTES = 128
 
 
 class OutsideBackend(Backend):
-    """A backend without a data plane, where other processes than this one compute."""
+    """A backend without a data plane, because processes other than this one compute."""
 
     name = "torch"
     may_run_nccl = True
@@ -32,7 +32,7 @@ class OutsideBackend(Backend):
     def connect(
         self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
     ) -> Communicator:
-        """Returns a communicator that knows ranks and size only."""
+        """Returns a communicator that knows only ranks and size."""
         return OutsideCommunicator(membership, timeout_s)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class OutsideCommunicator(Communicator):
         raise CommunicatorError("This session has ranks only; the program's own groups communicate.")
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> NoReturn:
-        """Raises CommunicatorError, as all collectives here: the program has communicators of its own."""
+        """Raises CommunicatorError, like all collectives here: the program has communicators of its own."""
         self._refuse()
 
     def reduce(

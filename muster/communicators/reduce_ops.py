@@ -23,7 +23,7 @@ class ReduceOp(str, enum.Enum):
         """The operation of this name.
 
         Raises:
-            ArrayError: ``name`` is no operation.
+            ArrayError: ``name`` is not an operation.
         """
         try:
             return cls(name)

@@ -10,7 +10,7 @@ from typing import Protocol
 from muster.wire.threads import start_thread
 
 _SIGNALS_S = 0.1
-"""Longest single wait, in seconds: signals are handled between two."""
+"""Longest single wait, in seconds: signals are handled between two waits."""
 
 
 class Work(Protocol):
@@ -23,7 +23,7 @@ class Work(Protocol):
         """Waits until the result may be used; on CUDA, until the current stream may use it.
 
         Raises:
-            CommunicatorError: what the collective failed with.
+            CommunicatorError: the collective failed.
             MembershipChanged: the communicator was aborted by a change of members.
         """
 
@@ -55,14 +55,14 @@ class QueuedWork:
         return self._event.is_set()
 
     def wait(self) -> None:
-        """Waits for it, and raises what it failed with."""
+        """Waits until it has completed, and raises its error if it failed."""
         while not self._event.wait(_SIGNALS_S):
             pass
         if self._error is not None:
-            raise self._error.with_traceback(None)  # another wait adds to it
+            raise self._error.with_traceback(None)  # each wait would add to its traceback
 
     def run(self) -> None:
-        """Runs it, in the thread of the queue, and wakes all that wait for it."""
+        """Runs it in the queue's thread, and wakes all threads that wait for it."""
         try:
             self._action()
         except Exception as error:
@@ -74,7 +74,7 @@ class WorkQueue:
     """Runs work in order, in one thread that is started by the first piece of work.
 
     Attributes:
-        idle: whether all that was put has run.
+        idle: whether all work that was added has run.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,7 +97,7 @@ class WorkQueue:
         return work
 
     def close(self) -> None:
-        """Waits until all that was put has run, and ends the thread."""
+        """Waits until all work has run, and ends the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:

@@ -43,12 +43,12 @@ from muster.worker.config import load_settings, table_file, visible_devices
 from muster.worker.host import nvidia_devices
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
-"""What every worker imports."""
+"""Modules that every worker imports."""
 
 _NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 HIDDEN_BY_SCRIPTS = ("google", "grpc", "numpy", "queue")
-"""Modules that every worker imports and whose names scripts have, too."""
+"""Modules that every worker imports and whose names scripts may have, too."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,22 +62,22 @@ def main(argv: Sequence[str]) -> int:
     except SettingsError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:  # at the question for a password: nothing runs yet
+    except KeyboardInterrupt:  # at the prompt for a password; nothing runs yet
         say("interrupted")
         return 130
     if not isinstance(outcome, int):
-        outcome()  # here, where no exception of ours is being handled that the script could see
+        outcome()  # here, outside the try block, so that the script sees no exception of ours
         return 0
     return launch_fork.leave(outcome) if plan.forks else outcome
 
 
 def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitStack) -> LaunchPlan:
-    """Reads the command line, looks at this machine, and works out the launch; starts nothing.
+    """Makes the plan of a launch from the command line and the facts about this machine; starts nothing.
 
     Args:
         argv: the options and the command.
         env: the launcher's environment.
-        held: keeps a port free until it is closed, where the scheduler is to get any.
+        held: keeps a port free until it is closed, if the scheduler may use any port.
 
     Raises:
         SettingsError: the options contradict each other, the environment, or the machine.
@@ -88,7 +88,7 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
     here = look(options, dict(env), held, count_gpus())
     plan = plan_launch(options, here)
     _check_python(resolved(options.command, env), env)
-    if tuple(here.command) == resolved(options.command, env):  # an agent keeps Muster's modules apart
+    if tuple(here.command) == resolved(options.command, env):  # an agent runs in another process
         _check_neighbours(here.command)
     if plan.scheduler is not None:
         check_port(*plan.address)
@@ -99,7 +99,7 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
 def look(
     options: argparse.Namespace, env: Mapping[str, str], held: contextlib.ExitStack, gpus: int
 ) -> Surroundings:
-    """Reads what this machine has, as far as the launch depends on it.
+    """Collects the facts about this machine on which the launch depends.
 
     Args:
         options: from :func:`muster.launch.options.parse`.
@@ -108,7 +108,7 @@ def look(
         gpus: how many GPUs the host has.
 
     Raises:
-        SettingsError: a host list or rank table cannot be used, or a device or command is not there.
+        SettingsError: a host list or rank table cannot be used, or a device or command does not exist.
     """
     request = launch_options.request(options, env)
     table_of_devices: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ def look(
 def _offered(
     options: argparse.Namespace, env: Mapping[str, str], gpus: int, table_devices: Sequence[int]
 ) -> tuple[str, ...]:
-    """The devices that workers may use: those of the option, else of the rank table, else all."""
+    """Returns the devices that workers may use: by the option, else by the rank table, else all."""
     offered = offered_devices(env, options.devices, gpus)
     asked = options.devices != "all" or "CUDA_VISIBLE_DEVICES" in env
     if asked or not offered or not table_devices:
@@ -159,7 +159,7 @@ def _offered(
 
 
 def _bus_ids(devices: Sequence[str]) -> tuple[str, ...]:
-    """The PCI bus id of each device; its name where it is no number, or the driver does not say."""
+    """Returns each device's PCI bus id; its name if that is not a number, or the driver knows no id."""
     present = nvidia_devices(Path("/"))
     return tuple(
         (present[int(name)][0] if name.isdigit() and int(name) < len(present) else "") or name
@@ -168,7 +168,7 @@ def _bus_ids(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def _free_port(held: contextlib.ExitStack) -> str:
-    """Reserves a port of 127.0.0.1 until the launch is over: the scheduler takes seconds to bind it."""
+    """Reserves a port of 127.0.0.1 until the launch is over, because the scheduler binds it seconds later."""
     return str(held.enter_context(hold_port("127.0.0.1")).getsockname()[1])
 
 
@@ -187,7 +187,7 @@ def check_names(hosts: Sequence[str]) -> None:
         except socket.gaierror as error:
             if error.errno in _NO_SUCH_NAME:
                 continue
-        except UnicodeError:  # no name service will ever know it
+        except UnicodeError:  # such a name can never exist
             continue
         return
     names = ", ".join(map(repr, hosts))
@@ -198,7 +198,7 @@ def check_names(hosts: Sequence[str]) -> None:
 
 
 def check_port(host: str, port: str) -> None:
-    """Refuses a port of this host that is taken: the workers would join whatever listens there.
+    """Refuses a port of this host that is taken, because the workers would join whatever listens there.
 
     Raises:
         SettingsError: another process listens there.
@@ -212,7 +212,7 @@ def check_port(host: str, port: str) -> None:
 
 
 def _ask_password(plan: LaunchPlan, here: Surroundings) -> str:
-    """Asks for the certificates' password, once instead of in every worker; empty: it is not needed."""
+    """Asks once for the certificates' password, instead of in every worker; empty: it is not needed."""
     if plan.password_file or not plan.config_path or not sys.stdin.isatty():
         return ""
     if takes_spiffe(plan.config_path):
@@ -230,15 +230,16 @@ def takes_spiffe(config_path: str) -> bool:
 
     try:
         return bool(load_config(config_path).spiffe_endpoint_socket)
-    except CertificateError:  # said by who needs it
+    except CertificateError:  # the process that needs the certificate reports it
         return False
 
 
 def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Refuses a script that is not there, and a Python that cannot import what a worker needs.
+    """Refuses a script that does not exist, and a Python that cannot import what a worker needs.
 
     Raises:
-        SettingsError: no such script, or a Python of another environment, in which Muster is not installed.
+        SettingsError: the script does not exist, or Muster is not installed in the command's Python
+            environment.
     """
     if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
         return
@@ -258,7 +259,7 @@ def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:
             [program, "-c", ask], env=dict(env), capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return  # what is wrong with it the workers' logs will say
+        return  # the workers' logs will say what is wrong with it
     lacking = done.stdout.split()
     if lacking:
         modules = f"the module {lacking[0]}" if len(lacking) == 1 else f"the modules {', '.join(lacking)}"
@@ -298,7 +299,7 @@ def resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def why_not_forked(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """Why this command cannot be started as a fork; empty if it can."""
+    """Returns why this command cannot be started as a fork; empty if it can."""
     if len(command) < 2 or not is_this_python(command[0], env):
         return "the command is not run by this Python"
     if command[1] == launch_fork.SAFE_PATH:
@@ -326,9 +327,9 @@ def is_this_python(program: str, env: Mapping[str, str]) -> bool:
 
 
 def shadowed_by(directory: Path) -> str:
-    """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
+    """Returns a file beside the script that hides a module which the launcher has loaded; empty: none."""
     for entry in directory.iterdir():
-        if entry.name == "__main__.py":  # nobody imports that by its name
+        if entry.name == "__main__.py":  # no program imports that by name
             continue
         module = sys.modules.get(entry.stem if entry.suffix == ".py" else entry.name)
         origin = getattr(module, "__file__", None)
@@ -341,25 +342,25 @@ def shadowed_by(directory: Path) -> str:
 
 
 def count_gpus(root: Path = Path("/")) -> int:
-    """GPUs that this host or container has device files for."""
+    """Counts the GPUs for which this host or container has device files."""
     return sum(path.name[6:].isdigit() for path in root.glob("dev/nvidia[0-9]*"))
 
 
 def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str, ...]:
-    """The devices that workers may have, in order, as names that CUDA_VISIBLE_DEVICES takes.
+    """Returns the devices that workers may use, in order, as CUDA_VISIBLE_DEVICES names them.
 
     Args:
-        env: CUDA_VISIBLE_DEVICES narrows what the host has.
+        env: the environment, in which CUDA_VISIBLE_DEVICES may limit the host's devices.
         option: ``all``, ``none``, or numbers such as ``4-7`` that must be among them.
         gpus: GPUs of the host.
 
     Raises:
-        SettingsError: a device is named that is not there, or twice.
+        SettingsError: a device does not exist, or is named twice.
     """
     if option == "none":
         return ()
     visible = tuple(str(index) for index in range(gpus))
-    # By the workers' rule: what they would refuse ends here already.
+    # This is the workers' rule, so that a value which they would refuse is refused here already.
     narrowed = visible_devices(env) if "CUDA_VISIBLE_DEVICES" in env else None
     if narrowed is not None and gpus:
         unknown = [name for name in narrowed if name.isdigit() and name not in visible]
@@ -383,17 +384,17 @@ def _have(gpus: int) -> str:
 
 
 def local_names(candidates: Iterable[str]) -> set[str]:
-    """Returns those host names and addresses that mean this host; its own name is always among them."""
+    """Returns the names and addresses among these that mean this host, and always its own name."""
     own = socket.gethostname()
     names = {own, own.split(".")[0]}
     return names | {name for name in candidates if name not in names and _is_local(name)}
 
 
 def _is_local(name: str) -> bool:
-    """Whether an address of this name can be bound here, which only one's own can."""
+    """Whether an address of this name can be bound here: only a host's own addresses can."""
     try:
         infos = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):  # the latter: no name service will ever know it
+    except (OSError, UnicodeError):  # UnicodeError: such a name can never exist
         return False
     for family, kind, protocol, _, address in infos:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -405,7 +406,7 @@ def _is_local(name: str) -> bool:
 def hold_port(host: str) -> socket.socket:
     """Binds a socket to a free port; until it is closed, no other process is given that port.
 
-    A server that asks for this very port still gets it if it sets SO_REUSEADDR, as gRPC does.
+    A server that binds this very port still gets it if it sets SO_REUSEADDR, as gRPC does.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -414,13 +415,13 @@ def hold_port(host: str) -> socket.socket:
 
 
 def cores() -> tuple[int, ...]:
-    """The cores this process may use, in order."""
+    """Returns the cores that this process may use, in order."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def is_taken(host: str, port: int) -> bool:
     """Whether another process listens on this port of this host already."""
-    with contextlib.suppress(OSError, UnicodeError):  # what else is wrong with them the scheduler reports
+    with contextlib.suppress(OSError, UnicodeError):  # the scheduler reports other errors
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -446,8 +447,8 @@ def with_table_ranks(
         root: where ``dev`` and ``proc`` lie.
 
     Returns:
-        The workers. Where file or settings are wrong their ranks stay unknown: the scheduler, or the worker,
-        says what is wrong.
+        The workers. If the file or the settings are wrong, their ranks stay unknown, and the scheduler or the
+        worker reports the error.
     """
     table = _table(env)
     if table is None:
@@ -461,9 +462,9 @@ def with_table_ranks(
 
 
 def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
-    """The devices that RANK_TABLE_FILE gives to this host, in order of rank; empty: it says nothing.
+    """Returns the devices that RANK_TABLE_FILE gives to this host, in order of rank; empty: it says nothing.
 
-    Where the file is wrong, the scheduler says what is.
+    If the file is wrong, the scheduler reports the error.
 
     Raises:
         SettingsError: its variable contradicts the old one.
@@ -477,15 +478,18 @@ def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _table(env: Mapping[str, str]) -> RankTable | None:
-    """The table that the environment names; None where there is none, or where it is wrong."""
-    table_file(env)  # raises where it contradicts itself
+    """Returns the table that the environment names; None if there is none, or if it is wrong."""
+    table_file(env)  # raises if the old and the new variable differ
     with contextlib.suppress(SettingsError):
         return Environment(env, SettingsError).rank_table()
     return None
 
 
 def _places(environments: Sequence[Mapping[str, str]], root: Path) -> tuple[tuple[str, ...], list[int]]:
-    """The names that a table may use for this host, and each worker's device, as workers report them."""
+    """Returns the names that a table may use for this host, and each worker's device.
+
+    Workers report the same to the scheduler.
+    """
     from muster.worker.host import choose_device, describe_host
 
     settings = [load_settings(env) for env in environments]

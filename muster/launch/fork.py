@@ -3,11 +3,12 @@
 Most of a short start is imports: Python, NumPy, gRPC, cryptography, once per process. With ``--start
 fork`` the launcher imports them once and each worker is a copy of it that runs the script as
 ``python SCRIPT`` would: same ``sys.argv``, ``__main__``, ``__file__``, ``sys.path``, exit code and
-traceback. gRPC allows this as long as none of its objects exists before the fork. Nothing that is
-imported here makes one, and the launcher looks for threads to be sure.
+traceback. gRPC allows this as long as none of its objects exists before the fork. No module that is
+imported here makes such an object, and the launcher checks for threads to be sure.
 
-The scheduler is forked first, before gRPC and NumPy: it has no use for NumPy, and gRPC, which reads its
-variables when it is imported, is to trace handshakes there and to be silent in workers.
+The scheduler is forked first, before gRPC and NumPy are imported. It does not need NumPy. gRPC reads its
+variables when it is imported, and they differ: it traces handshakes in the scheduler and is silent in
+workers.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from muster.launch.plan import SCHEDULER, Recipe
 from muster.worker.ending import exit_noted, set_title
 
 SAFE_PATH = "-P"
-"""Python's option that keeps the working directory, and the script's, off the module path."""
+"""Python's option that keeps the working directory, and the script's directory, off the module path."""
 
 
 def own_flags() -> tuple[str, ...]:
-    """Python's options for Muster's own programs: no ``queue.py`` in the working directory harms them.
+    """Returns Python's options for Muster's own programs: no ``queue.py`` in the directory can harm them.
 
-    None where Muster itself is only found there, as by ``python -m muster`` in a checkout.
+    There are none if Muster itself is found only in the working directory, as with ``python -m muster`` in a
+    checkout.
     """
     found_by = Path(sys.path[0] or os.curdir).resolve()
     return () if found_by == Path(__file__).resolve().parents[2] else (SAFE_PATH,)
@@ -55,7 +57,7 @@ WARM_FOR_ALL = (
     "muster.wire.log_lines",
     "muster.wire.v1.watch_pb2",
 )
-"""What scheduler and workers import, gRPC excepted."""
+"""Modules that scheduler and workers import, except gRPC."""
 
 WARM_FOR_ALL_WITH_TLS = (
     "muster.certs.runtime.follower",
@@ -73,7 +75,7 @@ WARM_MODULES = (
     "muster.roles",
     "muster.worker.nccl_protection",
 )
-"""What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
+"""Modules that a CPU worker imports between ``import muster`` and its first collective, except gRPC."""
 
 WARM_WITH_TLS = (
     "muster.worker.session.connection",
@@ -90,10 +92,10 @@ AHEAD = "muster.certs.runtime.ahead"
 
 
 def warmed_scheduler(recipe: Recipe, config_path: str) -> Recipe:
-    """Imports what a scheduler to be forked needs; returns how to start it after that.
+    """Imports the modules that a forked scheduler needs; returns the recipe to start it after that.
 
     Args:
-        recipe: the scheduler's.
+        recipe: the scheduler's recipe.
         config_path: the job's config.json; empty for none.
     """
     if recipe.forked:
@@ -109,11 +111,11 @@ def _warm_up_for_all(config_path: str) -> None:
 
 
 def warm_up(config_path: str, env: Mapping[str, str]) -> None:
-    """Imports what workers will need, and opens their certificate, which :func:`forget` is to close again.
+    """Imports the modules that workers need, and opens their certificate until :func:`forget` is called.
 
     Args:
         config_path: the job's config.json; empty for none. gRPC reads its cipher list when it is
-            imported, so without a configuration that is left to the workers.
+            imported, so without a configuration the workers import it themselves.
         env: the environment of a worker.
     """
     _warm_up_for_all(config_path)
@@ -128,7 +130,7 @@ def warm_up(config_path: str, env: Mapping[str, str]) -> None:
 
 
 def forget() -> None:
-    """Drops the workers' key, if it was opened in advance, once they are forked."""
+    """Drops the workers' key after they are forked, if it was opened in advance."""
     if AHEAD in sys.modules:
         sys.modules[AHEAD].close_again()
 
@@ -142,7 +144,7 @@ def _import(names: Sequence[str]) -> None:
 def _cheap_to_share() -> Iterator[None]:
     """Hides the objects made in the block from the garbage collector, which would write to shared memory.
 
-    Nothing is collected before: hardly any of it is garbage, and looking takes longer than keeping it.
+    Nothing is collected before, because hardly any object is garbage, and the search would take longer.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -163,27 +165,27 @@ def _quiet_grpc() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in added:  # a scheduler that is started again is to choose for itself
+        for name in added:  # a restarted scheduler must choose its own values
             del os.environ[name]
 
 
 def threads() -> int:
-    """Threads of this process; a fork is safe with one only."""
+    """Counts the threads of this process; a fork is safe only with one."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a launcher that has cleaned up, without tearing down the modules it imported for others."""
+    """Ends a launcher that has cleaned up, without tearing down the modules that it imported for workers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def become(recipe: Recipe) -> None:
-    """Runs a recipe's ``python SCRIPT`` in this process, forked for it, to the interpreter's own end.
+    """Runs a recipe's ``python SCRIPT`` in this forked process.
 
-    Exceptions leave this function as they would leave a script; the interpreter then ends as usual:
-    threads joined, exit functions run, streams flushed.
+    Exceptions leave this function as they would leave a script. The interpreter then ends as usual: it joins
+    threads, runs exit functions and flushes streams.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
@@ -214,24 +216,24 @@ def become(recipe: Recipe) -> None:
 
 
 def _share_to_the_end(modules: dict[str, types.ModuleType]) -> None:
-    """Makes the interpreter, at its end, tear down only what the script made, not what it inherited.
+    """Makes the interpreter, at its end, tear down only what the script made, and not inherited modules.
 
-    The latter is memory shared with the launcher and the other workers until someone writes to it, and
-    tearing it down writes to all of it: a third of a short worker's processor time. The script's own modules
-    and objects are torn down as usual, so files that it left open are flushed. What is kept leaves
-    ``sys.modules`` after the last exit function, and is never freed.
+    Inherited memory is shared with the launcher and the other workers until a process writes to it. Tearing
+    inherited modules down would write to all of it, and takes a third of a short worker's processor time. The
+    script's own modules and objects are torn down as usual, so files that it left open are flushed. Inherited
+    modules leave ``sys.modules`` after the last exit function, and are never freed.
     """
     kept = {name: each for name, each in modules.items() if name not in ("sys", "builtins", "__main__")}
 
     def keep() -> None:
         if gc.isenabled():
-            gc.collect()  # as the interpreter would now; what this calls may still import modules
+            gc.collect()  # as the interpreter would now; finalizers may still import modules
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for name, module in kept.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
 
-    # The last that is registered runs first. Nothing else is registered before a worker is forked.
+    # The function that is registered last runs first. Nothing else is registered before a worker is forked.
     atexit.unregister(logging.shutdown)
     atexit.register(keep)
     atexit.register(logging.shutdown)
@@ -247,7 +249,7 @@ def _report(error: BaseException) -> None:
 
 
 def _reseed() -> None:
-    """Gives random generators new seeds, which forked workers would share otherwise."""
+    """Seeds the random generators again, because forked workers would share the seeds otherwise."""
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
         legacy.seed()
@@ -267,7 +269,7 @@ def _run_module(name: str, argv: Sequence[str], *, safe: bool) -> None:
     sys.argv[:] = ["-m", *argv]
     if not safe:
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    elif not sys.flags.safe_path:  # the launcher has one
+    elif not sys.flags.safe_path:  # the launcher has added one
         del sys.path[0]
     for loaded in (name, f"{name}.__main__"):  # by the launcher; runpy would warn of it
         if not hasattr(sys.modules.get(loaded), "__path__"):

@@ -49,10 +49,10 @@ def read_hardware(bus_ids: Sequence[str], root: Path = Path("/")) -> HostHardwar
 
 
 def prefer_memory_of(node: int) -> None:
-    """Has this process, and what it starts, take memory from a NUMA node while there is some.
+    """Makes this process, and those that it starts, prefer the memory of a NUMA node.
 
-    The node is preferred, not the only one allowed: a worker that needs more gets it elsewhere instead of
-    being killed.
+    The node is preferred, but not the only one allowed: a worker that needs more memory gets it from other
+    nodes instead of being killed.
 
     Raises:
         OSError: the kernel, or a container's filter of system calls, refuses it.
@@ -61,7 +61,7 @@ def prefer_memory_of(node: int) -> None:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Reads the kernel's lists of numbers: ``0-3,8`` is 0, 1, 2, 3, 8; empty where it is no such list."""
+    """Reads the kernel's lists of numbers: ``0-3,8`` is 0, 1, 2, 3, 8; empty if it is not such a list."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -72,10 +72,10 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def _memory_nodes(root: Path) -> frozenset[int]:
-    """The nodes of ``Mems_allowed_list``, if a process here may choose among them at all."""
+    """Returns the nodes of ``Mems_allowed_list``, if a process here may choose among them at all."""
     found = re.search(r"^Mems_allowed_list:\s*(\S+)$", _read(root / "proc/self/status"), re.M)
     try:
-        _set_mempolicy(_MPOL_DEFAULT, None)  # what holds already: asks without changing anything
+        _set_mempolicy(_MPOL_DEFAULT, None)  # the present policy, so this asks without a change
     except OSError:
         return frozenset()
     return frozenset(parse_list(found[1])) if found else frozenset()
@@ -89,7 +89,7 @@ def _set_mempolicy(mode: int, node: int | None) -> None:
     mask = (ctypes.c_uint64 * max(words, 1))()
     if node is not None:
         mask[node // 64] = 1 << node % 64
-    bits = words * 64 + 1 if words else 0  # the kernel reads one bit less than it is told
+    bits = words * 64 + 1 if words else 0  # the kernel reads one bit fewer than this number
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(number, mode, mask if words else None, ctypes.c_ulong(bits)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,7 +1,7 @@
 """Writes the stacks of a worker that is alive but lost to its job, or does not end, beside its log.
 
-A worker whose interpreter's lock is held by C code cannot answer the scheduler, which counts it as lost; its
-signal handler, which is C as well, answers all the same.
+If C code holds the interpreter's lock, a worker cannot answer the scheduler, which counts it as lost. The
+worker's signal handler, which is also C, still answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from muster.worker.stacks.kernel import threads_of
 from muster.worker.stacks.mailbox import Mailbox
 
 KEPT_AT_MOST = 8
-"""The most workers that are asked in one launch: each may take two seconds."""
+"""Maximum number of workers that are asked in one launch; each may take two seconds."""
 
 
 class Watchable(Protocol):
@@ -65,12 +65,12 @@ class LastStacks:
     def look(self, workers: Sequence[Watchable], directory: Path, say: Callable[[str], None]) -> None:
         """Writes the stacks of workers that live but were reported lost to another worker, once each.
 
-        Workers that have named the error they end with are left alone: walking stacks that change may crash a
-        process.
+        Workers that have named the error with which they end are left alone, because walking stacks that
+        change may crash a process.
 
         Args:
             workers: the workers of this launch.
-            directory: where the files go.
+            directory: the directory for the files.
             say: shows a sentence to the user.
         """
         heard = set()

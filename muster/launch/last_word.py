@@ -1,8 +1,9 @@
-"""``python -m muster.launch.last_word``: says of workers of a launch that their processes have ended.
+"""``python -m muster.launch.last_word``: reports that processes of a launch's workers have ended.
 
-A worker's death is seen by the end of its stream. If the scheduler that saw it dies as well, the next one
-knows of a worker only that it does not come, and gives it time. The launcher has collected the process, and
-knows. So it starts this, which says so to whichever scheduler leads, until one of them has it durably.
+The scheduler sees the loss of a worker by the end of its stream. If the scheduler that saw it is lost as
+well, the next leader only sees that the worker does not come back, and waits for it. The launcher knows
+better, because it has collected the process. So it starts this program, which reports the end to the leading
+scheduler until one has made it durable.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ log = logging.getLogger("muster.worker")
 def tell(
     dial: Dial, words: Iterable[pb.ProcessEndedRequest], pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """Reports each ending to the leading scheduler until it has accepted it; keeps trying where none answers.
+    """Reports each ending to the leading scheduler until it has accepted it; retries while none answers.
 
     Raises:
-        DeniedError: this certificate may not report that, or there is no safe connection.
+        DeniedError: this certificate may not report the ending, or there is no safe connection.
         MessageRejectedError: the scheduler does not know the call.
     """
     for word in words:

@@ -1,7 +1,7 @@
 """The launcher's loop: starts the scheduler and this host's workers, and waits for their end.
 
-One thread, one loop over the processes' pipes and the signals. What to start is decided before
-(:mod:`muster.launch.plan`), and only carried out here.
+One thread runs one loop over the processes' pipes and the signals. The plan is made before
+(:mod:`muster.launch.plan`), and is only carried out here.
 """
 
 from __future__ import annotations
@@ -46,34 +46,36 @@ from muster.wire.launches import RUNS, LaunchDirectory, RunRecord
 from muster.worker.uplink.door import INNER, OUTER, make_door, named
 
 SCHEDULER_LINGER_S = 2.0
-"""How long the scheduler may take to end after its workers."""
+"""How long the scheduler may take to end after its workers, in seconds."""
 
 SETTLE_S = 2.0
-"""How long after a failure the launcher waits to learn from the scheduler who failed first."""
+"""How long the launcher waits after a failure for the scheduler's report which worker failed first, in
+seconds.
+"""
 
 LOOK_S = 0.02
-"""How often the launcher looks for that, in seconds."""
+"""How often the launcher checks for that report, in seconds."""
 
 WAITING_S = 2.0
-"""How long workers wait for a replacement before that is shown, in seconds."""
+"""How long workers wait for a replacement before the launcher shows it, in seconds."""
 
 FORMING_S, FORMING_LENGTH = 5.0, 92
-"""Seconds until the launcher shows who a forming group waits for, and the line's longest length."""
+"""Seconds until the launcher shows for which workers a forming group waits; maximum length of the line."""
 
 FOLLOW_S, LOOK_UP_S = 0.1, 0.5
 """Polling intervals of the workers' notes, in seconds: while forming or showing progress; otherwise."""
 
 STRAGGLING_S = 5.0
-"""How long workers may run on after one that ended well before that is shown."""
+"""How long workers may still run after one that ended well before the launcher shows it, in seconds."""
 
 UPLINK_RESTARTS = 8
-"""How often an uplink is started again."""
+"""How many times an uplink is restarted."""
 
 LAST_WORD_S = 12.0
-"""Seconds after the last worker's end for which endings are reported: later the scheduler knows anyway."""
+"""How long endings are reported after the last worker's end, in seconds; later the scheduler knows anyway."""
 
 OTHERS_SHOWN = 16
-"""How many workers at most have their end shown in a line each."""
+"""Maximum number of workers whose end is shown, in a line each."""
 
 _NO_RANK = re.compile(
     rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
@@ -81,7 +83,7 @@ _NO_RANK = re.compile(
 """The words of torch's error for a missing rank."""
 
 _OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
-"""Variables that a worker started by hand does not need, or has to ask for."""
+"""Variables that a worker started by hand does not need, or for which it asks the user."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -132,7 +134,7 @@ class Launcher:
             caller to call.
 
         Raises:
-            SettingsError: a log cannot be written, or the configuration not be read.
+            SettingsError: a log cannot be written, or the configuration cannot be read.
         """
         began_s = time.monotonic()
         for note in self._plan.notes:
@@ -195,7 +197,7 @@ class Launcher:
             signal.signal(number, _noted)
 
     def _behind_the_door(self, recipe: Recipe) -> Recipe:
-        """Adds an end of the uplink's door to a process's recipe."""
+        """Adds to a process's recipe its end of the socket pair between workers and uplink."""
         if not self._door:
             return recipe
         inner, outer = self._door
@@ -203,7 +205,7 @@ class Launcher:
         return replace(recipe, env={**recipe.env, variable: named(end)}, inherits=end.fileno())
 
     def _start_all(self) -> Callable[[], None] | None:
-        """Starts the scheduler and the workers, after importing what those that are to be forked need."""
+        """Starts the scheduler and the workers; first imports the modules that forked processes need."""
         plan = self._plan
         if plan.scheduler is not None:
             env = {**self._directory.incidents(os.environ), **plan.scheduler.env}
@@ -211,7 +213,7 @@ class Launcher:
             self._scheduler = self._start(recipe)
             if self._scheduler is None:
                 return functools.partial(fork.become, recipe)
-        if plan.uplink is not None:  # not sooner: the guardian would hold it open to its end
+        if plan.uplink is not None:  # not earlier, or the guardian would keep it open
             self._door = make_door()
         self._directory.publish(
             host=plan.address[0],
@@ -234,10 +236,10 @@ class Launcher:
         return None
 
     def _warm_up(self) -> bool:
-        """Imports what workers need; False: they cannot be forked after that."""
+        """Imports the modules that workers need; returns False if workers cannot be forked after that."""
         from muster.certs.errors import CertificateError
 
-        os.environ.update(self._plan.common)  # some libraries read theirs when they are loaded
+        os.environ.update(self._plan.common)  # some libraries read their variables when loaded
         try:
             fork.warm_up(self._plan.config_path, self._plan.recipes[0].environment(os.environ))
         except CertificateError as error:
@@ -277,14 +279,14 @@ class Launcher:
         return None
 
     def _start_again(self) -> Callable[[], None] | None:
-        """Starts processes again that have ended and may be restarted."""
+        """Restarts the processes that have ended and may be restarted."""
         while self._again:
             ended = self._again.pop(0)
             if ended is self._uplink and not self._working():
                 continue
             ended.forget()
             recipe = ended.recipe
-            if ended is self._scheduler:  # gRPC is imported by now, with the variables of workers
+            if ended is self._scheduler:  # gRPC was imported with the workers' variables
                 recipe = replace(recipe, forked=False)
             child = self._start(recipe, again=True)
             if child is None:
@@ -331,7 +333,7 @@ class Launcher:
         self._directory.withdraw()
 
     def _forget(self) -> None:
-        """In a forked process: closes what belongs to the launcher, except for what it inherits."""
+        """Closes, in a forked process, the launcher's descriptors that the process does not inherit."""
         for end in self._door:
             if end.fileno() == self._inherits:
                 end.detach()
@@ -356,7 +358,7 @@ class Launcher:
     # ------------------------------------------------------------ what the workers note
 
     def _follow(self) -> None:
-        """Shows the group, who it waits for, and its progress, as workers have noted it."""
+        """Shows what workers have noted: the group, the workers that it waits for, and its progress."""
         self._stacks.look(self._workers, self._directory.path, self._screen.say)
         known = self._workers if not self._generation else [w for w in self._workers if w.returncode is None]
         worker = next((each for each in known if each.returncode is None), known[0] if known else None)
@@ -392,7 +394,7 @@ class Launcher:
             self._history.figures(**figures_of(noted))
 
     def _show_wait(self, sentence: str, phase: str) -> None:
-        """Shows who the workers wait for, and which option would help."""
+        """Shows which workers the others wait for, and which option would help."""
         if not self._generation:
             self._screen.say(shortened(sentence, FORMING_LENGTH))
             return
@@ -408,7 +410,7 @@ class Launcher:
         self._screen.say(f"{sentence} {advice}".rstrip(), "warning")
 
     def _replacement(self, ended: Child | None = None) -> str:
-        """The command line that starts a worker in the place of one of this launch that has ended."""
+        """Returns the command line that replaces a worker of this launch that has ended."""
         gone = (each for each in self._workers if each.returncode is not None)
         ended = ended or next(gone, None)
         if ended is None or ended in self._again:
@@ -468,7 +470,7 @@ class Launcher:
         for child in reap(self._all(), self._guardian):
             while self._pump(child):
                 pass
-            if child.open:  # something that left the session still holds the pipe
+            if child.open:  # a process outside the session still holds the pipe
                 self._selector.unregister(child.output)
                 child.close()
             self._ended(child)
@@ -487,7 +489,7 @@ class Launcher:
         if recipe is not None and words and not self._interrupted:
             env = {**recipe.env, ENDED_VARIABLE: json.dumps(words)}
             child = self._start(replace(recipe, env=env), again=True)
-            assert child is not None  # it is no fork
+            assert child is not None  # it is not a fork
             self._last_words.append(child)
         if self._last_words and not self._working() and self._last_words_until is None:
             self._last_words_until = time.monotonic() + LAST_WORD_S
@@ -536,7 +538,7 @@ class Launcher:
         return worker.restarts > 0 and not worker.words().group and self._has_ended_well()
 
     def _has_ended_well(self) -> bool:
-        """Whether the job has ended well, by this launch's scheduler, else by a worker that completed it.
+        """Whether the job has ended well: by this launch's scheduler, or by a worker that completed it.
 
         After that, a scheduler admits no new worker.
         """
@@ -546,7 +548,7 @@ class Launcher:
         return any(worker.words().group and not worker.words().left for worker in ended)
 
     def _uplink_ended(self, child: Child, code: int) -> None:
-        """Starts another uplink; workers wait for it for a moment, or connect directly."""
+        """Starts another uplink; workers wait a moment for it, or connect directly."""
         if self._stopping or not self._working():
             return
         if child.restarts < UPLINK_RESTARTS:
@@ -560,7 +562,7 @@ class Launcher:
         if self._failed_at is not None:
             return
         how = _how(code)
-        over = self._scheduler is not None and self._has_ended_well()  # another one would find nobody
+        over = self._scheduler is not None and self._has_ended_well()  # a new one would find no scheduler
         if child.restarts < self._policy.max_restarts and not over:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
             self._screen.say(f"worker {child.label} {how}; starting it again ({count})", "warning")
@@ -576,14 +578,14 @@ class Launcher:
             self._screen.say(f"worker {child.label} {how}; ending the others", "warning")
 
     def _why_it_goes_on(self, child: Child, *, over: bool) -> str:
-        """Why the launch goes on without this worker, in words; empty: it does not.
+        """Returns why the launch goes on without this worker, in words; empty: it does not.
 
-        Spares of other hosts count, too: whether they are used up the launcher of this host cannot know, and
-        the job waits for a replacement where they are.
+        Spares of other hosts count, too. The launcher of this host cannot know whether they are used up; if
+        they are, the job waits for a replacement.
 
         Args:
-            child: has failed.
-            over: the job has ended well.
+            child: the worker that has failed.
+            over: whether the job has ended well.
         """
         policy = self._policy
         left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
@@ -600,13 +602,13 @@ class Launcher:
         return child.recipe.env.get("MS_WORKER_SPARE") == "1"
 
     def _how_to_replace(self, child: Child) -> str:
-        """Says once how to start a worker in a free place; commands for other places hardly differ."""
+        """Returns how to replace a worker, only once: the commands for other workers hardly differ."""
         line = "" if self._told_replacement or not self._working() else self._replacement(child)
         self._told_replacement |= bool(line)
         return f". To start another in its place: {line}" if line else ""
 
     def _say_left(self, child: Child) -> None:
-        """Says that a worker has left as asked; where the others wait for another, they say so."""
+        """Says that a worker has left as asked, and how to replace it; the others report if they wait."""
         staying = sum(worker.returncode is None for worker in self._workers)
         more = self._how_to_replace(child) if 0 < self._policy.min_workers <= staying else ""
         self._screen.say(f"worker {child.label} left as it was asked to{more}")
@@ -614,7 +616,7 @@ class Launcher:
     def _settle(self) -> None:
         """Ends the remaining workers once the worker that failed first is known and has ended.
 
-        It waits for that, as a worker that is asked to end earlier might not report why it fails. The
+        It waits until then because a worker that is asked to end earlier might not report why it fails. The
         scheduler of a failed job may end before the worker at fault.
         """
         assert self._failed_at is not None
@@ -655,7 +657,7 @@ class Launcher:
             self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
 
     def _show_stragglers(self) -> None:
-        """Warns if workers run on after one has finished without having been asked to leave."""
+        """Warns if workers still run after another has finished without having been asked to leave."""
         self._straggling_at = None
         finished = [each for each in self._workers if each.returncode == 0 and not each.words().left]
         running = [each for each in self._workers if each.returncode is None]
@@ -679,7 +681,7 @@ class Launcher:
         self._history.note("end_of_log", name=self._name(child), lines=lines)
 
     def _blame_first(self) -> None:
-        """Shows who failed first, and how, and of each other worker in a line how it ended."""
+        """Shows which worker failed first, and how; shows in a line how each other worker ended."""
         endings = self._endings()
         verdict = first_failure(endings, self._replaced)
         if self._scheduler_failed_first(endings, verdict):
@@ -691,7 +693,7 @@ class Launcher:
             child, words = self._workers[verdict.index], endings[verdict.index].words
             lost = next((e.words.first for e in endings if e.words.first is not None), None)
             seen = lost.sentence if lost is not None and not words.error else ""
-            if child.stopped and lost is not None:  # after it had failed, by this launcher
+            if child.stopped and lost is not None:  # the launcher stopped it after its failure
                 self._status = self._status or lost.exit_code
             self._blame(child, child.returncode or 0, words.error or seen)
         elif first is not None:
@@ -708,7 +710,7 @@ class Launcher:
             self._screen.say(f"and {len(others) - OTHERS_SHOWN} more")
 
     def _scheduler_failed_first(self, endings: Sequence[Ending], verdict: Verdict) -> bool:
-        """Whether the scheduler failed by itself, and not because of a worker, which may end after it."""
+        """Whether the scheduler failed by itself, and not because of a worker (which may end later)."""
         scheduler = self._scheduler
         if scheduler is None or not scheduler.returncode or scheduler.stopped:
             return False
@@ -729,7 +731,7 @@ class Launcher:
         return "the scheduler" if child is self._scheduler else f"worker {child.label}"
 
     def _stop(self, number: int) -> None:
-        """Sends the workers SIGTERM; kills what is left after the grace."""
+        """Sends the workers this signal; kills those that are left after the grace period."""
         self._stopping = True
         for worker in self._workers:
             worker.signal(number)
@@ -779,13 +781,13 @@ class Launcher:
             self._workers_done()
 
     def _show(self, child: Child, lines: Sequence[bytes]) -> None:
-        self._follow()  # what was noted before goes first
+        self._follow()  # notes from before this output are shown first
         stamp = timestamp() + b" " if self._policy.timestamps else b""
         self._screen.show(stamp + b"[%s] " % child.label.encode(), lines)
 
 
 def _lacked_ranks(child: Child) -> bool:
-    """Whether a worker ended because torch found no ranks in its environment: it had no agent."""
+    """Whether a worker ended because torch found no rank in its environment, since it had no agent."""
     if not child.returncode or AGENT in child.recipe.argv:
         return False
     return any(_NO_RANK.search(line) for line in child.last_lines)

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; the exit code is 0 where this host can encrypt, 1 where it cannot."""
+    """Runs the command; the exit code is 0 if this host can encrypt, 1 if it cannot."""
     options = parser().parse_args(argv)
     try:
         if options.action == "build":

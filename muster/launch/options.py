@@ -257,7 +257,7 @@ def _mpirun_notes(options: argparse.Namespace) -> list[str]:
 
 
 def _both_ways(name: str) -> tuple[str, str]:
-    """An option that torchrun has too, as torchrun takes it: with hyphens or underscores."""
+    """Returns both spellings that torchrun accepts for an option: with hyphens and with underscores."""
     return name, "--" + name[2:].replace("-", "_")
 
 
@@ -313,13 +313,13 @@ def _check_file(option: str, path: Path | None, remedy: str = "") -> None:
             return
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # a directory on the way that this user may not enter, say
+    except OSError as error:  # for example, this user may not enter a directory
         raise SettingsError(f"{option} names {path}, which cannot be read: {error.strerror}.") from error
     raise SettingsError(f"{option} names {path}, which is not a file{remedy}.")
 
 
 def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
-    """Works out from options, and srun's or Kubernetes' host number, which workers start where."""
+    """Computes which workers start where, from the options and the host number of srun or Kubernetes."""
     rank = options.node_rank
     if rank is None and options.nnodes > 1:
         rank = node_rank(env)

@@ -13,7 +13,7 @@ DEFAULT_PORT: int = default_of("MS_SCHED_PORT")
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """One host of ``-H`` or a hostfile and how many workers it takes."""
+    """One host of ``-H`` or of a hostfile, with its number of workers."""
 
     name: str
     slots: int
@@ -41,7 +41,7 @@ def _parse_host(item: str) -> HostShare:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[HostShare, ...]:
-    """Reads a hostfile: ``HOST slots=COUNT`` a line; ``#`` begins a comment, ``max_slots=`` is passed over.
+    """Reads a hostfile with a line ``HOST slots=COUNT`` per host; ignores ``#`` comments and ``max_slots=``.
 
     Raises:
         SettingsError: names the file and the line.
@@ -87,7 +87,7 @@ def parse_numbers(text: str, what: str) -> tuple[int, ...]:
 
 
 def parse_addresses(text: str) -> tuple[str, str]:
-    """Reads one ``HOST:PORT``, or those of several schedulers with commas between: their hosts, and the port.
+    """Reads the ``HOST:PORT`` of one or, separated by commas, several schedulers; returns hosts and port.
 
     Raises:
         SettingsError: an entry is not an address, or the ports differ.

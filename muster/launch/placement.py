@@ -13,7 +13,7 @@ class PciPlace:
 
     Attributes:
         numa_node: the nearest NUMA node; -1 if the firmware does not say.
-        path: the root complex, bridges and switches on the way to it, and the card itself.
+        path: the root complex, the bridges and switches on the way to the card, and the card itself.
     """
 
     numa_node: int
@@ -25,7 +25,7 @@ class HostHardware:
     """The topology of this host: its cores, memory, GPUs and network cards.
 
     Attributes:
-        nodes: the cores of each NUMA node that has some.
+        nodes: the cores of each NUMA node that has cores.
         memory: the NUMA nodes on which this process may allocate memory; empty: it may not choose.
         gpus: the place of each GPU, by its PCI bus id.
         adapters: the place of each InfiniBand or RoCE adapter with an active port.
@@ -57,7 +57,7 @@ NOTHING_READ = HostHardware()
 
 
 def share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
-    """Part ``index`` of the cores, cut into ``parts``; a core serves several where there are few."""
+    """Returns part ``index`` of the cores, cut into ``parts``; parts share a core if there are too few."""
     if len(cores) < parts:
         return (cores[index % len(cores)],) if cores else ()
     return tuple(cores[index * len(cores) // parts : (index + 1) * len(cores) // parts])
@@ -77,8 +77,8 @@ def spread_over_nodes(
 
     Args:
         hardware: the topology of the host.
-        cores: those that the launch may use.
-        gpus: the PCI bus id of each worker's GPU; empty where it has none.
+        cores: the cores that the launch may use.
+        gpus: the PCI bus id of each worker's GPU; empty if it has none.
 
     Returns:
         The place of each worker, and sentences about what could not be done.
@@ -122,9 +122,9 @@ def spread_over_nodes(
 
 
 def near_cards(cards: Mapping[str, PciPlace], gpus: Sequence[PciPlace]) -> tuple[str, ...]:
-    """The network cards that lie nearest to one of the GPUs, in order of their names.
+    """Returns the network cards nearest to one of the GPUs, in order of their names.
 
-    Near is who shares most of the way through bridges and switches, else who is at the same NUMA node.
+    The nearest cards share most of a GPU's path through bridges and switches; otherwise, its NUMA node.
     """
     near: set[str] = set()
     for gpu in gpus:
@@ -140,15 +140,16 @@ def near_cards(cards: Mapping[str, PciPlace], gpus: Sequence[PciPlace]) -> tuple
 def propose_cards(
     hardware: HostHardware, gpus: Sequence[str], env: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Proposes to NCCL the network cards next to the host's GPUs, where it would take others as well.
+    """Proposes to NCCL the network cards next to the host's GPUs, if it would use others as well.
 
     All workers of the host get the same list, because NCCL numbers the cards in each process and compares the
-    numbers. Interfaces of sockets are only named: which network reaches the other hosts only the user knows.
+    numbers. Network interfaces for sockets are only named to the user, because only the user knows which
+    network reaches the other hosts.
 
     Args:
         hardware: the topology of the host.
         gpus: the PCI bus ids of the GPUs that the launch uses.
-        env: the launcher's environment; what the user has set there stays.
+        env: the launcher's environment; variables that the user has set there are kept.
 
     Returns:
         Variables for all workers, and sentences for the user.

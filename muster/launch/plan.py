@@ -1,7 +1,7 @@
 """Decides what a launch starts, from its options and this machine. Pure.
 
-:mod:`muster.launch.command` reads the options and looks at the machine, :func:`plan_launch` says what
-follows from that, and the :class:`~muster.launch.launcher.Launcher` carries it out.
+:mod:`muster.launch.command` reads the options and the facts about the machine, :func:`plan_launch` makes the
+plan, and the :class:`~muster.launch.launcher.Launcher` carries it out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from muster.wire.variables import default_of
 from muster.worker.uplink.door import DOOR_VARIABLES
 
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
-"""Either names a rank table; then the table gives the ranks."""
+"""Variables of which each names a rank table, which then determines the ranks."""
 
 SERVER_PASSWORD, CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 
 UPLINK_FROM_WORKERS = 1000
-"""Workers from which on each host of a job has an uplink, unless the options say otherwise."""
+"""Number of workers from which on each host of a job has an uplink, unless the options say otherwise."""
 
 ENDED_VARIABLE = "MS_PROCESSES_ENDED"
 """See :mod:`muster.launch.last_word`: JSON, a list of node id, incarnation and how it ended."""
@@ -55,7 +55,7 @@ class WorkerPlan:
     host: str
     env: Mapping[str, str]
     spare: str = ""
-    """Of a spare, what it is called; empty: it has a place from the beginning."""
+    """A spare's name; empty: the worker has a place from the beginning."""
 
     @property
     def label(self) -> str:
@@ -84,15 +84,15 @@ def plan_workers(
     devices: int = 0,
     device_ids: Sequence[int] = (),
 ) -> tuple[WorkerPlan, ...]:
-    """Gives each worker of this host its name and environment.
+    """Decides the name and environment of each worker of this host.
 
     Args:
         counts: from :func:`count_workers`.
-        env: the launcher's own environment; what the user set there is kept where it makes sense.
+        env: the launcher's own environment; variables that the user set there are kept if that makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
         host: this host's name, for the labels of workers whose rank is not known.
-        devices: number of GPUs that the host offers; each worker takes that of its local index, or shares one
-            if there are more workers.
+        devices: number of GPUs that the host offers. Each worker takes the GPU with its local index; if there
+            are more workers than GPUs, workers share them.
         device_ids: the devices that a rank table gives to workers without GPUs.
 
     Returns:
@@ -138,9 +138,10 @@ def _name_of_spare(spare: int, counts: WorkerCounts, host: str) -> str:
 
 
 def sharing_environment(name: str) -> dict[str, str]:
-    """Returns variables that let ranks share a GPU: a host id for each, as NCCL refuses it on one host.
+    """Returns variables that let ranks share a GPU, which NCCL refuses to ranks with the same host id.
 
-    Data then goes through sockets, and ranks take turns on the GPU. Results are right, but not speeds.
+    With a host id for each rank, data goes through sockets, and ranks take turns on the GPU. Results are
+    right, but speeds mean nothing.
 
     Args:
         name: the name of the rank; no other rank of the job has it.
@@ -189,7 +190,7 @@ class Recipe:
     """The instructions to start a process: command, changes of the environment, and log file.
 
     Attributes:
-        label: its rank, or host and index on it, or ``scheduler``.
+        label: the worker's rank, or its host and index there; or ``scheduler``.
         argv: the command.
         env: variables in addition to the launcher's environment.
         log: the name of its log in the launch's directory.
@@ -198,7 +199,7 @@ class Recipe:
         forked: whether it continues as a copy of the launcher instead of executing ``argv``.
         quiet: whether its output goes only to its log.
         inherits: a descriptor of the launcher that it inherits; -1: none.
-        last: whether it is killed after the others if the launcher is killed, as it must report their end.
+        last: whether it is killed after the others if the launcher is killed, because it reports their end.
     """
 
     label: str
@@ -225,14 +226,14 @@ class Policy:
     grace_s: float = 10.0
     max_restarts: int = 0
     min_workers: int = 0
-    """Workers that are enough to go on with; 0: all of them."""
+    """Number of workers with which the job may go on; 0: all of them."""
 
     spares: int = 0
-    """Workers that wait for the place of one that is lost, on all hosts."""
+    """Number of workers, on all hosts, that wait for the place of a lost one."""
 
     timestamps: bool = False
     whole: bool = False
-    """Muster's own log lines are shown with a worker's output, not only written to its log."""
+    """Whether Muster's own log lines are shown with a worker's output, and not only written to its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +297,8 @@ class LaunchPlan:
         log_dir: the directory of the logs; None: a new directory of this launch.
         notes: sentences for the user before anything starts.
         start: the way to start workers, as the options say.
-        last_word: the recipe of the process that tells several schedulers which workers have ended; None:
-            there is one scheduler, which sees that by itself.
+        last_word: the recipe of the process that reports ended workers if there are several schedulers; None:
+            there is one scheduler, which sees their end by itself.
     """
 
     counts: WorkerCounts
@@ -402,7 +403,7 @@ def _notes(options: argparse.Namespace, here: Surroundings, workers: int, *, sta
     """Returns notes for the user before anything starts; ``starts``: the scheduler starts here."""
     notes = list(options.notes)
     meeting = here.request.meeting
-    if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
+    if meeting and not starts:  # if no host has that address, nothing else explains why nothing starts
         notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
     gpus = len(here.devices)
     if gpus and workers > gpus:
@@ -588,7 +589,7 @@ def _device_variables(options: argparse.Namespace, here: Surroundings) -> dict[s
 
 
 def _leave_timeout(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
-    """Returns MS_LEAVE_TIMEOUT, by which workers save a checkpoint before the launcher kills them."""
+    """Returns MS_LEAVE_TIMEOUT, so that workers save a checkpoint before the launcher kills them."""
     if here.env.get("MS_LEAVE_TIMEOUT"):
         return {}
     return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * options.grace, 1.0):g}"}
@@ -596,17 +597,17 @@ def _leave_timeout(options: argparse.Namespace, here: Surroundings) -> dict[str,
 
 def _hidden(own: str, other: str, options: argparse.Namespace) -> frozenset[str]:
     """Returns variables that a process must not inherit, such as the other role's password."""
-    doors = frozenset(DOOR_VARIABLES)  # of a launch around this one
+    doors = frozenset(DOOR_VARIABLES)  # this launch may itself run in a worker of another one
     return with_file(other) | doors | (with_file(own) if options.password_file else frozenset())
 
 
 def with_file(variable: str) -> frozenset[str]:
-    """Returns the variable of a password, and the one that names a file with it."""
+    """Returns the variable of a password, and the variable that names a file with that password."""
     return frozenset({variable, f"{variable}_FILE"})
 
 
 def _password(variable: str, options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
-    """Returns the variable of the password, from the options or as the user has typed it."""
+    """Returns the variable with the password, from the options or as the user has typed it."""
     if options.password_file is not None:
         return {f"{variable}_FILE": str(here.directory / options.password_file)}
     if here.password and not any(here.env.get(name) for name in with_file(variable)):

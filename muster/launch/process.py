@@ -45,10 +45,10 @@ def environment_dump(env: Mapping[str, str]) -> list[str]:
 LAST_LINES = 20
 
 LAST_S = 1.0
-"""Seconds that the process killed last has to report the others' end."""
+"""How long the process that is killed last has to report the others' end, in seconds."""
 
 LEFTOVERS_S = 5.0
-"""How long killed processes may take to end: one that waits for a disk or a GPU ends when that lets it."""
+"""How long killed processes may take to end, in seconds: they may have to wait for a disk or a GPU."""
 
 _CHUNK = 1 << 16
 _RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
@@ -62,14 +62,14 @@ def kill_sessions(leaders: Collection[int]) -> list[int]:
 
     A session contains all processes that its leader has started, in any process group and with any parent,
     such as the processes of a DataLoader and the server that forks them. Only a process that makes its own
-    session is outside. The number of a session is not reused while a process is in it, or before its leader
-    is collected.
+    session is outside. The number of a session is not reused before its leader is collected, nor while a
+    process is in it.
 
     Returns:
         The processes that have not ended within ``LEFTOVERS_S``, or may not be killed.
     """
     deadline = time.monotonic() + LEFTOVERS_S
-    # Until none is found: one of them may have started another process after the previous look.
+    # Repeated until none is found, because a process may have started another one since the last scan.
     while (members := list(_living(leaders))) and time.monotonic() < deadline:
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -80,7 +80,7 @@ def kill_sessions(leaders: Collection[int]) -> list[int]:
 
 def _living(sessions: Collection[int]) -> Iterator[int]:
     """Yields the processes of these sessions that have not ended."""
-    for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of paths would take longer than the look
+    for name in os.listdir("/proc"):  # noqa: PTH208 - making thousands of Path objects would be slower
         if not name.isdecimal():
             continue
         with contextlib.suppress(OSError):
@@ -95,16 +95,16 @@ def _state(pid: int) -> str:
 
 
 class Guardian:
-    """Ends all that the launcher has started if the launcher itself is killed, so that there are no orphans.
+    """Ends all processes of a launch if the launcher itself is killed, so that there are no orphans.
 
     ``SIGKILL`` leaves the launcher no chance to clean up, and Linux's parent-death signal reaches only direct
     children (they use it too, in case the guardian is killed as well). So a small process, forked before
     anything else is started, holds the read end of a pipe; only the launcher keeps the write end open. When
-    that end closes, it kills every session that was announced and not withdrawn.
+    the write end closes, the guardian kills every session that was announced and not withdrawn.
 
     Args:
-        pid: its process id.
-        write_end: the pipe.
+        pid: the guardian's process id.
+        write_end: the pipe's write end.
     """
 
     def __init__(self, pid: int, write_end: int) -> None:
@@ -130,11 +130,11 @@ class Guardian:
         self._write(b"~%d\n" % leader)
 
     def withdraw(self, leader: int) -> None:
-        """Removes an ended session, as another process may get its number."""
+        """Removes an ended session, because another process may get its number."""
         self._write(b"-%d\n" % leader)
 
     def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it; the launcher can do without
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the launcher works without it
             os.write(self._write_end, line)
 
     def forget(self) -> None:
@@ -144,7 +144,7 @@ class Guardian:
     def close(self) -> None:
         """Ends the guardian, after the launcher has ended every session itself."""
         os.close(self._write_end)
-        os.kill(self.pid, signal.SIGCONT)  # stopped it would be waited for without an end
+        os.kill(self.pid, signal.SIGCONT)  # a stopped guardian would never end, and block waitpid
         os.waitpid(self.pid, 0)
 
 
@@ -152,7 +152,7 @@ def _guard(read_end: int, write_end: int) -> None:
     """Runs the guardian; never returns."""
     try:
         os.close(write_end)
-        os.setsid()  # what a terminal sends to the launcher's group must not end the guardian
+        os.setsid()  # a terminal's signal to the launcher's group must not end the guardian
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
@@ -195,7 +195,7 @@ class Child:
     restarts: int = 0
     words_file: int = -1
     lines_of: LineContext | None = None
-    """Where logs are JSON: what is said of the lines that the process itself does not write so."""
+    """If logs are JSON: the context of lines that the process itself does not write as JSON."""
 
     order: int = 0
     stopped: bool = False
@@ -210,7 +210,7 @@ class Child:
 
     @property
     def label(self) -> str:
-        """Its name: rank, or host and index on it, or ``scheduler``."""
+        """Its name: the worker's rank, or its host and index there; or ``scheduler``."""
         return self.recipe.label
 
     def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
@@ -258,7 +258,7 @@ class Child:
         if self.returncode is not None:
             return
         self.stopped = self.stopped or number not in _FORWARDED_TOO
-        # What is stopped would learn of its end only when it goes on.
+        # A stopped process would handle the signal only after SIGCONT.
         for each in (number,) if number in _FORWARDED_TOO else (number, signal.SIGCONT):
             try:
                 os.killpg(self.pid, each)
@@ -318,8 +318,8 @@ def reap(children: Sequence[Child], guardian: Guardian) -> Iterator[Child]:
     A process that still held a killed worker's sockets would hide its end from others, and keep its place.
     """
     ended = [child for child in children if child.has_ended()]
-    # Not collected yet, so that their numbers cannot have gone to others; and all of them in one look, since
-    # many may end in one moment.
+    # The processes are not collected yet, so their numbers cannot belong to others. All are killed in one
+    # pass over /proc, because many may end at the same moment.
     left = kill_sessions({child.pid for child in ended}) if ended else []
     if left:
         pids = ", ".join(map(str, left[:8]))
@@ -371,12 +371,12 @@ def spawn(
         say(f"{reason}; its output is lost")
         log = os.open(os.devnull, os.O_WRONLY)
     words = os.memfd_create(NOTES_FILE)
-    with contextlib.suppress(OSError):  # a limit on the size of files holds for memory, too
+    with contextlib.suppress(OSError):  # a limit on file sizes also applies to files in memory
         os.ftruncate(words, SLOT_BYTES)
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Until the new process has its own handlers, a signal to it would run the launcher's and be lost.
+    # Until the new process has its own handlers, a signal to it would run the launcher's handler and be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_RESET_SIGNALS, *_FORWARDED_TOO))
     launcher = os.getpid()
     pid = os.fork()
@@ -405,7 +405,7 @@ def _open_log(recipe: Recipe, path: Path, lines_of: LineContext | None) -> int:
         f"# in {os.getcwd()} on {os.uname().nodename}, {timestamp().decode()}",  # noqa: PTH109
         *(f"# {line}" for line in environment_dump(recipe.environment(os.environ))),
     ]
-    # For its owner only: what a program prints, or is called with, may be secret.
+    # Only the owner may read it, because a program's output and arguments may be secret.
     log = open_own(path)
     data = ("\n".join(head) + "\n").encode()
     if lines_of is not None:

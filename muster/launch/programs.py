@@ -1,6 +1,6 @@
 """Decides which commands are torch or JAX programs that know nothing of Muster, and gives those an agent.
 
-That is read off the imports of the command's script and of the modules beside it, which nothing executes.
+The imports of the command's script and of the modules beside it decide. They are read, never executed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AGENT = "muster.programs.agent"
 
 MOST_FILES = 200
 MOST_BYTES = 2 << 20
-"""Limits for reading one program: what matters is imported near its beginning."""
+"""Limits for reading one program; the imports that matter are near its beginning."""
 
 
 def with_agent(
@@ -58,11 +58,11 @@ def with_agent(
     """Returns the command that a worker runs: a torch or JAX program gets an agent.
 
     Args:
-        command: what the user wants to run.
+        command: the user's command.
         kind: "muster", "torch", "jax", or "auto": looked up in the script.
-        path: where commands are searched, as PATH has it; None: this process's.
-        in_place: the program lives on when other ranks are lost, so it is a torch program although it
-            imports Muster.
+        path: where commands are searched, in the form of PATH; None: this process's PATH.
+        in_place: whether the program stays alive when other ranks are lost; it is then a torch program
+            although it imports Muster.
     """
     if kind == "auto":
         kind = program_kind(command, path)
@@ -78,10 +78,10 @@ def with_agent(
 def program_kind(command: Sequence[str], path: str | None = None) -> str:
     """Classifies a command by what its Python script imports: "torch", "jax", or "muster" for all else.
 
-    Modules and packages beside the script count as the script does, and so does the package that an installed
-    command runs. Where all these import nothing that is known, a script among the arguments decides: it may
-    be what the command runs. Of a shell script, the lines that start Python count. torchrun gives its workers
-    their ranks itself. For all else there is ``--program``.
+    The imports of modules and packages beside the script count, too, and so do those of the package that an
+    installed command runs. If all these import no known library, a script among the arguments decides,
+    because the command may run it. Of a shell script, the lines that start Python count. torchrun is
+    "muster", because it gives its workers their ranks itself. For all other cases there is ``--program``.
     """
     name = Path(command[0]).name
     if name in LAUNCHERS:
@@ -94,8 +94,8 @@ def program_kind(command: Sequence[str], path: str | None = None) -> str:
     if found is not None:
         script, at = found
         if not _is_file(script):
-            return "muster"  # Python will say so itself
-        root = script.resolve().parent if at >= 0 else Path.cwd()  # where Python looks first
+            return "muster"  # Python will report the missing file itself
+        root = script.resolve().parent if at >= 0 else Path.cwd()  # where Python searches first
         rest = command[at + 1 :] if at >= 0 else ()
         return _kind(_Imports(root).of(script)) or _kind_of_arguments(rest, beside=root) or "muster"
     if name.startswith("python"):
@@ -116,7 +116,10 @@ def script_of(command: Sequence[str]) -> Path | None:
 
 
 def _script_in(command: Sequence[str]) -> tuple[Path, int] | None:
-    """The script that a Python command runs, and which word names it; -1: it is that of a module."""
+    """Returns the script that a Python command runs, and the index of the word that names it.
+
+    The index is -1 if the command runs a module.
+    """
     if not Path(command[0]).name.startswith("python") or len(command) < 2:
         return (Path(command[0]), 0) if command[0].endswith(".py") else None
     at = _first_argument(command)
@@ -165,7 +168,7 @@ def _starts_torch_program(path: Path) -> bool:
 
 
 def _is_rebuilding(node: ast.Attribute) -> bool:
-    """Whether a call is to one of these functions; ``keep_alive`` is a common name: its module must match."""
+    """Whether this names such a function; for ``keep_alive``, a common name, the module must match, too."""
     module = node.value
     named_torch = (
         isinstance(module, ast.Attribute)
@@ -177,7 +180,7 @@ def _is_rebuilding(node: ast.Attribute) -> bool:
 
 
 def _kind(names: set[str]) -> str:
-    """The kind of program that these imports make; empty: none of them is known."""
+    """Returns the kind of program with these imports; empty: none of them is known."""
     if REBUILDS in names:
         return "torch"
     if names & MUSTER:
@@ -203,14 +206,14 @@ def _kind_of_arguments(words: Sequence[str], beside: Path | None = None) -> str:
 
 
 def _python_command(word: str, path: str | None) -> Path | None:
-    """The file of an installed command that is a Python script, as pip makes them; None: it is none."""
+    """Returns the file of an installed command if it is a Python script, as pip makes them; else None."""
     found = shutil.which(word, path=path)
     if found is None:
         return None
     try:
         with Path(found).open("rb") as file:
             first = file.readline(512)
-            # What pip writes where the interpreter's path is too long for the kernel.
+            # pip writes this if the interpreter's path is too long for the kernel.
             second = file.readline(512) if first.startswith(b"#!/bin/sh") else b""
     except OSError:
         return None
@@ -227,7 +230,7 @@ def _imported_by_command(script: Path) -> set[str]:
 
 
 def _place_of_package(name: str, *, script: Path) -> Path | None:
-    """The directory in which an installed package lies, by this Python or by that of the command."""
+    """Finds the directory of an installed package, with this Python or with that of the command."""
     for site in sorted(script.resolve().parent.parent.glob("lib/python3*/site-packages")):
         if _is_file(site / name / "__init__.py") or _is_file(site / f"{name}.py"):
             return site
@@ -254,14 +257,14 @@ class _Imports:
 
     root: Path
     tops: Mapping[str, Path] = field(default_factory=dict)
-    """Packages that count as the script does although they lie elsewhere, with their directories."""
+    """Packages that count like the script although they are elsewhere, with their directories."""
 
     _todo: deque[Path] = field(default_factory=deque)
     _seen: set[Path] = field(default_factory=set)
     _bytes: int = 0
 
     def of(self, script: Path) -> set[str]:
-        """The names of all packages from elsewhere that are imported."""
+        """Returns the names of all imported packages that are not beside the script."""
         self._todo.append(script)
         names: set[str] = set()
         while self._todo:
@@ -282,7 +285,7 @@ class _Imports:
             self._bytes += len(text)
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return set()  # it will say so itself
+            return set()  # Python will report the error itself
         names: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -315,7 +318,7 @@ class _Imports:
 
 
 def _files_of(root: Path, parts: Sequence[str], names: Sequence[str] = ()) -> Iterator[Path]:
-    """The files that importing ``parts`` from a directory runs, and its submodules among ``names``."""
+    """Yields the files that run if ``parts`` is imported, and its submodules among ``names``."""
     place = root
     for part in parts:
         if _is_file(place / f"{part}.py") and not _is_file(place / part / "__init__.py"):
@@ -334,5 +337,5 @@ def _files_of(root: Path, parts: Sequence[str], names: Sequence[str] = ()) -> It
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that is too long, say
+    except (OSError, ValueError):  # for example, the name is too long
         return False

@@ -50,7 +50,7 @@ def merge_files(paths: Sequence[Path]) -> Table:
     """Joins the tables in these files, in this order.
 
     Raises:
-        SettingsError: a file cannot be read, or holds no table.
+        SettingsError: a file cannot be read, or does not contain a table.
     """
     return merge_tables([(str(path), read_json(path)) for path in paths])
 
@@ -90,7 +90,7 @@ def _of_hosts(options: argparse.Namespace) -> Table:
 
 
 def _address(name: str) -> str:
-    """The host's address for ``device_ip``; its name where it has none here."""
+    """Returns the host's address for ``device_ip``; its name if this host knows no address for it."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
@@ -110,7 +110,7 @@ def read_json(path: Path) -> object:
     """Parses a file.
 
     Raises:
-        SettingsError: the file cannot be read, is no JSON, or is nested too deeply.
+        SettingsError: the file cannot be read, is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(read_regular(path, RANK_TABLE_MAX_BYTES).decode())
@@ -133,7 +133,7 @@ def to_text(table: Table) -> str:
 
 
 def write_table(path: Path, table: Table, *, force: bool) -> None:
-    """Writes to a temporary file and renames it, so that nobody reads half a table."""
+    """Writes the table to a temporary file and renames that, so that no process reads half a table."""
     text = to_text(table)
     part = beside(path)
     try:

@@ -1,6 +1,6 @@
 """Makes rank tables of one host's devices, and joins several hosts' tables.
 
-What is written has the server_list format. The scheduler judges tables; what is written here it accepts.
+The tables have the server_list format. The scheduler checks tables, and accepts those that are written here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make_table(hosts: Sequence[tuple[str, str]], devices: Sequence[int]) -> Tabl
     """Makes a table in which each host offers the same devices.
 
     Args:
-        hosts: (name or address as the workers know it, address of its network interface) of each.
+        hosts: for each host, its name or address as workers know it, and its network interface's address.
         devices: indices of the devices; ranks are given in this order, host after host.
     """
     servers = []
@@ -54,7 +54,7 @@ def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
     """Joins the tables of several hosts; ranks get new numbers, in the order given.
 
     Args:
-        tables: (where it is from, the parsed JSON) of each.
+        tables: for each table, its source and the parsed JSON.
 
     Raises:
         SettingsError: no table is given, one is not a server_list table, or two have the same host.

@@ -19,7 +19,7 @@ class LastWords:
 
     Attributes:
         places: node ids and incarnations with which it joined; empty: it has not tried to join.
-        error: a line on what ended it; empty: it did not say, because it was killed, for example.
+        error: a line on what ended it; empty: it did not say, for example because it was killed.
         consequence: whether other processes caused this error.
         left: whether it left the job as it was asked to.
         first: the worker that the scheduler saw go first.
@@ -115,13 +115,14 @@ class Verdict:
 def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int]] = frozenset()) -> Verdict:
     """Decides which failure is the cause of the others.
 
-    The scheduler's report takes precedence, since it saw the order in which all left, on all hosts. Without
-    it, a worker that failed by itself comes before one that failed because of others; then the order counts
-    in which they were seen to end. A worker that has not tried to join has failed by itself.
+    The scheduler's report takes precedence, because the scheduler saw the order in which all left, on all
+    hosts. Without a report, a worker that failed by itself comes before one that failed because of others.
+    Among equals, the worker that was seen to end first comes first. A worker that has not tried to join has
+    failed by itself.
 
     Args:
         endings: the endings of the launcher's workers.
-        replaced: places of workers that it has started again, so that their failure did not end the launch.
+        replaced: places of workers that the launcher has restarted, so that their failure ended nothing.
     """
     named = Counter(ending.words.first for ending in endings if ending.words.first is not None)
     for first, _ in named.most_common():
@@ -230,7 +231,9 @@ _TRAINS = ("running", "building", "changing")
 def advice_on_wait(
     phase: str, *, min_workers: int, max_restarts: int, workers: int, spares: int = 0, replacement: str = ""
 ) -> str:
-    """Returns advice on a wait: what ends it, and which option of ``muster run`` would have; empty: none.
+    """Returns advice on a wait: what ends it, and which option of ``muster run`` would have avoided it.
+
+    Empty if there is no advice.
 
     Args:
         phase: the state of the membership.

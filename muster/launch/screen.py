@@ -1,7 +1,7 @@
 """A launch's output: its own sentences, the workers' lines, and a status line on a terminal.
 
-The workers' output passes through as bytes. Of the lines that Muster itself logs in a worker only warnings
-and errors are shown, unless more is asked for; all are in the worker's log.
+The workers' output is passed on as bytes. Of the lines that Muster itself logs in a worker, only warnings and
+errors are shown, unless the user asks for more. The worker's log has all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def say(sentence: str) -> None:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Writes it all; a terminal that has gone away is no reason to end training."""
+    """Writes all of the data; a terminal that has gone away must not end training."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
@@ -52,10 +52,10 @@ class Screen:
     """The terminal of a launch: sentences on one descriptor, the workers' output on another.
 
     Args:
-        env: COLUMNS, NO_COLOR and TERM count.
-        out: for the workers' output.
-        err: for sentences and the living line.
-        whole: what Muster logs in the workers is shown in full.
+        env: the environment, of which COLUMNS, NO_COLOR and TERM count.
+        out: the descriptor for the workers' output.
+        err: the descriptor for sentences and the status line.
+        whole: whether all that Muster logs in the workers is shown.
 
     With MS_LOG_FORMAT=json in ``env``, each line on either descriptor is a JSON object.
     """
@@ -110,7 +110,7 @@ class Screen:
             self._put(self._err, b"    " + line + b"\n")
 
     def show(self, head: bytes, lines: Sequence[bytes]) -> None:
-        """Shows what a worker has written; JSON lines say themselves whose they are."""
+        """Shows what a worker has written; JSON lines get no head, because they name their worker."""
         if self.json:
             told = [line + b"\n" for line in lines if self._whole or is_for_the_screen(line)]
             self._put(self._out, b"".join(told))
@@ -141,7 +141,7 @@ class Screen:
         bar = (
             f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {done:,}/{total:,}" if total else f"step {done:,}"
         )
-        # A full line would wrap, and could not be taken back.
+        # A line of the full width would wrap, and could not be overwritten.
         status = shortened(f"{bar}  {facts}".rstrip(), (self.width or 80) - 1)
         if status != self._status:
             self._status = status

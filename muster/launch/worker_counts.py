@@ -11,10 +11,10 @@ from muster.wire.variables import TABLE
 
 WORKERS_ANYWHERE = 32
 WORKERS_PER_CORE = 8
-"""Workers per core beyond which a launch is refused: the number is more likely a slip."""
+"""Workers per core beyond which a launch is refused, because the number is more likely a mistake."""
 
 MOST_SPARES = int(TABLE["MS_SPARES"].high)
-"""Spares of a job, at most."""
+"""Maximum number of spares of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,16 @@ class Request:
     node_rank: int | None = None
     hosts: tuple[HostShare, ...] = field(default=())
     meeting: str = ""
-    """The scheduler's host, where hosts without a number must find out which of them it is."""
+    """The scheduler's host, if hosts without a number must find out which of them it is."""
 
     oversubscribe: bool = False
-    """More workers than the cores can carry are wanted."""
+    """Whether more workers than the cores can carry are wanted."""
 
     share_gpus: bool = False
-    """More workers than GPUs are wanted."""
+    """Whether more workers than GPUs are wanted."""
 
     spares: int = 0
-    """Workers that each host starts besides, which wait for a place to come free."""
+    """Number of further workers on each host, which wait for a place to become free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class WorkerCounts:
     world_size: int
     local_size: int
     first_rank: int | None
-    """Rank of this host's first worker; None where only the scheduler knows."""
+    """Rank of this host's first worker; None if only the scheduler knows it."""
 
     scheduler_host: str = ""
-    """Where the scheduler runs as far as the options say; empty when they do not."""
+    """The scheduler's host, as far as the options say; empty if they do not."""
 
     first_host: bool = True
 
     spares: int = 0
-    """Workers of this host that wait for a place to come free, besides ``local_size``."""
+    """Number of workers of this host that wait for a place to become free, in addition to ``local_size``."""
 
     all_spares: int = 0
-    """Those of all hosts."""
+    """Number of spares of all hosts."""
 
     first_spare: int | None = 0
-    """Number of this host's first spare among all hosts'; None where hosts have no numbers."""
+    """Number of this host's first spare among those of all hosts; None if hosts have no numbers."""
 
 
 def count_workers(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> WorkerCounts:
@@ -69,8 +69,8 @@ def count_workers(request: Request, *, here: Collection[str], devices: int, core
     Args:
         request: the options.
         here: the names and addresses by which a host list, or ``--join``, may mean this host.
-        devices: GPUs this host offers; 0 when it has none.
-        cores: that this host offers; 0: not known.
+        devices: number of GPUs that this host offers; 0 if it has none.
+        cores: number of cores that this host offers; 0: not known.
 
     Raises:
         SettingsError: the options contradict each other, or ask for more than there is.
@@ -118,7 +118,7 @@ def _counts_of_one_host(request: Request, devices: int) -> WorkerCounts:
 
 
 def _with_spares(counts: WorkerCounts, request: Request, position: int | None, hosts: int) -> WorkerCounts:
-    """Adds the spares: the same number on every host, so that hosts without a number know theirs, too."""
+    """Adds the spares: the same count on every host, so that a host without a number knows its spares."""
     each, total = request.spares, request.spares * hosts
     if total > MOST_SPARES:
         raise SettingsError(

@@ -4,7 +4,7 @@ The members, their node ids and the unique ids that prove membership come from t
 which the agent hands over. Ports cannot come from there: a program may be several processes, which start and
 end within a generation. So each process opens a listener of its own and publishes its address in the group's
 store: each rank sets one key, rank 0 reads all of them and sets one key with the whole table, and each rank
-reads that table: at most four operations per rank, whatever the world size.
+reads that table. These are at most four operations per rank for any world size.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def exchange_addresses(
 
 
 def _set_new(store: Any, key: str, value: str) -> None:
-    """Sets a new key without waiting for the store: nobody can read an older value instead.
+    """Sets a new key without waiting for the store, as there is no older value that others could read.
 
     All other writes wait, because the plug-in for torch wraps them: see ``programs/plugin.py``.
     """

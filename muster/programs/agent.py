@@ -84,8 +84,8 @@ after the script has exited, the second while the script goes on.
 
 A process that dies breaks its connections before its agent sees its end, so the others' exceptions may be
 known first. The second is longer because a process that goes on has nothing to tear down: on an overloaded
-machine, an agent saw its script's end more than two seconds late. MS_NODE_TIMEOUT is added to it, after which
-an agent that was lost together with its script, as with its host, is missed.
+machine, an agent saw its script's end more than two seconds late. MS_NODE_TIMEOUT is added to it: after that
+time, an agent that was lost together with its script, for example with its host, is missed.
 """
 
 END_GRACE_S = 5.0
@@ -134,7 +134,7 @@ class Agent:
             WorkerError: this worker cannot join, or has lost its place in the job.
         """
         for each in ("MS_IN_PLACE", "MS_STEP_TIMES"):
-            Environment(os.environ, SettingsError).flag(each)  # the plug-in for torch cannot refuse it
+            Environment(os.environ, SettingsError).flag(each)  # torch's plug-in cannot refuse a wrong value
         gloo = os.environ.get(GLOO_VARIABLE, "")
         ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -154,13 +154,13 @@ class Agent:
     def _ask_to_end(self, number: int, _frame: FrameType | None) -> None:
         self._asked_to_end = signal.Signals(number)
         script, session = self._script, self._session
-        if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
+        if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals the group
             script.send_signal(number)
         if not self._watches and session is not None:  # also while a script waits for the next generation
             session.leave_now(self._asked_to_end.name)
 
     def _rejoin(self, session: Session) -> None:
-        if self._asked_to_end is not None:  # asked while watching, when the handler does not tell the session
+        if self._asked_to_end is not None:  # the handler has not told the session during a watch
             session.leave_now(self._asked_to_end.name)
         while True:
             try:
@@ -185,7 +185,7 @@ class Agent:
             with contextlib.suppress(OSError):  # SIGKILL has no other handler
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
-        else:  # also where no launcher sees how this process ends
+        else:  # also if no launcher sees how this process ends
             runtime.abandon(SystemExit(code))
         return code if code > 0 else 0 if code == 0 else 128 - code
 
@@ -207,9 +207,9 @@ class Agent:
             }
             if (
                 self._script is not None and self._script.poll() == 0
-            ):  # it has ended well between two generations
+            ):  # the script has ended well between two generations
                 return self._ended(session, store, 0)
-            session.report(self._starts + 1, 0.0)  # with a step reported it counts as holding the state
+            session.report(self._starts + 1, 0.0)  # a reported step means that it holds the state
             script = self._begin(variables)
             self._starts += 1
             if self._watch(session, store, script):
@@ -225,7 +225,7 @@ class Agent:
             store.close("The generation is over.")
 
     def _begin(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Starts the script, or tells one that outlived the previous generation of this one."""
+        """Starts the script, or announces this generation to a script that outlived the previous one."""
         secret = () if self._secret.descriptor < 0 else (self._secret.descriptor,)
         if self._script is not None and self._say(secret, variables=dict(variables)):
             return self._script
@@ -351,8 +351,8 @@ class Agent:
         """Whether this is the generation's first failure of a script.
 
         Args:
-            session: this worker's.
-            store: the generation's.
+            session: this worker's session.
+            store: the generation's store.
             settle_s: how long to wait for another member's failure before claiming to be the first.
         """
         me = session.node_id.encode()
@@ -390,7 +390,7 @@ class Agent:
 
 
 def _children() -> list[int]:
-    """Ids of this process's children, whichever of its threads started them."""
+    """Returns the ids of this process's children, regardless of the thread that started them."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):

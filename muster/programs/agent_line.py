@@ -24,13 +24,13 @@ _GONE = "The agent of this program has gone."
 _MOST_HEARD_BYTES = 65_536
 _LOOK_S = 1.0
 _END_GRACE_S = 5.0
-"""The time between SIGTERM and SIGKILL for a program whose agent was killed, in seconds; as agents wait."""
+"""The time between SIGTERM and SIGKILL for a program whose agent was killed, in seconds; as with agents."""
 
 
 class AgentLine:
-    """Tells a program of the ends and beginnings of generations, and passes its messages to its agent.
+    """Tells a program when generations end and begin, and passes its messages to its agent.
 
-    From its creation on the agent lets the program live when a generation ends.
+    Once it is created, the agent no longer ends the program when a generation ends.
 
     Args:
         on_over: called with the reason, in the listening thread, when the generation is over.
@@ -144,7 +144,7 @@ class AgentLine:
     def _end_without_agent(self) -> None:
         """Ends this process if its agent was killed; the next agent starts a process of its own.
 
-        An agent that lives closes the connection too, when it ends the program, but then ends it itself.
+        A living agent also closes the connection when it ends the program, but then ends the process itself.
         """
         ended = select.poll()
         ended.register(self._agent, select.POLLIN)

@@ -14,7 +14,7 @@ FINISHED_KEY = "muster/finished"
 """The key that is set in a generation's store once a member's script has exited with 0."""
 
 KEY = "muster/assignment"
-"""The key of the handover, which the agent's listener answers by itself: the scheduler's store lacks it."""
+"""The key of the handover, which the agent's listener answers by itself; it is not in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +84,5 @@ def handover_of(session: Session) -> Handover:
 
 
 def own_keys(handover: Handover) -> Mapping[bytes, bytes]:
-    """The keys that the agent's listener answers by itself, as torch's client sends them, and the values."""
+    """Returns the keys, as torch's client sends them, and the values that the agent's listener answers."""
     return {f"/{KEY}".encode(): handover.encode()}

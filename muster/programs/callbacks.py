@@ -38,7 +38,7 @@ def caller() -> str:
 
 
 class Callbacks:
-    """Runs the callbacks of those collectives of one group that one caller has called.
+    """Runs the callbacks of one caller's collectives in one group.
 
     Args:
         group: the group's name, the same on all ranks.
@@ -124,7 +124,7 @@ class Callbacks:
 
     def _run_next(self) -> None:
         future, run = self._waiting.popleft()
-        if future.awaits_callback and not future.done():  # a callback that waits itself has called this
+        if future.awaits_callback and not future.done():  # called in a callback, which then waits itself
             future.when_completed(lambda: self.put(future, run))
             return
         future.settle()
@@ -165,7 +165,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         self._ordered = ordered
 
     def fail(self, error: Exception) -> None:
-        """Completes it with an error, which reading its value raises, in C++ too."""
+        """Completes it with an error, which is raised when its value is read, also in C++."""
 
         def refuse(_: Any) -> None:
             raise error
@@ -187,7 +187,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
         done.wait()
 
     def when_completed(self, call: Callable[[], None]) -> None:
-        """Calls ``call``, which must be quick, when it is done, in whichever thread completes it."""
+        """Calls ``call``, which must be quick, when it is done, in the thread that completes it."""
         super().add_done_callback(lambda _: call())
 
     def then(self, callback: Callable[[Any], Any]) -> Any:

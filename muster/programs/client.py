@@ -74,8 +74,8 @@ class StoreClient:
         """Opens a listener on loopback; returns its port.
 
         Args:
-            prefix: put before all of its keys in the store.
-            own: keys that it answers without the store, and their values.
+            prefix: put before all keys of the listener in the store.
+            own: the keys that the listener answers without the store, with their values.
         """
         proxy = Proxy(self._link, prefix=prefix, own=own)
         self._proxies.append(proxy)

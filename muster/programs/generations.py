@@ -33,10 +33,10 @@ def on_new_generation(train: Callable[[Generation], T]) -> T:
     """Calls ``train`` in this generation and in each that follows, until it returns.
 
     ``train`` makes its process groups (``init_process_group()``), loads its state from a checkpoint or gets
-    it from rank 0, and trains. When the members change, the process groups are aborted, the exception that
-    ``train`` raises for it is dropped, the groups are destroyed, and ``train`` is called again with the next
-    generation's ranks, which the environment variables hold, too. Objects that hold a process group (DDP,
-    FSDP2) must be created in ``train``.
+    it from rank 0, and trains. When the members change, the process groups are aborted, and the exception
+    that ``train`` raises because of this is dropped. Then the groups are destroyed, and ``train`` is called
+    again with the next generation's ranks, which the environment variables also hold. Objects that hold a
+    process group (DDP, FSDP2) must be created in ``train``.
 
     Args:
         train: trains in one generation.
@@ -74,7 +74,7 @@ def _end_groups(_reason: str) -> None:
         return
     try:
         distributed.distributed_c10d._abort_process_group()
-    except Exception as error:  # Gloo, say: its collectives fail when the other end goes
+    except Exception as error:  # for example of Gloo, whose collectives fail when the other end goes
         log.debug("aborting the process groups: %s", error)
 
 

@@ -114,7 +114,7 @@ class MusterProcessGroup(NamedProcessGroup):
         return _OrderedCalls(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
 
     def _calls_of_caller(self) -> _OrderedCalls:
-        """Returns the calls of the current caller, and makes them at its first collective."""
+        """Returns the current caller's ordered calls; makes the object at the caller's first collective."""
         of = caller()
         with self._calls_lock:
             calls = self._calls_of.get(of)
@@ -616,7 +616,7 @@ class MusterProcessGroup(NamedProcessGroup):
         answer = memoryview(bytearray(self.size()))
         self._messages.send(_byte(), 0, 0, "uint8", BARRIER)
         heard = self._messages.receive(answer, 0, 1, "uint8", BARRIER)
-        # Rank 0 waits as long and then tells who was missing, which takes a moment.
+        # Rank 0 waits just as long and then reports the missing ranks, which takes a moment.
         if not heard.wait(max(0.0, deadline - time.monotonic()) + 1.0) or heard.error is not None:
             return [0]
         return [rank for rank, flag in enumerate(answer) if flag]
@@ -630,7 +630,8 @@ class _OrderedCalls:
         communicator: the connections.
         queue: the thread that runs asynchronous collectives.
         callbacks: runs the callbacks of these collectives.
-        is_up: whether the connections are established; those for callbacks are with their first collective.
+        is_up: whether the connections are established; callbacks' connections are made at the first
+            collective.
     """
 
     communicator: TcpCommunicator
@@ -640,7 +641,7 @@ class _OrderedCalls:
 
 
 class GroupNamedGloo(MusterProcessGroup):
-    """A group of Muster's in the place of torch's Gloo group, with the attributes that torch uses there."""
+    """Muster's group in place of torch's Gloo group, with the attributes of Gloo that torch uses."""
 
     class _Options:
         """Takes the options that torch sets; they have no effect."""
@@ -653,7 +654,7 @@ class GroupNamedGloo(MusterProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta = timedelta(minutes=30),
-        **_options: object,  # Gloo's, of which each torch has more
+        **_options: object,  # Gloo's options, of which each version of torch has more
     ) -> None:
         self.options = self._Options()
         super().__init__(store, rank, size, timeout)
@@ -689,6 +690,6 @@ def _byte() -> memoryview:
 
 
 def _mode() -> Callable[[], Any]:
-    """The mode in which another thread may write the caller's tensors: inference_mode or no_grad."""
+    """Returns the mode in which another thread may write the caller's tensors: inference_mode or no_grad."""
     modes: tuple[Callable[[], Any], ...] = torch.no_grad, torch.inference_mode
     return modes[bool(torch.is_inference_mode_enabled())]

@@ -22,8 +22,8 @@ class ChangeHistory:
     """The changes of one member, by their numbers.
 
     Args:
-        max_entries: the most entries that it keeps; beyond, it drops all and sets ``incomplete``.
-        max_bytes: the same limit for the entries' size in bytes.
+        max_entries: maximum number of entries; beyond it, all are dropped and ``incomplete`` is set.
+        max_bytes: maximum size of all entries, in bytes, with the same effect.
 
     Attributes:
         count: the number of changes that were answered.
@@ -73,7 +73,7 @@ class ChangeHistory:
             self._pop(answer, keys[0])
 
     def hear(self, seen: int) -> None:
-        """Notes that the namespace has had the change with the number ``seen``."""
+        """Notes that the namespace already contains the change with the number ``seen``."""
         self.seen = max(self.seen, seen)
 
     def parts(self) -> Iterator[pb.StoreReplay]:

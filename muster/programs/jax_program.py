@@ -203,7 +203,7 @@ class Cluster:
         self._protected = True
 
     def _use(self, config: Any, credentials: Credentials) -> None:
-        """Gives JAX the certificate, the key and the authorities, as files that exist in memory only.
+        """Gives JAX the certificate, the key and the authorities as files that exist only in memory.
 
         Raises:
             SecurityError: the certificate has a SPIFFE ID, from which JAX cannot read the job.

@@ -39,8 +39,8 @@ class Meeting:
 def numbers_of(claimed: Sequence[int | None], size: int = 0) -> list[int]:
     """Assigns a rank to each process of a generation.
 
-    Processes that live on keep their ranks, and new ones take the free ranks in order. So no process's rank
-    changes, although the scheduler numbers its members differently once a spare has come in.
+    Processes that stay alive keep their ranks, and new processes take the free ranks in order. So no rank of
+    a process changes, although the scheduler numbers its members differently once a spare has come in.
 
     Args:
         claimed: the rank that each process has already, in the scheduler's order; None for a new process.
@@ -77,7 +77,7 @@ class LivingProgram:
             try:
                 world.rehearses = self._others_live()
                 break
-            except Exception:  # of torch's store
+            except Exception:  # an error of torch's store
                 if self._line.failed_first():
                     raise
             self._line.enter_next()
@@ -180,8 +180,12 @@ class LivingProgram:
         self._groups.break_off("The generation is over.")
 
     def _others_live(self) -> bool:
-        """Assigns this process its rank, in agreement with the others; returns whether another lives on."""
-        place = _variable("RANK")  # the scheduler's order: it has just come from the agent
+        """Assigns this process its rank, in agreement with the others.
+
+        Returns:
+            Whether another process has stayed alive.
+        """
+        place = _variable("RANK")  # the scheduler's order, which has just come from the agent
         is_resharding = self._is_resharding or (self._reshards and self._members != self._size)
         mine = [self._has_state, self._rank, self._size, is_resharding]
         said = self._meet("lives", place, mine, range(self._members))
@@ -222,7 +226,7 @@ class LivingProgram:
         """
         try:
             has_finished = self._agent_store().check([FINISHED_KEY])
-        except RuntimeError:  # the store of a generation that is over
+        except RuntimeError:  # the generation of the store is over
             return
         if has_finished:
             log.warning("The others have completed the training, which ends here, too.")
@@ -263,15 +267,15 @@ _program: LivingProgram | None = None
 
 
 def keep_alive() -> bool:
-    """Lets this program's process, groups and modules live on when another rank is lost.
+    """Keeps this program's process, groups and modules alive when another rank is lost.
 
     All ranks call it before ``init_process_group()``. From then on torch makes process groups that are
-    connected again in each generation, with a restarted worker or a spare in the lost rank's place, as long
-    as the world size stays the same. Training goes on in :func:`muster.torch.steps`. If the program cannot go
-    on in a generation, it is started again, as it would be without this call, and the log says why.
+    connected again in each generation, as long as the world size stays the same. A restarted worker or a
+    spare takes the place of the lost rank. Training goes on in :func:`muster.torch.steps`. If the program
+    cannot go on in a generation, it is restarted as without this call, and the log says why.
 
     Returns:
-        Whether the program lives on; False if no agent of ``muster run`` has started it, or if this torch
+        Whether the program stays alive; False if no agent of ``muster run`` has started it, or if this torch
         lacks what is needed.
 
     Raises:

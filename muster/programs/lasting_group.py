@@ -45,7 +45,7 @@ OPERATIONS = (
     "recv",
     "recv_anysource",
 )
-"""The methods that start an operation; of two names for one, each version of torch calls the one it has."""
+"""The methods that start an operation; if one has two names, each version of torch calls its own."""
 
 
 class LastingProcessGroup(NamedProcessGroup):
@@ -137,7 +137,7 @@ class LastingProcessGroup(NamedProcessGroup):
         with self._lock:
             self._under_way.add(work)
             broken = self._broken
-        if broken is not None:  # while it began
+        if broken is not None:  # broken off while the operation began
             work.give_up(broken)
         return work
 
@@ -169,7 +169,7 @@ class LastingProcessGroup(NamedProcessGroup):
         return self.device_types
 
     def _get_backend(self, device: Any) -> Any:
-        """Returns the backend of the inner group, to which torch's questions go.
+        """Returns the backend of the inner group, which answers torch's queries.
 
         Raises:
             CommunicatorAbortedError: the group is broken off.
@@ -239,5 +239,5 @@ def _keep_for_ever(inner: Any) -> None:
 def _abort(inner: Any) -> None:
     try:
         inner.abort()
-    except Exception:  # its collectives fail with the connections, or never: nobody waits for them
+    except Exception:  # nobody waits for its collectives, which fail with the connections or never
         return

@@ -102,9 +102,9 @@ class ApartWork(GroupWork):
     def _wait_for_inner(self) -> None:
         """Waits for torch's handle in short pieces: a wait in C++ when the interpreter ends would crash it.
 
-        A message is waited for as a whole, because a wait that times out would end its connections. It can be
-        aborted instead. A wait that raises before its time is over has failed, whatever the handle says: that
-        of Gloo's reduce-scatter is never complete after an error.
+        A message is waited for without pieces, because a wait that times out would end its connections. It
+        can be aborted instead. If a wait raises before its time is over, the operation has failed, whatever
+        the handle says: the handle of Gloo's reduce-scatter is never complete after an error.
         """
         if self._is_message:
             self._inner.wait()

@@ -42,9 +42,10 @@ def _nccl_version() -> tuple[int, ...] | None:
 
 
 def _let_live() -> None:
-    """Has torch not end this process when NCCL finds that another rank is lost, in groups that are made next.
+    """Keeps torch from ending this process when NCCL finds that another rank is lost.
 
-    torch does by default, and reads this as it makes a group. Some programs set it as they begin: torchtitan.
+    Torch does so by default, and reads the variable when it makes a group, so this applies to new groups.
+    Some programs, such as torchtitan, set the variable at their start.
     """
     if os.environ.get(_ERROR_HANDLING) != "0":
         os.environ[_ERROR_HANDLING] = "0"
@@ -183,7 +184,7 @@ class LastingWorld:
         _let_live()
         inner, store = helper(**asked)
         if not isinstance(inner, dist.ProcessGroup) or isinstance(inner, LastingProcessGroup):
-            return inner, store  # this process is no member, or the group was there already
+            return inner, store  # this process is not a member, or the group existed already
         name = self._c10d._world.pg_names[inner]
         group = LastingProcessGroup(arguments["group_rank"], arguments["group_size"], name)
         group.device_types = list(getattr(inner, "_device_types", []))

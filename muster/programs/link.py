@@ -227,7 +227,7 @@ class StoreLink:
         for each in pending.values():
             if not each.answer.done():
                 each.answer.set_exception(self._error)
-                each.answer.exception()  # else asyncio complains if nobody reads it
+                each.answer.exception()  # otherwise asyncio complains if nobody reads it
 
 
 async def _raise_status(call: Any) -> None:

@@ -20,7 +20,9 @@ from typing import Any
 
 VARIABLE = "MUSTER_STORE"
 TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
-"""The same for workers of torchrun, which opens their stores by itself."""
+"""Variables with the address of the store's listener; the second one is for workers of torchrun, which opens
+their stores by itself.
+"""
 
 IN_PLACE_VARIABLE = "MS_IN_PLACE"
 STEP_TIMES_VARIABLE = "MS_STEP_TIMES"
@@ -57,7 +59,7 @@ def autoload() -> None:
 
     if not torch.distributed.is_available():
         return
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # its package hides it by a function
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # hidden by a function of that name
     rendezvous._rendezvous_handlers["muster"] = _handler
     rendezvous._rendezvous_handlers["env"] = _handler
     from muster.programs import registration

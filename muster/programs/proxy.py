@@ -2,7 +2,7 @@
 
 Torch's client is written in C++: it does not need the interpreter's lock, and none of it runs while an
 interpreter ends. Only processes of this user are served: before anything is read from a connection, the
-kernel is asked which user owns its other end, and one that no process holds any more has no owner. The
+kernel is asked which user owns its other end. An end that no process holds any more has no owner. The
 operations go over mutual TLS to the generation's store. Torch's protocol has no errors, so if the store
 refuses an operation, the connection is closed and the log says why.
 """
@@ -37,10 +37,10 @@ WINDOW = 1024
 GREETING_TIMEOUT_S = 30.0
 BACKLOG = 1024
 AT_ONCE = 64
-"""How many connections are accepted before the event loop's other work has a turn."""
+"""How many connections are accepted before it is the turn of the event loop's other work."""
 
 REST_S = 0.2
-"""The pause before the next accept after no file descriptor was left, in seconds."""
+"""The pause before the next accept if no file descriptor was left, in seconds."""
 
 LINES, WINDOW_S = 3, 10.0
 """The number of log lines about refused connections in a window, and the window in seconds."""
@@ -108,13 +108,13 @@ class Proxy:
             asyncio.get_running_loop().add_reader(self._listener, self._take, self._listener)
 
     def _take(self, listener: socket.socket) -> None:
-        """Accepts connections; closes another user's before the next, so that many need one descriptor."""
+        """Accepts connections; closes another user's before it accepts the next, to save descriptors."""
         for _ in range(AT_ONCE):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, ConnectionError, InterruptedError):
                 return
-            except OSError as error:  # no descriptor is left, which an immediate retry would find again
+            except OSError as error:  # no descriptor is left; an immediate retry would fail again
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(REST_S, self._listen)
@@ -156,7 +156,7 @@ class Proxy:
             raise ConnectionEndedError(f"there are {MAX_CONNECTIONS} already.")
 
     def _say_refused(self, kind: str, why: str) -> None:
-        """Logs why a connection was refused, or beyond a limit counts it: others must not fill the log."""
+        """Logs why a connection was refused; beyond a limit, only counts it, so that nobody fills the log."""
         now = time.monotonic()
         for more in self._refused.due(now):
             log.error("%d more connections to the store were closed: %s", more.codes.total(), more.last)
@@ -165,7 +165,7 @@ class Proxy:
 
 
 class _Connection:
-    """The connection of one client of torch's, which sends one command after the other."""
+    """The connection of one of torch's clients, which sends one command after the other."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class _Connection:
                 self._next.cancel()
 
     async def _command(self) -> int:
-        if self._next is not None:  # read beside a wait
+        if self._next is not None:  # already read during a wait
             waiting, self._next = self._next, None
             return (await waiting)[0]
         return (await self._reader.readexactly(1))[0]

@@ -93,7 +93,7 @@ def _serve_hooks(c10d: Any) -> None:
 def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
     """Wraps torch's function that makes a group with a check for combinations that cannot work.
 
-    A group made in Python takes the place of all its backends, so one with another backend for GPUs would
+    A group made in Python takes the place of all its backends, so a group with another backend for GPUs would
     lose that backend.
 
     Args:

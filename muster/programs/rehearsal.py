@@ -1,4 +1,4 @@
-"""Computes the results of collectives for a rank that is alone, as if all ranks gave the same inputs.
+"""Computes the results of collectives for a single rank, as if all ranks gave the same inputs.
 
 A process that takes a lost rank's place builds its modules while the others are training, so none of its
 collectives has a counterpart. The state that it then gets from the others overwrites what it computed with
@@ -76,7 +76,7 @@ def _take_part(output: Tensor, given: Tensor, rank: int, size: int) -> None:
 
 
 def _copy_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Copies inputs to outputs; writes zeros where the shapes differ between ranks, as nobody reads them."""
+    """Copies inputs to outputs; writes zeros if shapes differ between ranks, as they are never read."""
     for output, given in zip(outputs, inputs, strict=True):
         if output.shape == given.shape:
             output.copy_(given)

@@ -1,9 +1,9 @@
-"""Hands the generation's NCCL secret from an agent to its programs: the agent's side, and the program's.
+"""Hands the generation's NCCL secret from an agent to its programs; has the code of both sides.
 
 An agent passes a file descriptor of a sealed memory file to each program that it starts. A program that
 outlives generations gets the next secret over its connection to the agent, in place of the previous one.
-torchrun closes all descriptors in the workers that it starts, so these open the file in /proc, which only
-processes of this user can do.
+torchrun closes all descriptors in the workers that it starts, so these open the file through /proc, which
+only processes of this user can do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def hand_over(session: Session, handed: HandedSecret) -> Mapping[str, str]:
-    """Replaces the handed secret by that of this worker's current generation.
+    """Replaces the handed secret by the secret of this worker's current generation.
 
     Args:
         session: the agent's session.

@@ -1,10 +1,14 @@
-"""Measures in a torch program where the time of its steps goes, and reports it to the program's agent.
+"""Measures how the time of a torch program's steps is spent, and reports it to the program's agent.
 
-A program that knows nothing of Muster says nothing, so what every program does is looked at: a step ends with
-the optimizer's; who waits for others does so in a collective, in ``Work.wait``, in ``wait_tensor``, or in C++
-at the end of a backward pass, where DDP waits for its gradients; who waits for data waits for a
-``DataLoader``. On a GPU the host does not wait: there events on the stream that was made to wait tell for how
-long it did. FSDP2's collectives have streams of their own: of those counts how long computing waits for them.
+A program that knows nothing of Muster reports nothing, so calls that every program makes are watched:
+
+- A step ends with the optimizer's step.
+- A program waits for other ranks in a collective, in ``Work.wait``, in ``wait_tensor``, or in C++ at the end
+  of a backward pass, where DDP waits for its gradients.
+- A program waits for data in a ``DataLoader``.
+
+On a GPU the host does not wait. Instead, events on the stream that waits show how long it did. FSDP2's
+collectives have streams of their own; what counts is how long the computing stream waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from muster.worker.program_environment import GENERATION_VARIABLE
 from muster.worker.session.step_clock import StepClock
 
 OTHER_OPTIMIZER_S = 60.0
-"""An optimizer that has not made a step for so long does not say any more when a step ends."""
+"""After this many seconds without a step of an optimizer, another one's steps may end the program's."""
 
 COLLECTIVES = (
     "all_gather",
@@ -52,7 +56,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-"""What torch.distributed runs on the current stream of a GPU, without a ``Work``, unless told otherwise."""
+"""Calls of torch.distributed that by default run on the current stream of a GPU, without a ``Work``."""
 
 FSDP_MODULES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group",
@@ -60,7 +64,7 @@ FSDP_MODULES = (
 )
 
 MOST_EVENTS = 4096
-"""The most GPU waits kept at a time until they are over; with more, the oldest are dropped."""
+"""Maximum number of GPU waits kept until they are over; beyond it, the oldest are dropped."""
 
 
 class ProgramWaits:
@@ -70,7 +74,7 @@ class ProgramWaits:
         clock: monotonic seconds.
 
     Attributes:
-        waited_s: how long the training thread has, in total, in seconds.
+        waited_s: how long the training thread has waited in total, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,12 +89,12 @@ class ProgramWaits:
         self._spare: list[tuple[Any, Any]] = []
 
     def begin(self, *, of_training: bool = False) -> Any:
-        """Notes that this thread begins to wait; returns what :meth:`end` wants to know.
+        """Notes that this thread begins to wait; returns the argument for :meth:`end`.
 
-        Only the training's waits count, and a wait within another one does not count again.
+        Only the training's waits count, and a wait within another wait does not count again.
 
         Args:
-            of_training: the training waits, whichever thread this is.
+            of_training: whether it is the training that waits, regardless of the thread.
         """
         depth = self._depth()
         self._mine.depth = (self._failures, depth + 1)
@@ -99,7 +103,7 @@ class ProgramWaits:
         return self._clock(), self._record_begin()
 
     def end(self, begun: Any) -> None:
-        """Notes that this thread has waited."""
+        """Notes that this thread's wait is over."""
         self._mine.depth = (self._failures, max(0, self._depth() - 1))
         if begun is None:
             return
@@ -107,12 +111,12 @@ class ProgramWaits:
         if events is None:
             self.waited_s += self._clock() - since
             return
-        with contextlib.suppress(RuntimeError):  # of a GPU that has failed: whoever uses it gets to know
+        with contextlib.suppress(RuntimeError):  # the GPU has failed: its next user gets the error
             events[1].record()
             self._events.append(events)
 
     def give_up(self) -> None:
-        """Notes that waits which have begun, in any thread, do not end."""
+        """Drops the waits that have begun in any thread and will not end."""
         self._failures += 1
 
     def _depth(self) -> int:
@@ -130,12 +134,13 @@ class ProgramWaits:
 
     @contextlib.contextmanager
     def beside(self, stream: Any) -> Iterator[None]:
-        """Context in which the training's collectives run on streams beside the one that computes.
+        """Context in which the training's collectives run on other streams than the one that computes.
 
-        What they take does not count, but what ``stream`` waits for them, and what the host waits.
+        The time of the collectives does not count. Only the time for which ``stream`` or the host waits for
+        them counts.
 
         Args:
-            stream: the one that computes.
+            stream: the stream that computes.
         """
         before, self._mine.stream = self._stream(), stream
         try:
@@ -144,7 +149,7 @@ class ProgramWaits:
             self._mine.stream = before
 
     def waits_beside(self, stream: Any) -> bool:
-        """Whether this stream is the one that computes, within :meth:`beside`."""
+        """Whether this is the stream that computes, within :meth:`beside`."""
         computes = self._stream()
         return computes is not None and bool(computes == stream)
 
@@ -152,7 +157,7 @@ class ProgramWaits:
         return getattr(self._mine, "stream", None)
 
     def is_training(self) -> bool:
-        """Whether this thread makes the steps, or goes backward for the one that does."""
+        """Whether this thread makes the steps, or runs a backward pass for the thread that does."""
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
     def note_training_thread(self) -> None:
@@ -160,9 +165,9 @@ class ProgramWaits:
         self._thread = threading.get_ident()
 
     def take_device_wait(self) -> float | None:
-        """For how long streams of the GPU have waited since the last call, and the host; None: it has none.
+        """Returns for how many seconds the GPU's streams and the host have waited since the last call.
 
-        What is not over yet counts the next time.
+        None if no GPU is used. Waits that are not over yet count the next time.
         """
         if not self._uses_device:
             return None
@@ -175,7 +180,7 @@ class ProgramWaits:
         return waited_s
 
     def _record_begin(self) -> tuple[Any, Any] | None:
-        """The events of a wait of the current stream, the first recorded; None: the host waits."""
+        """Returns two events for a wait of the current stream, the first recorded; None: the host waits."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
         self._uses_device = True
@@ -193,7 +198,7 @@ class ProgramSteps:
 
     Args:
         waits: the training's waits.
-        send: takes the times of some steps, about once a second.
+        send: called with the times of some steps, about once a second.
         clock: monotonic seconds.
     """
 
@@ -212,7 +217,7 @@ class ProgramSteps:
 
         Args:
             seconds: for how long.
-            is_reported: the program says so; where its loader is seen, that counts instead.
+            is_reported: whether the program reports it. If its loader is watched, the report is ignored.
         """
         if self._waits.is_training():
             self._sees_loader = self._sees_loader or not is_reported
@@ -220,7 +225,7 @@ class ProgramSteps:
                 self._steps.note_data(seconds)
 
     def optimizer_stepped(self, optimizer: object) -> None:
-        """Notes that an optimizer has made a step: one of the program's ends, if it is the first one."""
+        """Notes that an optimizer has made a step; the first optimizer's steps end the program's steps."""
         now = self._clock()
         counting = self._counts()
         if counting is not optimizer and counting is not None and now < self._stepped_s + OTHER_OPTIMIZER_S:
@@ -233,7 +238,7 @@ class ProgramSteps:
 
     def _end_step(self) -> None:
         generation = os.environ.get(GENERATION_VARIABLE, "")
-        if generation != self._generation:  # its first step was preceded by much else
+        if generation != self._generation:  # other work came before its first step
             self._generation = generation
             self._steps.begin(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
             return
@@ -244,20 +249,20 @@ class ProgramSteps:
 
 
 WAITS = ProgramWaits()
-"""Those of this process. Muster's own process groups count here, too."""
+"""The waits of this process. Muster's own process groups count here, too."""
 
 
 def install() -> None:
-    """Measures this program's steps from now on, if an agent wants to know."""
+    """Measures this program's steps from now on, if it has an agent that asks for it."""
     line = line_to_agent(os.environ)
     if line is None:
         return
     pid = os.getpid()
 
     def send(times: StepTimes) -> None:
-        if os.getpid() == pid:  # a forked child makes steps of its own
+        if os.getpid() == pid:  # steps of a forked child do not count
             said = {"times": [times.steps, times.seconds[:6]]}
-            with contextlib.suppress(OSError):  # the agent has no time, or has gone
+            with contextlib.suppress(OSError):  # the agent is busy, or has ended
                 line.send(json.dumps(said).encode() + b"\n", socket.MSG_DONTWAIT)
 
     steps = ProgramSteps(WAITS, send, time.monotonic)
@@ -279,7 +284,7 @@ def install() -> None:
 
 
 def _watch_calls(waits: ProgramWaits) -> None:
-    """Counts what Python waits in torch's process groups."""
+    """Counts the waits of Python code in torch's process groups."""
     dist.Work.wait = _timed(waits, dist.Work.wait)
     if hasattr(dist, "_broadcast_coalesced"):  # DDP's buffers, before each forward pass
         dist._broadcast_coalesced = _timed(waits, dist._broadcast_coalesced)
@@ -306,16 +311,16 @@ def _timed(waits: ProgramWaits, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_functional(waits: ProgramWaits) -> None:
-    """Counts what waits for functional collectives, as those of tensor parallelism are."""
+    """Counts the waits for functional collectives, for example those of tensor parallelism."""
     functional: Any = sys.modules.get("torch.distributed._functional_collectives")
     if hasattr(functional, "wait_tensor"):
         functional.wait_tensor = _timed(waits, functional.wait_tensor)
 
 
 def _watch_fsdp(waits: ProgramWaits) -> None:
-    """Counts what the stream that computes waits for the streams of FSDP2.
+    """Counts the waits of the stream that computes for the streams of FSDP2.
 
-    What it waits at the end of a backward pass, :func:`_watch_backward` counts.
+    :func:`_watch_backward` counts its wait at the end of a backward pass.
     """
     found = [sys.modules[name] for name in FSDP_MODULES if name in sys.modules]
     group = getattr(found[0], "FSDPParamGroup", None) if found else None
@@ -350,10 +355,10 @@ def _timed_of_stream(waits: ProgramWaits, wait_event: Callable[..., None]) -> Ca
 
 
 def _watch_backward(waits: ProgramWaits) -> None:
-    """Counts what DDP waits in C++, at the end of a backward pass.
+    """Counts DDP's wait in C++, at the end of a backward pass.
 
-    There the engine runs what was queued for it, one after the other. Ours is queued as the pass begins, so
-    it runs before DDP's, and queues another, which runs after it.
+    There the engine runs the queued callbacks, one after the other. Ours is queued when the pass begins, so
+    it runs before DDP's callback; it queues another one, which runs after DDP's.
     """
     backward = torch.autograd.backward
     engine = torch.autograd.Variable._execution_engine
@@ -382,20 +387,20 @@ def _watch_backward(waits: ProgramWaits) -> None:
             return backward(tensors, *args, **kwargs)
         finally:
             hook.remove()
-            if open_waits:  # it broke off while it waited
+            if open_waits:  # the pass failed during the wait
                 waits.give_up()
 
     torch.autograd.backward = watched
 
 
 def _is_compiled_backward() -> bool:
-    """Whether torch compiles backward passes, hooks included."""
+    """Whether torch compiles backward passes, including hooks."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
 def _watch_loader(steps: ProgramSteps) -> None:
-    """Counts what the training thread waits for its loader."""
+    """Counts the training thread's waits for its loader."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     iterator = getattr(loading, "_BaseDataLoaderIter", None)
     if iterator is None:

@@ -1,4 +1,4 @@
-"""Converts tensors to the form that the communicator takes, and checks that a call's fit each other."""
+"""Converts tensors to the form that the communicator takes, and checks that those of a call fit together."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def apart(source: Tensor, target: Tensor, offset: int | None = None) -> Tensor:
     Args:
         source: the tensor that a collective reads.
         target: the tensor that it writes.
-        offset: the place in ``target``, in elements, at which ``source`` may be without a copy; None: none.
+        offset: the offset in ``target``, in elements, at which ``source`` may lie without a copy; None: none.
     """
     if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         return source

@@ -203,7 +203,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
                 return self._meet(session)
             except MembershipChanged:
                 continue
-            except StoreEndedError as error:  # the session is about to say so, unless the store alone is lost
+            except StoreEndedError as error:  # the session will report it, unless only the store is lost
                 if isinstance(error, StoreLostError):
                     session.ask_for_new_generation(error.message)
                 time.sleep(LOOK_S)

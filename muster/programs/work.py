@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Tensor = Any
 _SIGNALS_S = 0.1
-"""The longest single wait, in seconds: signals that another thread received are handled between two."""
+"""The longest single wait, in seconds: signals that another thread received are handled between waits."""
 
 
 class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
@@ -62,7 +62,7 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
         with WAITS.waiting():
             self._wait(timeout)
         if self._error is not None:
-            raise self._error.with_traceback(None)  # another wait adds to it
+            raise self._error.with_traceback(None)  # each wait would add to its traceback
         return True
 
     def _wait(self, timeout: timedelta) -> None:
@@ -144,7 +144,7 @@ class MessageWork(GroupWork):
         if error is None and last and self._filled is not None:
             try:
                 self._filled()
-            except Exception as failure:  # raised here, it would end a thread that serves others
+            except Exception as failure:  # if raised here, it would end a thread that others need
                 error = failure
         if (error is not None or last) and not self.is_completed():
             self.finish(error)

@@ -1,4 +1,4 @@
-"""Training with torch: what :mod:`muster` offers for it, in one place. Importing it imports torch."""
+"""Training with torch: all that :mod:`muster` offers for it, in one place. Importing it imports torch."""
 
 from muster.version import how_to_install
 

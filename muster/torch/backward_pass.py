@@ -66,7 +66,7 @@ class BackwardPass:
         """Notes that a parameter's gradient is complete, and reduces the buckets that this completes.
 
         Raises:
-            WorkerError: this gradient has come before in this pass, or :meth:`finish` has been called.
+            WorkerError: this gradient was complete earlier in this pass, or :meth:`finish` has been called.
         """
         if self._ends or id(parameter) in self.seen:
             raise WorkerError(
@@ -80,7 +80,7 @@ class BackwardPass:
             self._waiting[self._bucket_of[id(parameter)]] -= 1
         while self._launched < len(self._buckets) and self._waiting[self._launched] <= 0:
             if self._launched == len(self._buckets) - 1 and self._passes.waiting:
-                break  # only the end shows whether this backward pass covers the forward passes that wait
+                break  # only the end shows whether this pass covers all waiting forward passes
             self._launch()
 
     def finish(self) -> None:
@@ -100,7 +100,7 @@ class BackwardPass:
         with (
             torch.no_grad(),
             self._comm_stream.on_side_stream(),
-        ):  # backward(create_graph=True) would record all this
+        ):  # otherwise backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             if last:
                 if not self._comm_stream.capturing():

@@ -1,12 +1,12 @@
-"""Flat gradient buckets for torch: what is all_reduced, and the views of it that the optimizer sees.
+"""Flat gradient buckets for torch: the tensors that are reduced, and the views that the optimizer sees.
 
-A bucket's flat tensor holds its parameters' gradients one after the other and, behind them, one flag per
-parameter: 1 where this rank has a gradient. The flags are reduced with the gradients: without a further
-collective they tell a parameter that no rank used from one that only this rank did not use. The last
-bucket also has one number per rank: how many training passes that rank has left unfinished.
+A bucket's flat tensor holds its parameters' gradients one after the other and, after them, one flag per
+parameter: 1 if this rank has a gradient. The flags are reduced with the gradients. So without a further
+collective, they distinguish a parameter that no rank used from a parameter that only this rank did not use.
+The last bucket also has one number per rank: how many training passes that rank has left unfinished.
 
-On a CPU a copy costs more than starting a collective. So large gradients are reduced in place there, where
-autograd has put them; the flat tensor holds only their flags.
+On a CPU a copy costs more than starting a collective. So there, large gradients are reduced in place, where
+autograd has put them, and the flat tensor holds only their flags.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class GradientBucket:
         parameters: the parameters, in the bucket's order.
         wire_dtype: dtype in which gradients are communicated, except complex ones; None: their own dtype.
         device: device of a bucket without parameters; other buckets are on their parameters' device.
-        ranks: number of elements behind the flags, one per rank.
-        in_place_bytes: gradients of at least this size, in bytes, are reduced in place; must be None with a
-            wire dtype or master weights. None: no gradient is.
+        ranks: number of elements after the flags, one per rank.
+        in_place_bytes: gradients of at least this size, in bytes, are reduced in place; None: no gradient is.
+            Must be None with a wire dtype or master weights.
 
     Attributes:
         in_place: this pass's gradients that are reduced in place, 1-dim, from :meth:`fill` to :meth:`finish`.
@@ -73,12 +73,12 @@ class GradientBucket:
         self.flags, self.numbers = self.wire[self.size :].split([count, ranks])
 
     def _places(self, flat: Any) -> list[Any]:
-        """Returns each parameter's view of ``flat``; None for one whose gradient is reduced in place."""
+        """Returns each parameter's view of ``flat``; None if its gradient is reduced in place."""
         views = iter(views_of(flat, self._packed))
         return [None if index in self._large else next(views) for index in range(len(self.parameters))]
 
     def fill(self, scale: Any | None) -> list[Any]:
-        """Packs the gradients into the bucket on the current stream; zeros where a parameter has none.
+        """Packs the gradients into the bucket on the current stream; zeros if a parameter has none.
 
         Large gradients are prepared in place.
 
@@ -86,8 +86,8 @@ class GradientBucket:
             scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
 
         Returns:
-            The gradients that were packed and that ``parameter.grad`` no longer holds. They were made on
-            another stream: their memory must not be reused before the current stream has read it.
+            The packed gradients that ``parameter.grad`` no longer holds. They were made on another stream, so
+            their memory must not be reused before the current stream has read it.
 
         Raises:
             ArrayError: a gradient is sparse, or its parameter was converted or moved since it was wrapped.
@@ -111,7 +111,7 @@ class GradientBucket:
                 sources.append(gradient)
                 self._replace(parameter, index)
         if self.master is not None and self.master.grad is not None:
-            # The master's gradient of an earlier pass was not cleared: this pass is added, as by autograd.
+            # The master's gradient of an earlier pass was not cleared, so this pass is added, as in autograd.
             self.wire[: self.size].copy_(self.master.grad)
             if sources:
                 torch._foreach_add_(targets, sources)
@@ -129,7 +129,7 @@ class GradientBucket:
         return sources
 
     def _flat_gradient(self, parameter: Any, index: int) -> Any:
-        """A large gradient as a 1-dim view; made new if it is missing or not laid out as its parameter."""
+        """Returns a large gradient as a 1-dim view; replaces one that is missing or has another layout."""
         dtype, device, strides = self._large[index]
         if (parameter.dtype, parameter.device, parameter.stride()) != self._large[index]:
             raise _converted(parameter, torch.empty(parameter.shape, dtype=dtype, device=device))
@@ -152,10 +152,11 @@ class GradientBucket:
             self.flat.copy_(self.wire)
 
     def finish(self, *, capturing: bool = False) -> None:
-        """Gives the reduced gradients to the parameters, or to their master; None where no rank has one.
+        """Gives the reduced gradients to the parameters, or to their master; None if no rank has one.
 
         Args:
-            capturing: a CUDA graph is being captured, so flags cannot be read: those of earlier steps count.
+            capturing: whether a CUDA graph is being captured. Flags cannot be read then, so those of earlier
+                steps count.
         """
         unused = self._unused_now(capturing)
         self.forget()
@@ -205,9 +206,9 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Packs parameters, given in the order in which their gradients become ready, into buckets.
 
-    The last ``last_bytes`` bytes of them form buckets of their own: no computation is left to overlap their
-    reduction, so it should be short. The last bucket has a number for each of ``ranks``; at least one bucket
-    is returned.
+    The last ``last_bytes`` bytes of gradients form buckets of their own, because no computation is left to
+    overlap their reduction, so it should be short. The last bucket has a number for each of ``ranks``; at
+    least one bucket is returned.
     """
     if not named:
         return [GradientBucket([], wire_dtype=None, device=device, ranks=ranks)]

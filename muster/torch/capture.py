@@ -1,7 +1,8 @@
 """``muster.capture_step``: a training step (forward, backward, all_reduce, optimizer) as one CUDA graph.
 
 With small batches a GPU waits for the host, which launches some thousand kernels per step. A captured step
-is launched once; the all_reduce of each bucket runs inside it, beside the rest of the backward pass.
+is launched once. The all_reduce of each bucket runs within the step, in parallel with the rest of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from muster.torch.transfer import array_of
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.02
-"""Longer than a launch takes, in seconds, unless the launch waits for a broken step."""
+"""A time in seconds that is longer than a launch takes, unless the launch waits for a broken step."""
 
 
 class CaptureError(WorkerError):
@@ -39,7 +40,7 @@ class TrainingStep:
     """One training step; made by :func:`capture_step`. Call it with the tensors of a batch."""
 
     reason: str | None
-    """Why steps run eagerly; None while they are, or are going to be, captured."""
+    """Why steps run eagerly; None while they are captured, or will be."""
 
     def __init__(
         self,
@@ -86,16 +87,16 @@ class TrainingStep:
         Args:
             batch: tensors for the loss function; none: those given to :meth:`feed` before.
             samples: number of samples in this rank's batch, for a step in which ranks have different numbers,
-                as in the last batch of an epoch: gradients are then averaged over all samples. 0: this rank
-                has none, but takes part. All ranks must give it in such a step, which runs eagerly.
+                such as the last batch of an epoch. Gradients are then averaged over all samples. 0: this rank
+                has none, but takes part. All ranks must pass it in such a step, which runs eagerly.
 
         Returns:
             The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
             wait for it.
 
         Raises:
-            ArrayError: a part of the batch is no tensor; with ``accumulate``, their first axes differ.
-            SettingsError: no batch is given, and :meth:`feed` was given none.
+            ArrayError: a part of the batch is not a tensor; with ``accumulate``, their first axes differ.
+            SettingsError: no batch is given here, and none was given to :meth:`feed`.
         """
         if not batch and samples != 0:
             batch = self._take_fed()
@@ -122,12 +123,12 @@ class TrainingStep:
             self._eager_steps += 1
             return self._run_eagerly(self._to_device(batch), samples)
         self._settings.update_rates()
-        with self._lock:  # an abort in another thread may take the graph away
+        with self._lock:  # an abort in another thread may release the graph
             if self._graph is not None:
                 for static, given in zip(self._static, batch, strict=True):
                     static.copy_(given, non_blocking=True)
                 self._note("captured_step")
-                if not self._updates_last:  # the model's flag may be that of another captured step
+                if not self._updates_last:  # another captured step may have set the model's flag
                     self._model.before_update()
                 self._model.before_replay()
                 self._graph.replay()
@@ -150,7 +151,7 @@ class TrainingStep:
         """The mean of all ranks' losses, for progress output. All ranks call it; the host waits.
 
         Args:
-            loss: one element, as a step returned it.
+            loss: a tensor of one element, as a step returned it.
 
         Raises:
             MembershipChanged: the members changed; within ``with step`` an elastic loop redoes the step.
@@ -197,7 +198,7 @@ class TrainingStep:
     # ------------------------------------------------------------ capturing
 
     def obstacle(self) -> str | None:
-        """Why the step cannot be captured; None if it can."""
+        """Returns why the step cannot be captured; None if it can."""
         if SparseGradients(self._module).parameters:
             return "sparse gradients cannot be captured: each step reads how many rows there are"
         if self._device.type != "cuda":
@@ -229,7 +230,7 @@ class TrainingStep:
         communicator: Any = self._communicator
         self._note = _ignore if communicator is None else communicator.note
         self._ended = False
-        if communicator is not None:  # before the capture: an abort may come at any time
+        if communicator is not None:  # before the capture, because an abort may come at any time
             self._forget = communicator.before_end(self.release)
         try:
             # thread_local: other threads (heartbeats, the autograd engine) may call CUDA at that time
@@ -292,7 +293,7 @@ class TrainingStep:
             if self._graph is not None and any(
                 map(operator.is_not, self._held, self._model.held_by_graphs())
             ):
-                self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
+                self._drop()  # gradients are elsewhere now, so the graph would use freed memory
             return
         self._communicator = communicator
         self._drop()
@@ -334,7 +335,7 @@ def capture_step(
     capture: bool = True,
     strict: bool = False,
 ) -> TrainingStep:
-    """Makes a training step that runs as one CUDA graph where that is possible.
+    """Makes a training step that runs as one CUDA graph if that is possible.
 
     ::
 
@@ -345,23 +346,24 @@ def capture_step(
         for images, labels in batches:
             loss = step(images, labels)
 
-    The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
-    captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
-    ``optimizer.param_groups`` or a scheduler. The graph fixes all other settings, what
+    The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next call
+    captures the step. A batch of another shape runs eagerly. Learning rates may be changed at any time
+    through ``optimizer.param_groups`` or a scheduler. The graph fixes all other settings, the state that
     ``optimizer.load_state_dict`` loads, which parameters are frozen and which modules are in training mode.
-    After a change of these, which all ranks must make, the step is captured again. Where capture fails on any
-    rank, all ranks go on eagerly and ``step.reason`` says why.
+    After a change of these, which all ranks must make, the step is captured again. If the capture fails on
+    any rank, all ranks go on eagerly and ``step.reason`` says why.
 
     Args:
-        loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
-            GPU (``item()``, ``if`` on a tensor).
+        loss: gets the batch, calls the model, and returns a scalar, a mean over the samples. It must not read
+            from the GPU (``item()``, ``if`` on a tensor).
         model: a :class:`muster.DataParallel`, or a bare module in a job of one.
-        optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
-        autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
+        optimizer: an optimizer of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are
+            fast.
+        autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need.
         clip_norm: clip the averaged gradient to this norm.
-        accumulate: cut each batch along the first axis into this many parts (fewer where it is too short),
-            and all_reduce once. Parts are weighted by their number of samples, so that with a loss that is a
-            mean over samples the gradient is that of the whole batch.
+        accumulate: cut each batch along the first axis into this many parts (fewer if it is too short), and
+            all_reduce once. Parts are weighted by their number of samples. So with a loss that is a mean over
+            samples, the gradient is that of the whole batch.
         warmup_steps: eager steps before the capture, at least 2.
         capture: False: always run eagerly.
         strict: raise :class:`CaptureError` instead of running eagerly.
@@ -399,7 +401,7 @@ def free_generators(device: Any, others: Sequence[Any]) -> None:
 
 
 def is_recording(device: Any) -> bool:
-    """Whether the current stream is being captured: calls are recorded, and computed when replayed."""
+    """Whether the current stream is being captured, so that calls are recorded and computed at replay."""
     return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 

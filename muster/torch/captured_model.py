@@ -34,7 +34,7 @@ class CapturedModel(Protocol):
 
     @property
     def capture_obstacle(self) -> str | None:
-        """Why no CUDA graph can hold a step; None: no reason is known."""
+        """The reason why no CUDA graph can hold a step; None: none is known."""
 
     def parameters(self) -> Iterable[Any]:
         """The parameters that the optimizer trains."""
@@ -58,18 +58,19 @@ class CapturedModel(Protocol):
         """Called before a captured step is launched."""
 
     def held_by_graphs(self) -> list[Any]:
-        """The objects whose memory a graph uses for gradients; once one is replaced, the graph is invalid."""
+        """Objects whose memory a graph uses for gradients; if one is replaced, the graph becomes invalid."""
 
     def forget_backward(self) -> None:
-        """Drops a backward pass that was only recorded, by a failed capture, and its gradients."""
+        """Drops a backward pass that a failed capture has only recorded, and its gradients."""
 
 
 class BareModule:
     """Adapts a module that is not wrapped, or that another library has wrapped, to a captured step.
 
     Args:
-        module: a torch module; its own ``no_sync`` and ``clip_grad_norm_`` are called where it has them.
-        optimizer: its parameters' gradients are clipped where the module has no ``clip_grad_norm_``.
+        module: a torch module; its own ``no_sync`` and ``clip_grad_norm_`` are called if it has them.
+        optimizer: the optimizer whose parameters' gradients are clipped if the module has no
+            ``clip_grad_norm_``.
     """
 
     communicator = capture_obstacle = None
@@ -100,7 +101,7 @@ class BareModule:
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """See :class:`CapturedModel`."""
         whole = getattr(self._module, "clip_grad_norm_", None)
-        if whole is not None:  # ranks have parts of the gradients, and of their norm
+        if whole is not None:  # each rank has only a part of the gradients and their norm
             return whole(max_norm)
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
@@ -121,8 +122,8 @@ class BareModule:
 
 
 def captured_model(module: Any, optimizer: Any) -> CapturedModel:
-    """The module itself, compiled or not, if it is a :class:`CapturedModel`; otherwise an adapter."""
-    compiled = getattr(module, "_orig_mod", module)  # to which a compiled module forwards attributes
+    """Returns the module itself, compiled or not, if it is a :class:`CapturedModel`; else an adapter."""
+    compiled = getattr(module, "_orig_mod", module)  # a compiled module forwards attributes to it
     if isinstance(compiled, CapturedModel):
         answers: CapturedModel = module
         return answers

@@ -1,4 +1,4 @@
-"""Detects changes of what a captured step has fixed, and optimizers whose step no graph can hold."""
+"""Detects changed settings that a captured step has fixed, and optimizers whose step no graph can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
 class CapturedSettings:
     """Detects changes of an optimizer's settings and a model's modes that a captured graph cannot follow.
 
-    Learning rates become tensors on the GPU: the graph would fix a number for ever.
+    Learning rates become tensors on the GPU, because the graph would fix a number for ever.
 
     Args:
         optimizer: a torch optimizer.
@@ -67,13 +67,13 @@ class CapturedSettings:
         return changed
 
     def obstacle(self) -> str | None:
-        """Why a capture with these settings would be of no use; None: no reason is known."""
+        """Returns why a capture with these settings would be of no use; None: no reason is known."""
         if self._changes < _MOST_CHANGES:
             return None
         return f"{self._last} changes in each step, and a graph holds it fixed"
 
     def captured(self) -> None:
-        """Notes that a graph holds the settings: changes are counted from zero."""
+        """Notes that a graph holds the settings, so that changes are counted from zero."""
         self._changes = 0
 
     def update_rates(self) -> None:
@@ -91,7 +91,7 @@ class CapturedSettings:
 
 
 def host_bound(optimizer: Any) -> str | None:
-    """Why no graph can hold this optimizer's step; None: no reason is known."""
+    """Returns why no graph can hold this optimizer's step; None: no reason is known."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS decides on the host how often to evaluate the loss"

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class CheckpointCopier:
-    """Copies a state's tensors, in the order of the current stream: later work may change them at once.
+    """Copies a state's tensors in the order of the current stream, so that later work may change them.
 
     Args:
         device: the tensors' device.
@@ -38,12 +38,12 @@ class CheckpointCopier:
 
         Args:
             description: the state's description, JSON.
-            tensors: its tensors by name; those whose dtype NumPy lacks are copied as float32, which is exact.
-            more: its arrays in host memory, by name.
+            tensors: the tensors by name; if NumPy lacks a dtype, the copy is float32, which is exact.
+            more: the state's arrays in host memory, by name.
             room: the memory to copy to; it may be read once the copy's ``ready`` has returned.
 
         Raises:
-            OSError: ``room`` has not enough memory.
+            OSError: ``room`` does not have enough memory.
             torch.OutOfMemoryError: the GPU has no room for a copy.
         """
         known = {
@@ -60,7 +60,7 @@ class CheckpointCopier:
         return CheckpointCopy(description, places, size, read.wait)
 
     def _host_of(self, data: memoryview) -> Any:
-        """The memory as a uint8 tensor, pinned so that a GPU may write to it by itself."""
+        """Returns the memory as a uint8 tensor, pinned so that a GPU may write to it by itself."""
         old = self._host
         host = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         if old is not None and (old.data_ptr(), len(old)) == (host.data_ptr(), len(host)):
@@ -71,14 +71,14 @@ class CheckpointCopier:
                 torch.cuda.synchronize(self._device)  # a copy into it may still run
                 runtime.cudaHostUnregister(old.data_ptr())
             code = int(runtime.cudaHostRegister(host.data_ptr(), len(host), 0))
-            if code:  # the copy then takes longer, and the training waits for it
+            if code:  # not pinned: the copy takes longer, and the training waits for it
                 _LOG.warning("memory for checkpoints cannot be pinned: CUDA error %d", code)
         self._host = host
         return host
 
 
 def _whole(name: str, tensor: Any) -> SnapshotTensor:
-    """A whole tensor for a PartCopier: its elements, row by row."""
+    """Describes a whole tensor for a PartCopier: its elements, row by row."""
     shape = tuple(tensor.shape)
     flat = tensor.detach().contiguous().reshape(-1)
     part = Part((0,), (flat.numel(),), 0, math.prod(shape))
@@ -86,7 +86,7 @@ def _whole(name: str, tensor: Any) -> SnapshotTensor:
 
 
 def _in_numpy(dtype: Any) -> str:
-    """The dtype as NumPy writes it; "": it has none."""
+    """Returns the dtype as NumPy writes it; "" if NumPy has none."""
     try:
         return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
     except TypeError:

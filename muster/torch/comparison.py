@@ -25,9 +25,9 @@ _MOST_NAMED = 256
 class RankComparison:
     """Exchanges an int64 row per rank and step: a checksum of its settings, and its generators' states.
 
-    The rows are gathered while the next step runs. On a GPU that takes a stream of its own, and the rows are
-    there once the host has waited for a mark of the communicator that was set within :meth:`beside`; on a CPU
-    the communicator's thread does it.
+    The rows are gathered while the next step runs. On a GPU this uses a stream of its own, and the rows have
+    arrived once the host has waited for a mark of the communicator that was set within :meth:`beside`. On a
+    CPU the communicator's thread does it.
 
     Args:
         optimizer: the optimizer; its settings and step counts must be the same on all ranks.
@@ -48,7 +48,7 @@ class RankComparison:
         self._last: list[tuple[str, Any]] = []
 
     def enter(self, communicator: Communicator) -> None:
-        """Starts over with a new generation's communicator; drops an exchange that was under way."""
+        """Starts over with a new generation's communicator; drops an exchange in progress."""
         self._communicator = communicator
         self._work = self._sent = self._table = self._arrived = None
         self._compared = True
@@ -78,18 +78,18 @@ class RankComparison:
             if on_gpu:
                 host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
                 table = host.copy_(table, non_blocking=True)
-        self._sent = row, mine, settings  # kept alive: their memory is read until the row is sent
+        self._sent = row, mine, settings  # kept alive, because their memory is read until the row is sent
         self._table = table.view(communicator.world_size, -1)
 
     @property
     def under_way(self) -> bool:
-        """Whether generator states are being exchanged on the CPU; the loss of a rank may lose its states."""
+        """Whether generator states are being exchanged on the CPU; those of a rank lost now may be lost."""
         on_host = self._work is not None and self._stream is None
         return on_host and self._table.shape[1] > _HEAD
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Context that runs GPU work on a side stream, after what is queued on the current stream so far."""
+        """Context that runs GPU work on a side stream, after the work already on the current stream."""
         if self._stream is None:
             yield
             return
@@ -98,7 +98,7 @@ class RankComparison:
             yield
 
     def receive(self) -> None:
-        """Compares the rows that were sent last; on a GPU, after the host has waited for the current stream.
+        """Compares the rows that were sent last; on a GPU, once the host has waited for the current stream.
 
         Raises:
             RanksDifferError: a setting, or the number of finished steps, differs; raised on all ranks.
@@ -112,8 +112,8 @@ class RankComparison:
                 raise self._difference([head[_STEP] for head in heads])
 
     def generators(self, step: int) -> Any:
-        """Generator states of all ranks after ``step``, uint8 [world size, bytes]; None: not known."""
-        if self._device.type == "cpu":  # on a GPU they are there only once the host has waited for the step
+        """Returns all ranks' generator states after ``step``, uint8 [world size, bytes]; None: not known."""
+        if self._device.type == "cpu":  # on a GPU they arrive only once the host has waited for the step
             with contextlib.suppress(WorkerError):
                 self.arrive()
         table = self._arrived
@@ -122,7 +122,7 @@ class RankComparison:
         return table[:, _HEAD:].contiguous().view(torch.uint8)
 
     def arrive(self) -> None:
-        """Receives the rows that were sent last, as :meth:`receive` does, but does not compare them."""
+        """Receives the rows that were sent last, like :meth:`receive`, but does not compare them."""
         table, self._table = self._table, None
         work, self._work = self._work, None
         if table is not None and work is not None:
@@ -132,9 +132,9 @@ class RankComparison:
     # ------------------------------------------------------------ settings
 
     def _settings(self) -> tuple[dict[str, float], tuple[Any, list[str]] | None]:
-        """The numbers that must be the same on all ranks: those on the host, and those on a GPU with names.
+        """Returns the numbers that must be the same on all ranks: on the host, and on a GPU with names.
 
-        Those on a GPU are copied, because the next step may change them before they are sent.
+        Numbers on a GPU are copied, because the next step may change them before they are sent.
         """
         self._last = [(label, _aside(value)) for label, value in self._numbers()]
         host = {label: value for label, value in self._last if not isinstance(value, torch.Tensor)}
@@ -145,7 +145,7 @@ class RankComparison:
         return host, (torch.stack(values), list(device))
 
     def _with_settings(self, row: Any, host: dict[str, float], device: tuple[Any, list[str]] | None) -> Any:
-        """The row on the model's device, with the checksum added. Numbers on a GPU are read there."""
+        """Returns the row on the model's device, with the checksum added. Numbers on a GPU are read there."""
         row[_SETTINGS] = self._checksum(torch.tensor(list(host.values())), list(host))
         mine = row.to(self._device, non_blocking=True)
         if device is not None:
@@ -154,7 +154,7 @@ class RankComparison:
         return mine
 
     def _checksum(self, values: Any, labels: list[str]) -> Any:
-        """A checksum of the values, independent of their order, computed where they are."""
+        """Returns a checksum of the values, independent of their order, computed on their device."""
         key = values.device.type, *labels
         if key not in self._weights:
             weights = [zlib.crc32(label.encode()) | 1 for label in labels]
@@ -177,10 +177,10 @@ class RankComparison:
                 count = self._optimizer.state.get(parameter, {}).get("step")
                 if count is not None and is_number(count):
                     yield f"the step count of parameter group {index}", count
-                    break  # a missed step shows in the group's first parameter
+                    break  # the group's first parameter already shows a missed step
 
     def _difference(self, steps: list[int]) -> RanksDifferError:
-        """Gathers all ranks' numbers, and makes an error that names the first that differs."""
+        """Gathers all ranks' numbers, and makes an error that names the first difference."""
         assert self._communicator is not None
         if len(set(steps)) > 1:
             what, values = "finished steps", [float(step) for step in steps]
@@ -204,7 +204,7 @@ class RankComparison:
 
 
 def _aside(value: Any) -> Any:
-    """The value as a float; a tensor on a GPU is returned as it is, so that the host does not wait."""
+    """Returns the value as a float; returns a tensor on a GPU unchanged, so that the host does not wait."""
     return (
         value if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(number_of(value))
     )

@@ -49,43 +49,47 @@ class DataParallel(ModuleWrapper):
         optimizer.step()
 
     Gradients are reduced in flat buckets while the backward pass still runs; afterwards each
-    ``parameter.grad`` is a view into its bucket, except large ones on a CPU. A parameter without a gradient
-    on this rank counts as zero; where no rank has one, ``grad`` stays None. Buffers (BatchNorm statistics)
-    equal rank 0's after every training step.
-    ``state_dict``, the names of parameters and the signature of ``forward`` are the bare module's. A
-    parameter has one wrapper: a later one takes the earlier one's place. A hook of yours on a parameter sees
-    this rank's own gradient. Parameters that all ranks unfreeze later are averaged from then on.
+    ``parameter.grad`` is a view into its bucket, except large gradients on a CPU. A parameter without a
+    gradient on this rank counts as having a gradient of zero. If no rank has a gradient, ``grad`` stays None.
+    Buffers (BatchNorm statistics) equal those of rank 0 after every training step.
+
+    ``state_dict``, the names of parameters and the signature of ``forward`` are those of the bare module. A
+    parameter has only one wrapper: a later wrapper takes the place of an earlier one. A hook of yours on a
+    parameter sees this rank's own gradient. Parameters that all ranks unfreeze later are averaged from then
+    on.
 
     ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` have sparse gradients, whose rows are
     exchanged after the buckets. ``copy.deepcopy`` copies the module into a wrapper of its own; a pickle can
     be loaded in any job. ``torch.optim.swa_utils.AveragedModel(model)`` averages the model; with master
     weights it needs ``use_buffers=True``.
 
-    ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
-    have different numbers, and in captured steps. All ranks must use the same ones in the same order.
+    ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also if ranks have
+    different numbers of samples, and in captured steps. All ranks must use the same layers in the same order.
 
-    A rank that leaves a training pass unfinished (an error that the script catches, a batch that it skips)
-    and goes on with the next would be out of step with the others. The ranks count unfinished passes and
-    compare the counts with each reduction: on a CPU in the same backward pass; on a GPU, where the host does
-    not wait, at the beginning of a later step.
-    So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
+    A rank that leaves a training pass unfinished (the script catches an error, or skips a batch) and goes on
+    with the next one would be out of step with the others. The ranks count unfinished passes and compare the
+    counts with each reduction: on a CPU in the same backward pass; on a GPU, where the host does not wait, at
+    the beginning of a later step. So a forward pass in training mode without a backward pass belongs under
+    ``torch.no_grad()``.
 
-    Within the training loop of Accelerate, Transformers or Lightning, which divide the data among the
-    processes that they know, it warns where those are fewer (``muster.errors.DataNotDividedWarning``).
+    Accelerate, Transformers and Lightning divide the data among the processes that they know. Within the
+    training loop of one of them, the wrapper warns if it knows fewer processes than there are ranks
+    (``muster.errors.DataNotDividedWarning``).
 
     Args:
-        module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
-        session: whose communicator to use; None: that of ``muster.init()``.
-        communicator: use this one instead of a session's.
-        gradients_mean: average over ranks; False: sum. What was summed is summed again if gradients are not
-            cleared before the next pass; accumulate in :meth:`no_sync`.
+        module: the module, on one device. Its parameters need not be the same on all ranks: those of rank 0
+            are taken.
+        session: the session whose communicator is used; None: that of ``muster.init()``.
+        communicator: a communicator to use instead of a session's.
+        gradients_mean: average over ranks; False: sum. If gradients are not cleared before the next pass,
+            sums of earlier passes are summed again, so accumulate in :meth:`no_sync`.
         parameter_broadcast: take parameters and buffers from rank 0 now.
-        broadcast_buffers: keep buffers equal to rank 0's.
-        forward_sync_buffers: torch 2.15's name for ``broadcast_buffers``, which it overrides where given.
+        broadcast_buffers: keep buffers equal to those of rank 0.
+        forward_sync_buffers: torch 2.15's name for ``broadcast_buffers``, which it overrides if given.
         elastic: send nothing now, because other members may train already; all ranks call :meth:`join` later.
         weights: "bf16": compute with bfloat16 weights (except in normalisation layers) and keep float32
             master weights, which ``parameters()`` then gives to the optimizer. Faster than autocast. All
-            parameters must be float32 and require gradients; one that no rank used counts as having a
+            parameters must be float32 and require gradients. A parameter that no rank used counts as having a
             gradient of zero, so that weight decay and momentum go on. None: compute with the parameters.
         compression: "bf16": communicate gradients as bfloat16, except complex ones; None: in their own dtype.
         bucket_bytes: size cap of a bucket, in bytes.
@@ -98,20 +102,21 @@ class DataParallel(ModuleWrapper):
     Attributes:
         updates_last: set by a captured step: only the last of its graphs changes parameters, and
             ``before_update`` is called before that one.
-        before_update: called before parameters change; a state that copies them beside the step makes the
+        before_update: called before parameters change; a state that copies them during the step makes the
             stream wait here.
 
     Raises:
-        ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
-            from another rank's; in the backward pass: a sparse gradient that no layer announces, or a
-            parameter or buffer that was converted since; in the forward pass: ranks have unfrozen others.
+        ArrayError: parameters are on several devices, have a dtype that the backend does not take, or differ
+            from another rank's. In the backward pass: a gradient is sparse and no layer announces that, or a
+            parameter or buffer was converted since. In the forward pass: ranks have unfrozen different
+            parameters.
         SettingsError: ``compression`` or ``weights`` has no such value, these parameters cannot have masters,
-            or FSDP or tensor parallelism shards them; in the backward pass: the module was moved since, away
+            or FSDP or tensor parallelism shards them. In the backward pass: the module was moved since, away
             from its masters.
-        CollectiveMismatchError: in the forward or backward pass, on all ranks: a rank went on after an
-            unfinished training pass.
-        WorkerError: no parameter requires a gradient; in the backward pass: the one before it broke off; in
-            the forward pass: a later wrapper has some of the parameters, or the module has got others since.
+        CollectiveMismatchError: a rank went on after an unfinished training pass; raised on all ranks, in the
+            forward or backward pass.
+        WorkerError: no parameter requires a gradient. In the backward pass: the previous one broke off. In
+            the forward pass: a later wrapper has some of the parameters, or the module has new ones since.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class DataParallel(ModuleWrapper):
         self._comm_stream = CommStream(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = wire_dtype
-        for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
+        for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refuses a dtype now, not later
             array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
         self._caps: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
@@ -195,8 +200,8 @@ class DataParallel(ModuleWrapper):
     def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
         """Compares the ranks' modules, and takes rank 0's values if wanted.
 
-        Only here must the ranks agree on what is frozen: a newcomer may have frozen what the others have
-        unfrozen since.
+        The ranks must agree on the frozen parameters only here. Later, a newcomer may have frozen parameters
+        that the others have unfrozen since.
         """
         follow = parameter_broadcast or broadcast_buffers
         sent = [*self._named_and_frozen(), *(self.module.named_buffers() if follow else ())]
@@ -232,8 +237,8 @@ class DataParallel(ModuleWrapper):
         """Checks that the module is the one that was wrapped, and that all ranks are in the same step.
 
         Args:
-            begins: a training step begins here, maybe a captured one: forward passes that still lack their
-                backward pass count as unfinished.
+            begins: whether a training step, perhaps a captured one, begins here. Forward passes that still
+                lack their backward pass then count as unfinished.
 
         Raises:
             WorkerError: parameters have been added or replaced, or a later wrapper has some of them.
@@ -251,7 +256,7 @@ class DataParallel(ModuleWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward passes only accumulate; the first one after it reduces the sum."""
+        """Context in which backward passes only accumulate; the first pass after it reduces the sum."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -294,7 +299,7 @@ class DataParallel(ModuleWrapper):
 
     @property
     def comm_stream(self) -> CommStream | None:
-        """The comm_stream for layers that compute with all ranks; None at world size 1 or before joining."""
+        """The stream for layers that compute with all ranks; None at world size 1 or before joining."""
         return self._comm_stream if self._joined and self.communicator.world_size > 1 else None
 
     @property
@@ -340,25 +345,25 @@ class DataParallel(ModuleWrapper):
         broadcast_tensors(self.communicator, tensors, source)
 
     def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
-        """Switches to another generation's communicator and drops gradients: a pass may have broken off.
+        """Switches to another generation's communicator; drops gradients, as a pass may have broken off.
 
         Args:
-            communicator: the new generation's.
+            communicator: the new generation's communicator.
             source: take parameters and buffers from this rank; None: they are the same already.
         """
         changed, self.communicator = communicator is not self.communicator, communicator
         self._comm_stream = CommStream(communicator, self.device)
         self._joined = True
-        if changed:  # what a captured graph holds stays where it is
+        if changed:  # a captured graph's tensors stay where they are
             self._follow_world()
         self.forget_backward()
         if source is not None:
             self.broadcast_parameters(source)
 
     def forget_backward(self) -> None:
-        """Drops a backward pass that broke off, and all gradients: results of its all_reduces are void.
+        """Drops a backward pass that broke off, and all gradients, because its all_reduces are void.
 
-        All ranks must call it, when no collective of that pass is under way.
+        All ranks must call it, when no collective of that pass is running.
         """
         for bucket in self.buckets:
             bucket.forget()
@@ -371,11 +376,11 @@ class DataParallel(ModuleWrapper):
     def join(self, communicator: Communicator, source: int) -> None:
         """Joins a generation that may have newcomers: compares modules, agrees on buckets; all ranks call it.
 
-        Parameters and buffers are left to ``TorchTrainingState``, which sends them. A parameter that any rank
-        trains is averaged by all: newcomers may still have frozen what others have unfrozen.
+        Parameters and buffers are left to ``TorchTrainingState``, which sends them. All ranks average a
+        parameter that any rank trains, because newcomers may still have frozen what others have unfrozen.
 
         Args:
-            communicator: the generation's.
+            communicator: the generation's communicator.
             source: the rank whose assignment of gradients to buckets all ranks take.
         """
         self.rebind(communicator)
@@ -392,14 +397,14 @@ class DataParallel(ModuleWrapper):
         self._settled = bool(theirs_settled)
 
     def bucket_order(self) -> list[int]:
-        """Parameter numbers in bucket order, with those of sparse gradients, which are in no bucket."""
+        """Parameter numbers in bucket order, and those with sparse gradients, which are in no bucket."""
         return list(self._built)
 
     def follow_order(self, order: list[int]) -> None:
         """Rebuilds the buckets in this order of parameters.
 
-        With more than two ranks the rounding of an all_reduce's sums depends on the order. Nothing changes if
-        there are master weights, or if ``order`` is of another number of parameters.
+        With more than two ranks, the rounding of an all_reduce's sums depends on the order. Nothing changes
+        if there are master weights, or if ``order`` has another number of parameters.
         """
         if self._masters is None and sorted(order) == list(range(len(self._named))):
             if order != self.bucket_order():
@@ -422,7 +427,7 @@ class DataParallel(ModuleWrapper):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Wraps the module as it was wrapped, in the job of this process.
+        """Wraps the module again as it was, in the job of this process.
 
         Raises:
             NotInitializedError: this process is in no job.
@@ -476,7 +481,7 @@ class DataParallel(ModuleWrapper):
         self._follow_world()
 
     def _follow_world(self) -> None:
-        """Fits the last bucket's tail to the world size: one number per rank."""
+        """Resizes the last bucket's tail to the world size: one number per rank."""
         last = self.buckets[-1]
         if len(last.numbers) != self.communicator.world_size:
             last.allocate(self.communicator.world_size)
@@ -486,7 +491,7 @@ class DataParallel(ModuleWrapper):
         self._read_later = False
 
     def _follow_thawed(self) -> None:
-        """Begins to average parameters that were unfrozen since; all ranks must have unfrozen the same."""
+        """Starts to average parameters that were unfrozen since, which must be the same on all ranks."""
         if self._thawed():
             trained = [p for _, p in self._named] + [p for p in self._without_hook if p.requires_grad]
             if self._take_in(trained) and self._joined:
@@ -494,7 +499,7 @@ class DataParallel(ModuleWrapper):
             self._hook_what_trains()
 
     def _named_and_frozen(self) -> list[tuple[str, Any]]:
-        """All parameters by name: first those whose gradients are averaged, then the others, so marked."""
+        """All parameters by name: first those whose gradients are averaged, then the others, with a mark."""
         named = {name for name, _ in self._named}
         others = [(name + FROZEN, each) for name, each in self._wrapped.items() if name not in named]
         return [*self._named, *others]
@@ -530,8 +535,8 @@ class DataParallel(ModuleWrapper):
         self._follow_thawed()
         if not self._whole:  # the forward pass was compiled, or bypassed this wrapper
             self.check_step()
-        # Autograd numbers its tasks: a lower number than the last pass's shows that the last pass was part of
-        # this one, and was reduced too early. Averaging twice does no harm.
+        # Autograd numbers its tasks. A lower number than that of the last pass shows that the last pass was
+        # part of this one, and was reduced too early. Averaging twice does no harm.
         before, self._task = self._task, torch._C._current_graph_task_id()
         exact = self._op is ReduceOp.MEAN and self._masters is None and self._scale is None
         if self._task < before and not exact:
@@ -559,7 +564,7 @@ class DataParallel(ModuleWrapper):
         )
 
     def _finish(self) -> None:
-        """Ends a backward pass; on a rank without samples it takes the place of one."""
+        """Ends a backward pass; on a rank without samples, runs in place of a backward pass."""
         if self.backward_pass is None:
             self.backward_pass = self._new_pass()
         self.backward_pass.finish()
@@ -580,7 +585,7 @@ class DataParallel(ModuleWrapper):
         try:
             self._numbers.check()
         except WorkerError as error:
-            self._apart = error  # a script that catches this too must not go on
+            self._apart = error  # a script that also catches this must not go on
             raise
 
     def _reorder(self, seen: list[int]) -> None:
@@ -596,7 +601,7 @@ class DataParallel(ModuleWrapper):
 
 
 def _dtype_of(name: str, value: str | None) -> Any:
-    """The dtype that a setting asks for; None: the parameters' own."""
+    """Returns the dtype that a setting asks for; None: the parameters' own."""
     if value not in _DTYPES:
         raise SettingsError(f'{name} is None or "bf16", not {value!r}')
     return _DTYPES[value]

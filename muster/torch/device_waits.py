@@ -13,7 +13,7 @@ import torch
 _KEPT: list[Any] = []
 """The events that graphs record, two for each wait in a captured step of a model in a generation.
 
-They are kept for ever: launching a graph whose event is destroyed ends the process.
+They are kept for ever, because launching a graph whose event is destroyed ends the process.
 """
 
 MOST_WAITS = 4096
@@ -26,7 +26,7 @@ MOST_CAPTURED = 512
 class DeviceWaits:
     """Measures how long a training stream waits for other ranks; the host never waits.
 
-    A slower rank finds the others' gradients ready, and so waits less than they do. The communication of the
+    A slower rank finds the others' gradients ready, so it waits less than they do. The communication of the
     last bucket counts as well, equally on all ranks.
 
     Args:
@@ -37,7 +37,7 @@ class DeviceWaits:
         self._device = device
         self._graphs_record: bool | None = None
         self._captured: list[tuple[Any, Any]] = []
-        self._recorded = 0  # of those, by the graphs of the step that was captured last
+        self._recorded = 0  # of these, by the graphs of the step that was captured last
         self._is_launched = self._replayed = False
         self._eager: deque[tuple[Any, Any]] = deque(maxlen=MOST_WAITS)
         self._spare: list[tuple[Any, Any]] = []
@@ -48,7 +48,7 @@ class DeviceWaits:
         """Context that measures the current stream's waits for other ranks; a nested one counts once.
 
         Args:
-            capturing: a CUDA graph is being captured, which measures them at each of its replays.
+            capturing: whether a CUDA graph is being captured, which then measures them at each replay.
         """
         events = None if self._measures else self._next_captured() if capturing else self._next_eager()
         if events is None:
@@ -81,7 +81,7 @@ class DeviceWaits:
         self._is_launched = self._replayed = self._recorded > 0
 
     def take(self) -> float | None:
-        """Returns the total seconds of the waits that have ended since the last call; None: none has."""
+        """Returns the total seconds of waits that have ended since the last call; None: no wait has."""
         found = [self._take_replayed()]
         with contextlib.suppress(RuntimeError):  # of a step that broke
             while self._eager and self._eager[0][1].query():
@@ -109,7 +109,7 @@ class DeviceWaits:
         return self._spare.pop() if self._spare else self._new()
 
     def _next_captured(self) -> tuple[Any, Any] | None:
-        """The events of a captured step's next wait; None: graphs cannot record any, or there are enough."""
+        """Returns the events for a captured step's next wait; None: graphs record none, or these suffice."""
         if self._is_launched:  # another step is captured now
             self._recorded, self._is_launched = 0, False
         if self._recorded == len(self._captured) < MOST_CAPTURED and self._graphs_record is not False:

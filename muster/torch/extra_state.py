@@ -73,7 +73,7 @@ class ExtraState:
         return {name: self._written(each.state_dict()) for name, each in self._others.items()}
 
     def load(self, dumped: Mapping[str, bytes]) -> None:
-        """Loads the states that :meth:`dump` has returned; names that are unknown here are left out."""
+        """Loads the states that :meth:`dump` has returned; ignores names that are unknown here."""
         for name, data in dumped.items():
             if name in self._others:
                 self._others[name].load_state_dict(self._read(data))

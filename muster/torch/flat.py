@@ -1,4 +1,4 @@
-"""Views into flat tensors: where each lies, aligned and in its tensor's memory format."""
+"""Makes views into flat tensors, aligned and in the memory format of the tensors that they replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_l
 
 
 def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout.
+    """Returns views into ``flat``, one after the other, with each tensor's shape and (if dense) layout.
 
     Each begins at a multiple of ``ALIGNMENT`` elements; ``flat`` must have room for the gaps.
     """
@@ -40,14 +40,14 @@ def is_dense(tensor: Any) -> bool:
 
 
 def kind_text(tensor: Any) -> str:
-    """A tensor's dtype, shape and device in words."""
+    """Returns a tensor's dtype, shape and device in words."""
     if not isinstance(tensor, torch.Tensor):
         return str(tensor)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def elements_within(flat: Any, box: Box, both: Box) -> Any:
-    """A view of those elements of a rank's flat tensor, which holds ``box``, that lie in ``both``."""
+    """Returns a view of the elements in ``both`` of a rank's flat tensor, which holds ``box``."""
     found = flat.view(-1)[box.start : box.start + box.numel].view(box.sizes)
     for dim, (outer, offset, size) in enumerate(zip(box.offsets, both.offsets, both.sizes, strict=True)):
         found = found.narrow(dim, offset - outer, size)

@@ -22,8 +22,8 @@ class FlatBuffers:
         self._entries = []
         for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
             part.copy_(tensor.detach())
-            # The tensor objects stay: a module may hold them under other names too. They do not become views
-            # of one tensor either, because autograd would take an update of one for a change of all.
+            # The tensor objects stay, because a module may hold them under other names too. They do not
+            # become views of one tensor either: autograd would take an update of one for a change of all.
             tensor.data = part
             self._entries += [(owner, name, tensor) for owner, name in owners]
 

@@ -1,7 +1,7 @@
-"""Drops what a broken step has left in a module of torch's FSDP2, so that the next one begins cleanly.
+"""Drops what a broken step has left in a module of torch's FSDP2, so that the next step begins cleanly.
 
-torch 2.14 does this itself (``_reset_iter_state``). For earlier releases the same is done here, by their
-private names; where one is missing, nothing is changed.
+Torch 2.14 does this itself (``_reset_iter_state``). For earlier releases the same is done here, by their
+private names. If one of these is missing, nothing is changed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GROUP_RESULTS = (
 
 
 def reset_fsdp(state: Any) -> bool:
-    """Drops a module's part of a broken step; returns False where this torch cannot do it.
+    """Drops a module's part of a broken step; returns False if this torch cannot do it.
 
     Args:
-        state: ``module._get_fsdp_state()`` of any module that ``fully_shard`` was called with. The root's
-            state resets itself and those of all modules within it.
+        state: ``module._get_fsdp_state()`` of any module that was passed to ``fully_shard``. The root's
+            state resets itself and the states of all modules within it.
     """
     for group in _groups(state):
-        group._all_gather_result = None  # it has failed: waiting for it would raise
+        group._all_gather_result = None  # it has failed, so waiting for it would raise
     if not state._is_root:
         return True
     if hasattr(state, "_reset_iter_state"):
@@ -70,7 +70,7 @@ def _reset_by_hand(root: Any) -> bool:
 
 
 def _groups(state: Any) -> Iterator[Any]:
-    """The groups of parameters of one state; torch 2.11 has at most one."""
+    """Yields the groups of parameters of one state; torch 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         yield from state._fsdp_param_groups
     elif state._fsdp_param_group is not None:

@@ -1,6 +1,6 @@
 """``torch.func.functional_call`` on a DataParallel: a forward pass with the caller's tensors as parameters.
 
-As in DDP, a gradient is averaged where it reaches a wrapped parameter, also through tensors computed from it.
+As in DDP, a gradient is averaged when it reaches a wrapped parameter, also through tensors computed from it.
 The caller's own tensors get each rank's own gradients. Names may be those of the wrapper's
 ``named_parameters()``, or DDP's, which begin with "module.".
 """
@@ -21,7 +21,7 @@ _plain_call: Any = stateless._functional_call
 
 
 def let_functional_call_know() -> None:
-    """Replaces torch's ``functional_call`` by one that knows the wrapper."""
+    """Replaces torch's ``functional_call`` by a function that knows the wrapper."""
     stateless._functional_call = functional_call
 
 
@@ -34,10 +34,10 @@ def functional_call(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    """Calls a module, or one that holds a DataParallel, with these tensors in the place of its own.
+    """Calls a module, which may contain a DataParallel, with these tensors in place of its own.
 
     Raises:
-        SettingsError: the module computes with bfloat16 weights, which follow from float32 masters.
+        SettingsError: the module computes with bfloat16 weights, which are copies of float32 masters.
     """
     options: dict[str, Any] = {"tie_weights": tie_weights, "strict": strict}
     with parameters_are_lent():
@@ -58,7 +58,7 @@ def functional_call(
 
 @contextlib.contextmanager
 def _named_as_within(module: Any, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Context with the tensors by the module's names; replacements by a forward pass go into ``tensors``."""
+    """Context with the tensors by the module's names; what a forward pass replaces goes into ``tensors``."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     names = {name: name if name in known else name.removeprefix(_PREFIX) for name in tensors}

@@ -1,4 +1,4 @@
-"""Recovers Hugging Face's Trainer in place: processes stay when a rank is lost; a checkpoint is loaded."""
+"""Recovers Hugging Face's Trainer in place: when a rank is lost, processes stay and load a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRITTEN_LAST = "trainer_state.json"
 
 
 def train(trainer: Any, **options: Any) -> Any:
-    """Runs ``trainer.train()``, which goes on in the same processes when ranks are lost.
+    """Runs ``trainer.train()``, and continues it in the same processes when ranks are lost.
 
     ::
 
@@ -20,8 +20,8 @@ def train(trainer: Any, **options: Any) -> Any:
         ...
         muster.torch.huggingface.train(trainer)
 
-    The Trainer's loop cannot go back to an earlier step: it resumes from its last checkpoint
-    (``save_steps``), as with ``resume_from_checkpoint``; without one all processes are restarted.
+    The Trainer's loop cannot go back to an earlier step. So it resumes from its last checkpoint
+    (``save_steps``), as with ``resume_from_checkpoint``. Without a checkpoint all processes are restarted.
 
     Args:
         trainer: a Trainer that has not trained yet; its ``output_dir`` is on a file system that all hosts
@@ -33,7 +33,7 @@ def train(trainer: Any, **options: Any) -> Any:
     """
 
     def begin(checkpoint: str | None) -> Any:
-        trainer.model_wrapped = trainer.model  # else it keeps its earlier wrapper, which a new process lacks
+        trainer.model_wrapped = trainer.model  # or it keeps its earlier wrapper, which a new process lacks
         trainer.model.zero_grad()
         return trainer.train(resume_from_checkpoint=checkpoint, **options)
 
@@ -41,7 +41,7 @@ def train(trainer: Any, **options: Any) -> Any:
 
 
 def whole_checkpoints(directory: Path) -> Sequence[str]:
-    """The folders of a Trainer's complete checkpoints, the latest last."""
+    """Returns the folders of a Trainer's complete checkpoints, the latest last."""
     found = [
         (int(number), path)
         for path in directory.glob("checkpoint-*")

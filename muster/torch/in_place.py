@@ -1,4 +1,4 @@
-"""A loop of steps that goes on in the same processes when ranks are lost: broken steps are done again."""
+"""A loop of steps that continues in the same processes when ranks are lost, and redoes broken steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Resharded:
 
     Attributes:
         state: as for :func:`steps`, loaded from a checkpoint, or as at the program's beginning.
-        loader: gives this rank's remaining batches.
+        loader: yields this rank's remaining batches.
         step: number of the next step; 0: there is no checkpoint.
         epochs: number of times that the loader is iterated.
     """
@@ -73,7 +73,7 @@ def steps(
     first: int = 0,
     reshard: Callable[[], Resharded] | None = None,
 ) -> Iterator[tuple[InPlaceStep, Any]]:
-    """Yields the steps of a training that goes on in the same processes when ranks are lost.
+    """Yields the steps of a training that continues in the same processes when ranks are lost.
 
     ::
 
@@ -84,30 +84,32 @@ def steps(
             with step:
                 loss = train(batch)
 
-    Every ``every`` steps each rank copies its part of the state into its own memory and that of a partner, on
-    another host where there is one. When ranks are lost, the errors that this causes on the others within
-    ``with step`` are suppressed; all ranks, and the processes that replace the lost ones, go back to the
+    Every ``every`` steps, each rank copies its part of the state into its own memory and that of a partner,
+    on another host if there is one. When ranks are lost, the errors that this causes on the others within
+    ``with step`` are suppressed. All ranks, and the processes that replace the lost ones, go back to the
     newest complete copy. A replacement first does two steps by itself, whose results are overwritten
-    (``step.rehearses``). So a step may run several times: its effects outside ``state`` are not undone. The
-    whole step belongs within ``with``.
+    (``step.rehearses``). So a step may run several times, and its effects outside ``state`` are not undone.
+    The whole step must be within ``with``.
 
-    Without :func:`keep_alive`, or where that has returned False, this is a plain loop over the batches.
+    Without :func:`keep_alive`, or if that has returned False, this is a plain loop over the batches.
 
     Args:
-        state: objects by name: modules, as they are called (DDP's, too), optimizers, tensors, dictionaries of
-            tensors and numbers, torch generators, and what has ``state_dict()`` and ``load_state_dict()``.
-        loader: gives this rank's batches of one epoch each time that it is iterated; a DataLoader, say.
+        state: objects by name: modules in the form in which they are called (also DDP's), optimizers,
+            tensors, dictionaries of tensors and numbers, torch generators, and objects with ``state_dict()``
+            and ``load_state_dict()``.
+        loader: yields this rank's batches of one epoch each time that it is iterated, like a DataLoader.
         epochs: number of times that the loader is iterated.
-        every: steps between two copies; the same on all ranks.
-        copies: partners that hold each rank's part; any that many ranks can be lost at once.
+        every: number of steps between two copies; the same on all ranks.
+        copies: number of partners that hold each rank's part; any ``copies`` ranks can be lost at once.
         checkpoint: a directory that all hosts share, into which a thread of each rank also writes its part. A
-            run resumes from the latest checkpoint there when it begins, or when a part is in nobody's memory.
+            run resumes from the latest checkpoint there when it begins, or when no rank has some part in
+            memory.
         checkpoint_every: least number of steps between two checkpoints.
         first: number of the first step, if the program has loaded its state from a checkpoint.
-        reshard: called on all ranks when the world size has changed and the model has no whole replicas that
-            could go on: with the new ``RANK`` and ``WORLD_SIZE``, after all process groups were destroyed. It
-            creates groups, modules and optimizer as the program did, and loads them from a checkpoint of its
-            own (torch.distributed.checkpoint). Without it the program is restarted.
+        reshard: called on all ranks when the world size has changed and no whole replicas of the model can go
+            on. It is called with the new ``RANK`` and ``WORLD_SIZE``, after all process groups were
+            destroyed. It creates groups, modules and optimizer as the program did, and loads them from a
+            checkpoint of its own (torch.distributed.checkpoint). Without it, the program is restarted.
 
     Yields:
         The step, to be entered by ``with``, and its batch.
@@ -131,7 +133,8 @@ class InPlaceStep:
 
     Attributes:
         number: the step's number, from 0.
-        rehearses: whether its results will be overwritten, because it only creates what other ranks have.
+        rehearses: whether its results will be overwritten, because it only creates objects that other ranks
+            already have.
         is_broken: whether a rank was lost in it, so that it is done again.
     """
 
@@ -201,7 +204,7 @@ class InPlaceTraining:
         self._hold(begun)
 
     def _hold(self, begun: Resharded) -> None:
-        """Sets up what is trained from now on, at the current world size."""
+        """Sets up the objects to train from now on, at the current world size."""
         self._objects = dict(begun.state)
         self._parts = ObjectParts(opened(begun.state))
         self._random = RandomState(self._parts.device)
@@ -252,7 +255,7 @@ class InPlaceTraining:
                 self._number += 1
 
     def _begin_with_checkpoint(self) -> Iterator[tuple[InPlaceStep, Any]]:
-        """Resumes from the latest checkpoint, after rehearsed steps that create what is to be loaded."""
+        """Resumes from the latest checkpoint, after rehearsed steps that create the state to load."""
         try:
             if not self._checkpoints or not self._checkpoints.exists():
                 return
@@ -299,7 +302,7 @@ class InPlaceTraining:
         """Copies the state if a copy is due; the first one is due after the rehearsed steps."""
         number, rehearsed = self._number, self._rehearsed
         is_due = number == rehearsed or (number > rehearsed and number % self._every == 0)
-        if is_due and self._taken != (self._program.generation, number):  # as after going back to it
+        if is_due and self._taken != (self._program.generation, number):  # not again after going back to it
             self._take(self._encode())
 
     def _take(self, part: PartCopy) -> None:
@@ -315,7 +318,7 @@ class InPlaceTraining:
         on_gpu = self._parts.device.type == "cuda"
         copier = PartCopier(self._parts.snapshot_tensors(0, 1), self._parts.device)
         room = OwnRoom(copier.size, pinned=on_gpu)
-        copier.take(room, lambda tensor: tensor).wait()  # at once: the tensors themselves are read
+        copier.take(room, lambda tensor: tensor).wait()  # at once, because the tensors themselves are read
         notes = {"state": self._parts.snapshot_notes(), "place": self._batches.place(self._number)}
         key = PartKey(SnapshotId(self._program.generation, self._number), self._size, self._rank)
         return PartCopy(key, encode_head(copier.tensors, copier.places, notes), room.data[: copier.size])
@@ -362,7 +365,7 @@ class InPlaceTraining:
                 self._program.break_off()
 
     def _reshard(self) -> None:
-        """Has the program create groups, modules and optimizer for the new world size."""
+        """Calls the program to create groups, modules and optimizer for the new world size."""
         if self._reshard_function is None:
             raise SettingsError("steps: reshard is given on some ranks only; give it on all or none.")
         self._program.leave_groups()
@@ -401,12 +404,13 @@ class InPlaceTraining:
                 log.warning("The state is that of rank %d, a replica", sources[self._rank][0])
             self._put(found, is_newcomer=is_newcomer, is_own=is_own)
         else:
-            # As a newcomer: a survivor has kept batches since its last copy only, and a checkpoint is older.
+            # Like a newcomer, because a survivor has kept only the batches since its last copy, and a
+            # checkpoint is older.
             self._put(self._from_checkpoint(_what_lacks(holds, meeting.active)), is_newcomer=True)
         log.info("generation %d continues with step %d in place", meeting.generation, self._number)
 
     def _from_checkpoint(self, why: str) -> Found:
-        """Loads the latest checkpoint, as no copy in memory is whole; without one, restarts the program."""
+        """Loads the latest checkpoint, as no copy in memory is whole; restarts the program without one."""
         if self._checkpoints is None:
             self._program.restart(why)
         log.warning("%s", why)
@@ -424,7 +428,7 @@ class InPlaceTraining:
         self._take(part if is_own else self._encode())
 
     def _settle_modules(self) -> str:
-        """Drops what a broken step has left in modules and pipelines; returns why that cannot be, or ""."""
+        """Drops what a broken step has left in modules and pipelines; returns why it cannot, or ""."""
         if not reset_pipelines():
             return "This torch's pipelines cannot drop a broken step."
         for module in self._objects.values():

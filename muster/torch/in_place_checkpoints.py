@@ -77,13 +77,13 @@ class InPlaceCheckpoints:
             self._writer.join()
 
     def exists(self) -> bool:
-        """Whether rank 0 sees a checkpoint that looks complete; all ranks call it and get rank 0's answer."""
+        """Whether rank 0 sees a complete-looking checkpoint; all ranks call it and get rank 0's answer."""
         seen = torch.tensor([int(bool(whole_checkpoints(self.directory)))], device=self._device)
         dist.broadcast(seen, 0)
         return bool(seen)
 
     def load(self, rank: int, size: int) -> Found | None:
-        """The latest checkpoint whose part each rank finds sound; None: there is none. All ranks call it."""
+        """Loads the latest checkpoint of which each rank finds its part sound, or None. All ranks call it."""
         self.wait()
         names: list[Any] = [whole_checkpoints(self.directory) if rank == 0 else None]
         dist.broadcast_object_list(names, 0)
@@ -112,7 +112,7 @@ class InPlaceCheckpoints:
 
 
 def _own_generator(device: Any) -> Any:
-    """A newly seeded generator that the training does not draw from."""
+    """Returns a newly seeded generator from which the training does not draw."""
     generator = torch.Generator(device)
     generator.seed()
     return generator

@@ -1,4 +1,4 @@
-"""Recovers Lightning's Trainer in place: processes stay when a rank is lost; it resumes from a checkpoint."""
+"""Recovers Lightning's Trainer in place: when a rank is lost, processes stay and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.torch.resumed_training import resumed
 
 
 def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path) -> Any:
-    """Runs ``trainer.fit(module, *data)``, which goes on in the same processes when ranks are lost.
+    """Runs ``trainer.fit(module, *data)``, and continues it in the same processes when ranks are lost.
 
     ::
 
@@ -24,10 +24,10 @@ def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path
         muster.torch.keep_alive()
         trainer = muster.torch.lightning.fit(make, loader, checkpoints="kept")
 
-    Lightning's loop cannot go back to an earlier step: a new Trainer resumes from the last checkpoint, as
+    Lightning's loop cannot go back to an earlier step. So a new Trainer resumes from the last checkpoint, as
     with ``ckpt_path``; process groups stay. Without a checkpoint all processes are restarted. If Lightning
-    resumes within an epoch, it begins that epoch's data again: only with checkpoints at the end of an epoch
-    are the results the same as without a loss.
+    resumes within an epoch, it begins that epoch's data again. So the results are the same as without a loss
+    only if checkpoints are written at the end of an epoch.
 
     Args:
         make: creates the Trainer and the module, the same on all ranks.
@@ -39,7 +39,7 @@ def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path
     """
 
     if living_program() is not None and not dist.is_initialized():
-        dist.init_process_group()  # ranks that are lost may be replaced before a new Trainer would do it
+        dist.init_process_group()  # lost ranks may be replaced before a new Trainer would do this
 
     def begin(checkpoint: str | None) -> Any:
         trainer, module = make()
@@ -50,6 +50,6 @@ def fit(make: Callable[[], tuple[Any, Any]], *data: Any, checkpoints: str | Path
 
 
 def whole_checkpoints(directory: Path) -> Sequence[str]:
-    """A ModelCheckpoint's files, the latest last; a file gets its name once it is complete."""
+    """Returns a ModelCheckpoint's files, the latest last; a file gets its name once it is complete."""
     found = [(path.stat().st_mtime_ns, str(path)) for path in directory.glob("*.ckpt")]
     return [path for _, path in sorted(found)]

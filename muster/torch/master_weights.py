@@ -20,7 +20,7 @@ _NORMALISATIONS = (
 
 
 class MasterWeights:
-    """Moves a module's parameters into flat float32 masters, one per bucket, and bfloat16 copies.
+    """Moves a module's parameters into flat float32 masters, one per bucket, with bfloat16 copies.
 
     Normalisation layers stay in float32: their parameters are views of the masters.
 
@@ -81,6 +81,6 @@ class MasterWeights:
                 low.copy_(master)
 
 
-# What torch.compiler.disable sets; calling that would load all of torch's compiler. To the compiler weights
-# are inputs that share memory, which it refuses where they are written.
+# The same as torch.compiler.disable sets; calling that would load all of torch's compiler. The compiler sees
+# weights as inputs that share memory, and refuses code that writes to them.
 MasterWeights.refresh._torchdynamo_disable = True  # type: ignore[attr-defined]

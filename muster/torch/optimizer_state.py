@@ -1,9 +1,9 @@
 """Creates a torch optimizer's state before its first step.
 
-Optimizers create their state lazily, within the first step. A run whose state is shared needs it before: so
-one step is done with gradients of zero, each entry is kept as it was when it was created, and everything else
-that the step did is undone. Zeros would be right for most optimizers, not for all: Rprop's step sizes begin
-as the learning rate, NAdam's product of momenta as one.
+Optimizers create their state lazily, within the first step. A run whose state is shared needs it earlier. So
+one step is done with gradients of zero, each entry is kept as it was when it was created, and all other
+effects of the step are undone. Zeros would be right for most optimizers, but not for all: Rprop's step sizes
+begin with the learning rate, and NAdam's product of momenta with one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
     """Checks that the optimizer trains parameters of the model.
 
     Raises:
-        SettingsError: no parameter of the model is the optimizer's.
+        SettingsError: the optimizer has no parameter of the model.
     """
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -41,14 +41,14 @@ def make_optimizer_state(optimizer: Any) -> None:
     Parameters, gradients and settings stay as they are.
 
     Args:
-        optimizer: a torch optimizer, or one that works like it: it writes ``state[parameter][name]`` when it
+        optimizer: a torch optimizer, or one that works alike: it writes ``state[parameter][name]`` when it
             first sees a gradient, and then updates in place.
 
     Raises:
-        SettingsError: this optimizer's state cannot be created in advance, or cannot be shared, as
+        SettingsError: this optimizer's state cannot be created in advance, or cannot be shared because
             not all of it is tensors.
     """
-    _check_tensors(optimizer)  # the state that exists already is not created again, only checked
+    _check_tensors(optimizer)  # existing state is not created again, only checked
     lacking = [
         parameter
         for group in optimizer.param_groups
@@ -120,7 +120,7 @@ def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
     for parameter in lacking:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        # SGD's momentum begins as the first gradient, which decay would be part of.
+        # SGD's momentum begins as the first gradient, of which decay would be a part.
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
     try:
@@ -136,7 +136,7 @@ def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
 
 
 def _check_dampening(optimizer: Any) -> None:
-    """Refuses dampening: no initial momentum gives the same first step."""
+    """Refuses dampening, because no initial momentum gives the same first step."""
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         raise SettingsError(
             f"{_kind(optimizer)} with dampening cannot make its state before its first step:"
@@ -146,7 +146,7 @@ def _check_dampening(optimizer: Any) -> None:
 
 
 def _check_tensors(optimizer: Any) -> None:
-    """Refuses state that is not in tensors: it could not be sent or restored."""
+    """Refuses state that is not in tensors, because it could not be sent or restored."""
     names = {
         str(name)
         for values in optimizer.state.values()

@@ -1,6 +1,6 @@
 """Counts training passes that a rank began and never finished, and compares them among ranks.
 
-A rank that catches the error of a step, or skips a step, and continues with the next batch starts the same
+If a rank catches the error of a step, or skips a step, and continues with the next batch, it starts the same
 all_reduces as usual. They would be combined with those of the other ranks' earlier step, and would average
 gradients of different steps. So each rank counts such passes, and the count is reduced with the last bucket
 of gradients, in a separate element. On a GPU nothing waits for the result: it is copied to the host during
@@ -20,11 +20,11 @@ from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError
 
 _MODULUS = 64
-"""Counts are sent modulo this: smaller integers differ in bfloat16, also divided by the world size."""
+"""Counts are sent modulo this number: smaller integers differ in bfloat16, also over the world size."""
 
 
 class UnfinishedPasses:
-    """Counts forward passes without a backward pass, or with one that broke off."""
+    """Counts forward passes whose backward pass is missing or broke off."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -93,7 +93,7 @@ class RankNumbers:
         self._mine = 0
         self._sent = torch.zeros_like(tail)
         # The host may read this memory while a GPU copies into it. So two copies are made, one after
-        # the other, and the host reads the later one first: where they agree, neither was half written.
+        # the other, and the host reads the later one first. If they agree, neither was half written.
         self._seen = [torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda) for _ in range(2)]
 
     def serve(self, communicator: Communicator, tail: Any) -> bool:
@@ -128,14 +128,14 @@ class RankNumbers:
         """
         first, last = self._seen
         seen = last.clone()
-        # Equal numbers are rounded equally. Numbers that differ stay different: no difference can be missed.
+        # Equal numbers are rounded equally, and different numbers stay different, so none is missed.
         if bool((seen != seen[0]).any()) and torch.equal(seen, first):
             raise _apart(self._communicator, seen)
 
 
 def _apart(communicator: Communicator, seen: Any) -> CollectiveMismatchError:
     values = (seen.real if seen.is_complex() else seen).double().tolist()
-    usual = max(sorted(set(values)), key=values.count)  # if as many have one as the other: the lower
+    usual = max(sorted(set(values)), key=values.count)  # among equally frequent values, the lowest
     ranks = [rank for rank, value in enumerate(values) if value != usual]
     peers = communicator.membership.peers
     named = [f"rank {rank} ({peers[rank].node_id} on {peers[rank].host_name})" for rank in ranks[:4]]

@@ -20,7 +20,7 @@ from muster.wire.messages import Device, Host, Member
 log = logging.getLogger("muster.worker")
 
 Key = tuple[int, int]
-"""Generation and step of a copy; the greater is the later."""
+"""Generation and step of a copy; a greater key is later."""
 
 Source = tuple[int, int]
 """The rank that owns the part to restore, and the rank that holds a copy of it."""
@@ -31,14 +31,15 @@ _CPU = torch.device("cpu")
 def newest_whole(
     holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int], like: Sequence[str]
 ) -> tuple[Key, dict[int, Source]] | None:
-    """The latest copy that is complete for the active ranks, and the source of each rank's part; or None.
+    """Finds the latest copy that is complete for the active ranks, and the source of each rank's part.
 
-    A copy with each rank's own part is preferred, even to a later one in which replicas' parts stand in.
+    None if there is none. A copy with each rank's own part is preferred, even to a later one in which parts
+    of replicas take the place of missing ones.
 
     Args:
         holds: by rank, the (owner, generation, step) of each part that it holds; empty if it is absent.
         active: the ranks that go on.
-        like: by rank, a text on what its part contains; the same for replicas.
+        like: by rank, a text that describes what its part contains; the same for replicas.
     """
     holders: dict[Key, dict[int, int]] = {}
     for holder, parts in enumerate(holds):
@@ -58,7 +59,7 @@ def newest_whole(
 
 
 def _owner_for(rank: int, owners: Collection[int], like: Sequence[str]) -> int | None:
-    """The owner of a part that suits a rank: itself or a replica; None: there is none."""
+    """Returns the owner of a part that suits a rank: itself or a replica; None: there is none."""
     if rank in owners:
         return rank
     return next((each for each in sorted(owners) if like and like[each] == like[rank]), None)
@@ -67,7 +68,7 @@ def _owner_for(rank: int, owners: Collection[int], like: Sequence[str]) -> int |
 def parts_that_lack(
     holds: Sequence[Sequence[Sequence[int]]], active: Sequence[int]
 ) -> tuple[int, list[int]] | None:
-    """The step of the most complete copy (the latest of these), and the ranks whose parts it lacks.
+    """Returns the step of the most complete copy (the latest of these), and the ranks whose parts it lacks.
 
     None if there is no copy.
 
@@ -88,8 +89,8 @@ def parts_that_lack(
 class PeerCopies:
     """The copies that this rank holds: of its own part of the state, and of the parts of its wards.
 
-    A rank's wards are those whose partner it is; partners are on other hosts where there are some. Each copy
-    has its owner's checksums, so that a corrupted or incomplete one is detected, and not used.
+    A rank's wards are the ranks whose partner it is. Partners are on other hosts if there are any. Each copy
+    has its owner's checksums, so that a corrupted or incomplete copy is detected, and not used.
 
     Args:
         rank: this process's rank.
@@ -118,11 +119,11 @@ class PeerCopies:
         return found
 
     def take(self, key: Key, part: PartCopy) -> PartCopy:
-        """Keeps this rank's part here and at its partners. All ranks call it, and return once all are done.
+        """Keeps this rank's part here and at its partners. All ranks call it; it returns once all are done.
 
         Args:
             key: generation and step of the copy.
-            part: this rank's part; it may have another key, as when it was restored.
+            part: this rank's part; it may have another key, for example after it was restored.
 
         Returns:
             This rank's copy, with checksums.
@@ -134,7 +135,7 @@ class PeerCopies:
             wards = [rank for rank in self._active if self._rank in table[rank]]
             for copy in self._exchange(key, dict.fromkeys(table[self._rank], mine), {w: w for w in wards}):
                 self._held.keep(copy)
-            dist.barrier()  # a rank that has passed it knows that all ranks have exchanged their copies
+            dist.barrier()  # after it, a rank knows that all ranks have exchanged their copies
         self._held.drop([copy.key for copy in self._held.all() if copy.key.snapshot != mine.key.snapshot])
         return mine
 
@@ -143,7 +144,7 @@ class PeerCopies:
         self._active = active
 
     def restore(self, key: Key, sources: Mapping[int, Source]) -> PartCopy:
-        """Returns the part that this rank goes back to; ranks that lack theirs receive it. All ranks call it.
+        """Returns the part to which this rank goes back; ranks without theirs receive it. All ranks call it.
 
         Args:
             key: generation and step of the copy.
@@ -160,7 +161,7 @@ class PeerCopies:
                 assert copy is not None
                 self._exchange(key, {rank: copy}, {})
             elif rank == self._rank:
-                self._held.drop([self._key(owner, key)])  # what it has of it is damaged
+                self._held.drop([self._key(owner, key)])  # a copy of it that this rank has is damaged
                 for copy in self._exchange(key, {}, {holder: owner}):
                     self._held.keep(copy)
         mine = self._held.get(self._key(sources[self._rank][0], key))
@@ -172,7 +173,7 @@ class PeerCopies:
         return PartKey(SnapshotId(*key), self._size, owner)
 
     def _partners_of(self, generation: int) -> Mapping[int, Sequence[int]]:
-        """Each active rank's partners in a generation; all ranks call it, and tell each other their hosts."""
+        """Returns each active rank's partners in a generation; all ranks call it and exchange their hosts."""
         if self._partners_in != generation:
             host = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))], device=collective_device())
             hosts = [torch.zeros_like(host) for _ in range(self._size)]
@@ -224,11 +225,12 @@ class PeerCopies:
 
 
 def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """By rank, the partners that keep a copy of its part: on other hosts, where there are some.
+    """Returns, by rank, the partners that keep a copy of its part: on other hosts, if there are any.
 
     Args:
         hosts: the number of each rank's host, by rank.
-        copies: partners of a rank; fewer if there are fewer other hosts, or ranks on a single host.
+        copies: number of partners of a rank. There are fewer if there are not as many other hosts (or, on a
+            single host, other ranks).
     """
     members = [
         Member(rank, f"{rank:09d}", rank, Host(f"{host:09d}", "", ""), Device(), 0, 1)
@@ -238,7 +240,7 @@ def partners_on(hosts: Sequence[int], copies: int = 1) -> tuple[tuple[int, ...],
 
 
 def _tensor_of(data: Any) -> Any:
-    """The bytes as a uint8 tensor, which shares their memory if that is writable."""
+    """Returns the bytes as a uint8 tensor, which shares their memory if that is writable."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
@@ -247,8 +249,8 @@ def _tensor_of(data: Any) -> Any:
 def _send_and_receive(rank: int, sent: Mapping[int, Any], found: Mapping[int, Any]) -> None:
     """Sends and receives tensors, by rank; both sides leave out those without elements.
 
-    NCCL carries out what goes between two ranks in the order in which each of them has called it. So the
-    lower rank's tensor comes first at both: two that both sent first would wait for each other.
+    NCCL carries out the transfers between two ranks in the order in which each of them has called them. So
+    the lower rank's tensor comes first at both ranks: if both sent first, they would wait for each other.
     """
     begin = [(to, rank, partial(dist.isend, tensor, to)) for to, tensor in sent.items() if tensor.numel()]
     begin += [(to, to, partial(dist.irecv, tensor, to)) for to, tensor in found.items() if tensor.numel()]
@@ -258,7 +260,7 @@ def _send_and_receive(rank: int, sent: Mapping[int, Any], found: Mapping[int, An
 
 
 def collective_device() -> Any:
-    """The device whose tensors the default process group communicates: the CPU, if it can."""
+    """Returns the device whose tensors the default process group communicates: the CPU if possible."""
     configs: Mapping[Any, Any] = dist.distributed_c10d._world.pg_backend_config
     if "cpu:" in str(configs.get(dist.group.WORLD, "cpu:")):
         return _CPU

@@ -1,4 +1,4 @@
-"""Drops what a broken step has left in schedules of torch's pipelines, so that the next begins cleanly."""
+"""Drops what a broken step has left in torch's pipeline schedules, so that the next step begins cleanly."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 _LEFT_BY_A_STEP = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
-"""What multi-stage schedules keep besides, in the releases of torch that have it."""
+"""Further attributes that multi-stage schedules keep, in the releases of torch that have them."""
 
 
 def reset_pipelines() -> bool:
-    """Drops this process's part of a broken step; returns False where this torch cannot do it.
+    """Drops this process's part of a broken step; returns False if this torch cannot do it.
 
-    A schedule's ``step()`` clears its stages as it begins, but not the losses of a step that raised: the next
-    step would run backward through these. No object of a program's state leads to a schedule, so all
+    A schedule's ``step()`` clears its stages when it begins, but not the losses of a step that raised. The
+    next step would run backward through these. No object of a program's state refers to a schedule, so all
     schedules of this process are reset.
     """
     for schedule in _schedules():

@@ -11,9 +11,9 @@ import torch
 class RandomState:
     """The states of torch's default generators on this rank: the CPU's, and its GPU's if it has one.
 
-    Each rank keeps its own: dropout and augmentation differ between ranks. Reading and setting a state costs
-    some microseconds and never waits for the GPU, whose generator is a seed and a count on the host; a CUDA
-    graph that draws reads both at each launch.
+    Each rank keeps its own states, because dropout and augmentation differ between ranks. Reading and setting
+    a state costs some microseconds and never waits for the GPU: its generator is a seed and a count on the
+    host, and a CUDA graph that draws reads both at each launch.
 
     Args:
         device: the model's device.
@@ -25,7 +25,7 @@ class RandomState:
             self._generators.append(torch.cuda.default_generators[device.index])
 
     def keep(self) -> list[Any]:
-        """The generators' states, for :meth:`put_back`."""
+        """Returns the generators' states, for :meth:`put_back`."""
         return [generator.get_state() for generator in self._generators]
 
     def put_back(self, kept: list[Any]) -> None:
@@ -34,11 +34,11 @@ class RandomState:
             generator.set_state(state)
 
     def now(self) -> Any:
-        """The generators' states in one tensor, one after the other: uint8, 1-dim."""
+        """Returns the generators' states in one tensor, one after the other: uint8, 1-dim."""
         return torch.cat([generator.get_state() for generator in self._generators])
 
     def set(self, states: Any) -> bool:
-        """Restores what :meth:`now` has returned; False: those states are of other kinds of generators."""
+        """Restores a result of :meth:`now`; returns False if it is of other kinds of generators."""
         sizes = [generator.get_state().numel() for generator in self._generators]
         if states.numel() != sum(sizes):
             return False
@@ -49,8 +49,8 @@ class RandomState:
     def begin(self, rank: int, step: int) -> None:
         """Seeds the generators again for a rank that enters a run at ``step``.
 
-        With the seed that this process was started with, it would draw again what its rank drew in the run's
-        first steps. The new seed is derived from that one, so a seeded run stays repeatable.
+        With the seed with which this process was started, it would draw the same numbers as its rank in the
+        run's first steps. The new seed is derived from that seed, so a seeded run stays repeatable.
         """
         seed = seed_of(torch.initial_seed(), rank, step)
         for generator in self._generators:
@@ -58,6 +58,6 @@ class RandomState:
 
 
 def seed_of(initial_seed: int, rank: int, step: int) -> int:
-    """A seed below 2**63 for a rank that enters a run at a step."""
+    """Returns a seed below 2**63 for a rank that enters a run at a step."""
     digest = hashlib.sha256(f"{initial_seed} {rank} {step}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

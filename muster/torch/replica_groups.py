@@ -1,4 +1,4 @@
-"""Finds the ranks that can go on when others are missing: those of complete replicas of the model."""
+"""Finds the ranks that can go on when others are missing: the ranks of complete replicas of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muster.torch.snapshot_tensors import SnapshotTensor, is_dtensor
 
 
 def replica_of(objects: Mapping[str, Any]) -> list[int] | None:
-    """The ranks that together hold this rank's replica of the model; None: only all ranks together hold one.
+    """Returns the ranks that hold this rank's replica of the model; None: only all ranks together hold one.
 
     A DDP module over all ranks has a replica on each. FSDP2 on a mesh with a replicate dimension (HSDP) has
     one on each row of the other dimensions.
@@ -41,7 +41,7 @@ def _replica_of_module(module: Any) -> list[int] | None:
 
 
 def _row_of(parameter: Any) -> list[int] | None:
-    """The ranks of a DTensor's mesh that differ from this one only in sharded dimensions.
+    """Returns the ranks of a DTensor's mesh that differ from this rank only in sharded dimensions.
 
     None if the tensor is not replicated in any dimension, or its mesh lacks some ranks.
     """
@@ -56,7 +56,7 @@ def _row_of(parameter: Any) -> list[int] | None:
 
 
 def active_ranks(replicas: Sequence[Sequence[int] | None]) -> list[int]:
-    """The ranks whose replica of the model is complete.
+    """Returns the ranks whose replica of the model is complete.
 
     Args:
         replicas: by rank, the ranks that hold its replica; None: the rank is absent.
@@ -66,6 +66,6 @@ def active_ranks(replicas: Sequence[Sequence[int] | None]) -> list[int]:
 
 
 def what_it_holds(tensors: Sequence[SnapshotTensor]) -> str:
-    """A hash of which parts of which tensors a rank holds; the same for replicas of each other."""
+    """Returns a hash of the parts of tensors that a rank holds; the same for replicas of each other."""
     parts = [[each.name, each.shape, astuple(each.wanted)] for each in tensors]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

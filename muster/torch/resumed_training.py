@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence[str]]) -> T:
-    """Calls ``train``, again whenever ranks are lost, until it returns; process and groups stay.
+    """Calls ``train``, and calls it again when ranks are lost, until it returns; process and groups stay.
 
-    ``train`` gets the latest checkpoint that all ranks see, or None where there is none, and must load all of
-    its state from it. An error that the loss of a rank causes in it is suppressed; ``train`` is then called
-    again on all ranks and in the process that replaces the lost one. Processes are restarted instead where
-    there is no checkpoint yet, or ``keep_alive()`` has not returned True.
+    ``train`` gets the latest checkpoint that all ranks see, or None if there is none, and must load all of
+    its state from it. An error in ``train`` that the loss of a rank causes is suppressed. ``train`` is then
+    called again, on all ranks and in the process that replaces the lost one. If there is no checkpoint yet,
+    or ``keep_alive()`` has not returned True, processes are restarted instead.
 
     Args:
         train: trains to the end.
-        checkpoints: gives the names of the complete checkpoints, the latest last.
+        checkpoints: returns the names of the complete checkpoints, the latest last.
 
     Returns:
         What ``train`` returns.
@@ -58,5 +58,5 @@ def resumed(train: Callable[[str | None], T], checkpoints: Callable[[], Sequence
 
 
 def latest(told: Sequence[Any]) -> str | None:
-    """The last name that is in every rank's list; None: there is none."""
+    """Returns the last name that is in every rank's list; None: there is none."""
     return next((name for name in reversed(told[0]) if all(name in each for each in told)), None)

@@ -47,7 +47,7 @@ _NOT_ELEMENTWISE = {
     "DistributedShampoo": _MATRICES,
     "GaLoreAdamW": _MATRICES,
 }
-"""Optimizers whose update of an element depends on others, by the name of their class or of a base of it."""
+"""Optimizers whose update of an element depends on other elements, by the name of a class or base class."""
 
 
 class _Group:
@@ -78,7 +78,7 @@ class _Group:
         self._places = [parameter.data_ptr() for parameter in self.parameters]
         length = total // ranks
         self._mine = slice(rank * length, (rank + 1) * length)
-        # A view of the flat tensor: what is written into the module's parameters counts (a loaded state).
+        # A view of the flat tensor, so that a state that is loaded into the module's parameters counts.
         self.part.grad = None
         self.part.data = self.flat[self._mine]
         self.part.grad = torch.zeros_like(self.part)
@@ -86,7 +86,7 @@ class _Group:
     def snapshot_tensors(
         self, name: str, state: Mapping[str, Any], rank: int, ranks: int
     ) -> Iterator[SnapshotTensor]:
-        """The parameters, which each rank needs whole and copies in part, and this rank's optimizer state."""
+        """Yields the parameters, which each rank needs whole and copies in part, and its optimizer state."""
         shape = (self._length,)
         whole = Part((0,), shape, 0, self._length)
         own = Part((0,), shape, *(min(each, self._length) for each in (self._mine.start, self._mine.stop)))
@@ -104,7 +104,7 @@ class _Group:
             parameter.grad = view
 
     def collect(self) -> None:
-        """Brings all gradients into the flat tensor, with zeros for a parameter that has none.
+        """Copies all gradients into the flat tensor, with zeros for a parameter that has none.
 
         Raises:
             SettingsError: the module was moved or converted since.
@@ -122,7 +122,7 @@ class _Group:
             parameter.grad = view
 
     def whole(self, communicator: Communicator, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Each parameter's whole state, gathered from the ranks' parts."""
+        """Returns each parameter's whole state, gathered from the ranks' parts."""
         found: list[dict[str, Any]] = [{} for _ in self.parameters]
         for name, value in state.items():
             if self.is_divided(value):
@@ -192,40 +192,40 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         optimizer.step()                                # averages the gradients too
         optimizer.zero_grad()
 
-    The parameters of a group move into one flat tensor, of which every rank updates its part. So the
+    The parameters of a group move into one flat tensor, and every rank updates its part of it. So the
     optimizer must treat each element by itself, as SGD and Adam do. Parameters without a gradient count as
-    having one of zero: weight decay and momentum go on. There is no loss scaling: train in bfloat16. Learning
-    rate schedulers take it as any optimizer of torch.
+    having a gradient of zero, so weight decay and momentum go on. There is no loss scaling: train in
+    bfloat16. Learning rate schedulers accept it like any optimizer of torch.
 
-    Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. Where
-    that matters, broadcast rank 0's before evaluating and before a checkpoint.
+    Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. If that
+    matters, broadcast those of rank 0 before an evaluation and before a checkpoint.
 
-    A lost member takes its part of the state with it, and the step that broke may have updated some parts and
-    not others. With :class:`muster.torch.Snapshots` the parts are in other ranks' memory too, and an
-    :class:`~muster.training.loop.ElasticLoop` goes on from those: make the optimizer with ``elastic=True``
-    and give it to a :class:`muster.torch.SnapshotTrainingState`. Without snapshots it belongs to one
-    generation: after ``session.rejoin()`` create module and optimizer again, and load the ``state_dict()`` of
-    both that was saved, at any world size.
+    When a member is lost, its part of the state is lost too, and the step that broke may have updated some
+    parts and not others. With :class:`muster.torch.Snapshots` the parts are also in other ranks' memory, and
+    an :class:`~muster.training.loop.ElasticLoop` goes on from those. For this, make the optimizer with
+    ``elastic=True`` and give it to a :class:`muster.torch.SnapshotTrainingState`. Without snapshots it
+    belongs to one generation. After ``session.rejoin()``, create module and optimizer again, and load the
+    saved ``state_dict()`` of both, at any world size.
 
     Args:
-        module: on one device; rank 0's parameters are taken.
-        session: whose communicator to use; None: that of ``muster.init()``.
-        make: makes the inner optimizer, with one flat parameter in place of a group's parameters: it gets a
-            list of one parameter or, with ``groups``, of dictionaries.
+        module: the module, on one device; rank 0's parameters are taken.
+        session: the session whose communicator is used; None: that of ``muster.init()``.
+        make: makes the inner optimizer, with one flat parameter in place of a group's parameters. It is
+            called with a list of one parameter or, with ``groups``, of dictionaries.
         groups: as for a torch optimizer: dictionaries with "params" and the settings of the group. Each
-            parameter that requires a gradient is in one of them. None: one group.
-        communicator: use this one instead of a session's.
+            parameter that requires a gradient is in exactly one of them. None: one group.
+        communicator: a communicator to use instead of a session's.
         gradients_mean: average gradients over ranks; False: sum.
-        elastic: send nothing yet: :meth:`join` does, which a training state calls.
+        elastic: send nothing until a training state calls :meth:`join`.
 
     Attributes:
         inner: the optimizer that ``make`` made.
 
     Raises:
         ArrayError: a group's parameters have several dtypes or devices, or differ from another rank's.
-        SettingsError: no parameter requires a gradient; one is in no group, or in several; a DataParallel is
-            around the module, or within it; ``make`` does not use what it gets, or its optimizer is known not
-            to treat each element by itself (LBFGS, Adafactor).
+        SettingsError: no parameter requires a gradient; a parameter is in no group, or in several; a
+            DataParallel is around the module, or within it; ``make`` does not use its argument, or its
+            optimizer is known not to treat each element by itself (LBFGS, Adafactor).
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Loads this rank's part of a whole state, saved at any world size or by an unsharded optimizer.
 
         Args:
-            state_dict: what :meth:`state_dict` has returned, on any device, or that of a torch optimizer of
+            state_dict: a result of :meth:`state_dict`, on any device, or the state of a torch optimizer of
                 the same parameters in the same groups.
 
         Raises:
@@ -406,15 +406,15 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             mine = group.part_of(given, sum(own[:index]))
             states |= {index: mine} if mine else {}
             groups.append(dict(state_dict["param_groups"][index]) | {"params": [index]})
-        # The inner optimizer converts entries to the device and dtype that it needs (its step count).
+        # The inner optimizer converts entries to the device and dtype that it needs, such as its step count.
         self.inner.load_state_dict({"state": states, "param_groups": groups})
         self._follow_inner()
 
     def join(self, communicator: Communicator) -> None:
         """Shards parameters and state again, over the ranks of another generation; all ranks call it.
 
-        Values of the state are lost where the rank or the world size changes: restore them from a snapshot,
-        or load a state.
+        Values of the state are lost if the rank or the world size changes: restore them from a snapshot, or
+        load a state.
 
         Args:
             communicator: the communicator of that generation.

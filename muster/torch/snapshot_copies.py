@@ -1,4 +1,4 @@
-"""Copies a rank's own parts into host memory: while training goes on on a GPU, at once on a CPU."""
+"""Copies a rank's own parts into host memory: on a GPU while training goes on, on a CPU at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muster.training.shared_room import SharedRoom
 _ALIGNMENT = 64
 
 PIECE_BYTES = 32 << 20
-"""Bytes that a GPU copies to the host at a time: about as many as 0.7 ms of a PCIe 5 link."""
+"""Bytes that a GPU copies to the host at a time, which takes a PCIe 5 link about 0.7 ms."""
 
 Source = Callable[[Any], Any]
 """Finds the copy of a GPU tensor that is kept on the GPU for another purpose; None: there is none."""
@@ -29,8 +29,8 @@ class OwnRoom:
 
     Args:
         size: the size in bytes.
-        pinned: pin the memory, for a GPU that writes there.
-        host: use this memory, a uint8 tensor, instead of new memory.
+        pinned: whether to pin the memory, for a GPU that writes there.
+        host: a uint8 tensor whose memory is used instead of new memory.
 
     Attributes:
         shared: the memory as another process of this host can map it; None: it is private.
@@ -55,16 +55,16 @@ class OwnRoom:
 
 
 def room_bytes(size: int, *, pinned: bool) -> int:
-    """Bytes that a room of ``size`` bytes takes: torch rounds pinned memory up to a power of two."""
+    """Returns the bytes that a room of ``size`` bytes takes: torch rounds pinned memory to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 class GpuRead:
     """Copies tensors of the GPU into host memory, piece by piece; any thread may do it.
 
-    To start hundreds of copies takes the host milliseconds, for which the training need not wait. And what a
-    step itself copies to the host, a few bytes, waits behind all copies that were started before: so
-    :meth:`wait` starts a piece when the one before has arrived.
+    Starting hundreds of copies takes the host milliseconds, for which the training need not wait. A step's
+    own copies to the host, of a few bytes, wait behind all copies that were started before. So :meth:`wait`
+    starts a piece only when the previous one has arrived.
 
     Args:
         source: where ``tensors`` were found; None: in the copier's own staging memory.
@@ -94,14 +94,14 @@ class GpuRead:
         """Starts all copies that were not started yet, unless dropped.
 
         Returns:
-            An event at the end of those that were started; None: there are none.
+            An event at the end of the started copies; None: there are none.
         """
         while self._start_piece():
             pass
         return self._end
 
     def wait(self) -> None:
-        """Copies, and waits until everything is in host memory.
+        """Runs all copies, and waits until everything is in host memory.
 
         Raises:
             RuntimeError: it was dropped before.
@@ -114,14 +114,14 @@ class GpuRead:
             raise RuntimeError("the copy was dropped before it was whole")
 
     def drop(self) -> None:
-        """Starts no more copies, and waits for those that were started, after which the memory is free."""
+        """Starts no more copies, and waits for those that were started; then the memory is free."""
         with self._lock:
             self._is_dropped = True
         if self._end is not None:
             self._end.synchronize()
 
     def is_over(self) -> bool:
-        """Whether no copy runs, or will."""
+        """Whether no copy runs or will run."""
         return (self._is_whole or self._is_dropped) and (self._end is None or bool(self._end.query()))
 
     def _start_piece(self) -> bool:
@@ -161,12 +161,12 @@ def _in_pieces(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Sequence[tuple[Any,
 
 
 class PartCopier:
-    """Copies the ``own`` elements of tensors, one behind the other, into host memory.
+    """Copies the ``own`` elements of tensors, one after the other, into host memory.
 
     From a GPU they are first gathered in GPU memory, in the order of the current stream, so that later work
-    may change the tensors at once; then a side stream copies them to the host. Where copies of all of them
-    are kept on the GPU anyhow, those are read instead, by the thread that waits for the result; before they
-    are written again, :meth:`wait_until_read` must be called.
+    may change the tensors at once. Then a side stream copies them to the host. If copies of all of them exist
+    on the GPU anyhow, the thread that waits for the result reads those instead. Before these are written
+    again, :meth:`wait_until_read` must be called.
 
     Args:
         tensors: the tensors, in a fixed order.
@@ -203,10 +203,11 @@ class PartCopier:
         Args:
             room: the memory to copy to.
             source: see :data:`Source`.
-            after: events on the GPU that reading from ``source`` waits for.
+            after: events on the GPU for which reading from ``source`` waits.
 
         Returns:
-            What copies it into host memory, when it is waited for; nothing is left to do if this is no GPU.
+            An object whose :meth:`GpuRead.wait` copies it into host memory; without a GPU, all is done
+            already.
         """
         if not self._on_gpu:
             self._gather(room.host)
@@ -227,11 +228,11 @@ class PartCopier:
         return read
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Context whose GPU work runs on the copies' stream, and so does not wait for the training."""
+        """Context whose GPU work runs on the copies' stream, so that it does not wait for the training."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait_until_read(self, source: Source | None) -> None:
-        """Makes the current stream wait until nothing that ``source`` finds is being read any more.
+        """Makes the current stream wait until no tensor that ``source`` finds is being read any more.
 
         Args:
             source: see :data:`Source`; None: the staging memory.
@@ -241,7 +242,7 @@ class PartCopier:
                 torch.cuda.current_stream(self.device).wait_event(end)
 
     def drop_reads(self) -> None:
-        """Ends all copies, for which nobody waits any more."""
+        """Ends all copies, because their results are no longer needed."""
         for read in self._reads:
             read.drop()
 

@@ -1,4 +1,4 @@
-"""Durable checkpoints from the copies that snapshots keep in memory: the state is not copied again."""
+"""Writes durable checkpoints from the copies that snapshots keep in memory, without another copy."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SnapshotFolder:
     """A directory of checkpoints, written from copies of :class:`muster.torch.Snapshots`; all ranks have one.
 
     Args:
-        directory: on a file system that all hosts share.
+        directory: its path, on a file system that all hosts share.
         snapshots: the snapshots whose copies are written.
-        mbytes_per_s: most that each rank writes, in 10**6 bytes per second; 0: no limit.
+        mbytes_per_s: maximum rate at which each rank writes, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address.
@@ -54,7 +54,7 @@ class SnapshotFolder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's writer process is at work."""
+        """Whether this rank's writer process is writing."""
         return self._writer.is_writing
 
     def save_beside(self, session: CheckpointSession, communicator: Communicator) -> SnapshotId | None:
@@ -63,7 +63,7 @@ class SnapshotFolder:
         Waits for the previous write first. A write that fails is logged.
 
         Args:
-            session: the session of this generation, to which what was written is reported.
+            session: the session of this generation, to which the write is reported.
             communicator: the communicator of all ranks.
 
         Returns:
@@ -74,7 +74,8 @@ class SnapshotFolder:
         before = self._own()
         agreed = self._snapshots.complete or SnapshotId(-1, 0)
         heard = Carrier(communicator, NumpyLibrary(np)).gather([agreed.generation + 1, agreed.step])
-        # The latest that any rank has heard of counts: all keep it, or did until they heard of a later one.
+        # The latest snapshot of which any rank has heard counts. All ranks keep it, or kept it until they
+        # heard of a later one.
         newest = max(SnapshotId(generation - 1, step) for generation, step in heard)
         generation, world_size = communicator.membership.generation, communicator.world_size
         if newest.generation != generation:
@@ -86,20 +87,20 @@ class SnapshotFolder:
         return newest
 
     def wait(self) -> None:
-        """Waits until this rank has written; the scheduler is told, and does not report a standstill."""
+        """Waits until this rank has written; the scheduler knows, and does not report a standstill."""
         if self._writer.is_writing:
             with self._busy():
                 self._writer.wait()
 
     def close(self) -> None:
-        """Waits for the write under way, and ends the process that writes."""
+        """Waits for a write in progress, and ends the process that writes."""
         self._writer.close()
 
     def load(self, communicator: Communicator, parts: GivesParts) -> SnapshotId | None:
         """Restores the state from the latest checkpoint that is sound; all ranks call it.
 
         Returns:
-            The snapshot that the checkpoint was written from; None: there is no sound checkpoint.
+            The snapshot from which the checkpoint was written; None: there is no sound checkpoint.
 
         Raises:
             StateMismatchError: the checkpoint is of another state.
@@ -151,7 +152,7 @@ class SnapshotFolder:
         )
 
     def _brought_over(self, data: memoryview) -> Callable[[], None]:
-        """A function that copies the data to where the writer process can read it, unlike pinned memory."""
+        """Returns a function that copies data to memory that the writer can read, unlike pinned memory."""
 
         def copy() -> None:
             np.copyto(

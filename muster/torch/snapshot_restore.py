@@ -38,7 +38,7 @@ class CopyHead(NamedTuple):
     """The head of a copy, which describes its data.
 
     Attributes:
-        tensors: where each tensor lies, in order.
+        tensors: the place of each tensor, in order.
         layout: dtype and shape of each tensor, as text, by name.
         notes: the rest of the state, as JSON values.
     """
@@ -95,8 +95,9 @@ class Restorer:
         """Gathers what all ranks hold, and decides from that, with the same result on all ranks.
 
         Args:
-            agreed: the newest snapshot of which this rank has heard that it is complete everywhere.
-            check: compare all copies with their checksums, which takes a second per one or two gigabytes.
+            agreed: the newest snapshot that is complete everywhere, as far as this rank has heard.
+            check: whether to compare all copies with their checksums, which takes a second per one or two
+                gigabytes.
         """
         holdings = []
         for copy in self._held.all():
@@ -239,6 +240,6 @@ def _check_same(tensors: Sequence[SnapshotTensor], heads: Sequence[CopyHead]) ->
 
 
 def _sources(decision: Restoration, ranks: int) -> list[int]:
-    """The rank that sends each part: the one decided on or, where all hold the part, any of them."""
+    """Returns the rank that sends each part: the one decided on or, if all hold the part, any rank."""
     lacking: Mapping[int, int] = {each.part.rank: each.source for each in decision.handings}
     return [lacking.get(rank, rank % ranks) for rank in range(decision.world_size)]

@@ -23,7 +23,7 @@ _LOG = logging.getLogger("muster.worker")
 
 
 class SnapshotTrainingState(TrainingState):
-    """The training state of objects of which each rank has its part, as of a ShardedOptimizer.
+    """The training state of objects of which each rank has its part, such as a ShardedOptimizer.
 
     ::
 
@@ -38,19 +38,19 @@ class SnapshotTrainingState(TrainingState):
                 ...
 
     After each change of members, also a planned one, all ranks go back to the newest complete snapshot,
-    because nobody can tell which parts a broken step has updated. A ShardedOptimizer is sharded again over
+    because it is not known which parts a broken step has updated. A ShardedOptimizer is sharded again over
     the new number of ranks.
 
     Args:
-        objects: by name; see :class:`muster.torch.Snapshots`. A ``DataParallel``, whose state is whole on
-            each rank, takes ``muster.torch.TorchTrainingState`` instead.
-        sampler: deals out the samples.
-        snapshots: made without a state.
-        take_up: loads the last durable checkpoint into the objects, and returns whether there was one; all
-            ranks call it if no complete snapshot is left in memory, nor in ``checkpoint``.
+        objects: the objects by name; see :class:`muster.torch.Snapshots`. For a ``DataParallel``, whose state
+            is whole on each rank, use ``muster.torch.TorchTrainingState`` instead.
+        sampler: distributes the samples.
+        snapshots: the snapshots, made without a state.
+        take_up: loads the last durable checkpoint into the objects, and returns whether there was one. All
+            ranks call it if there is no complete snapshot in memory and none in ``checkpoint``.
         checkpoint: a directory that all hosts share, for :meth:`save_beside`; "": none. A new run resumes
             from the latest checkpoint there.
-        mbytes_per_s: most that a rank writes there, in 10**6 bytes per second; 0: no limit.
+        mbytes_per_s: maximum rate at which a rank writes there, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: an object cannot be part of a snapshot.
@@ -90,9 +90,9 @@ class SnapshotTrainingState(TrainingState):
     def save_beside(self) -> bool:
         """Starts to write the newest complete snapshot to disk; all ranks call it, in a step's block.
 
-        A process of each rank writes that rank's part; tensors on a CPU are not copied for it. Waits for the
-        previous write first. A write that fails is logged. Planned changes of members and the end of an
-        ElasticLoop wait for what is being written.
+        For each rank, a separate process writes its part; tensors on a CPU are not copied for it. Waits for
+        the previous write first. A write that fails is logged. Planned changes of members and the end of an
+        ElasticLoop wait for the write.
 
         Returns:
             Whether a write has started; False: no snapshot of this generation is complete yet.
@@ -114,7 +114,7 @@ class SnapshotTrainingState(TrainingState):
         """Takes a snapshot if one is due; see :class:`TrainingState`."""
         super().begin()
         self._snapshots.at_step(self.step)
-        self._snapshots.confirm()  # the step before was waited for
+        self._snapshots.confirm()  # the previous step has been waited for
 
     def commit(self) -> None:
         """Waits for the GPU; see :class:`TrainingState`."""
@@ -126,7 +126,7 @@ class SnapshotTrainingState(TrainingState):
         """Brings all ranks to the newest complete snapshot.
 
         Returns:
-            0, as no single rank is the source of the state.
+            0, because no single rank is the source of the state.
 
         Raises:
             StateLostError: no complete snapshot is left in memory, and there is no checkpoint.

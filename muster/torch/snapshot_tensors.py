@@ -1,4 +1,4 @@
-"""What a rank copies of its state, and needs when the state is restored: tensors, and notes of the rest."""
+"""Describes what a rank copies of its state and needs to restore it: tensors, and notes on the rest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from muster.training.sampler import ShardedSampler
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """One tensor of a state, as one rank has it.
+    """One tensor of a state, as one rank holds it.
 
     Attributes:
-        name: the same on all ranks.
+        name: the tensor's name, the same on all ranks.
         shape: the shape of the whole tensor.
         tensor: this rank's part of it; its elements, row by row, begin with those of ``wanted``.
         wanted: the elements of the whole tensor that this rank holds.
-        own: those of them that this rank copies: ranks that hold the same elements share them out.
+        own: the elements that this rank copies; ranks that hold the same elements divide them.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SnapshotTensor:
 
 
 def whole_tensor(name: str, tensor: Any, rank: int, world_size: int) -> SnapshotTensor:
-    """Describes a tensor that is the same on all ranks: each copies its piece, in the order of memory."""
+    """Describes a tensor that is the same on all ranks; each rank copies its piece, in memory order."""
     flat = tensor.detach()
     if is_dense(flat) and not flat.is_contiguous():
         flat = flat.as_strided((flat.numel(),), (1,))
@@ -67,9 +67,9 @@ def whole_tensor(name: str, tensor: Any, rank: int, world_size: int) -> Snapshot
 
 
 class TensorMemo:
-    """Makes SnapshotTensors of whole tensors, and uses those of the previous pass again.
+    """Makes SnapshotTensors of whole tensors, and reuses those of the previous pass.
 
-    Making them takes ten times as long. Only the tensors of the last two passes are referred to.
+    Making them takes ten times as long. Only the tensors of the last two passes are kept alive.
     """
 
     def __init__(self) -> None:
@@ -94,20 +94,20 @@ class TensorMemo:
 
 @runtime_checkable
 class GivesTensors(Protocol):
-    """An object that itself describes this rank's tensors of its state, as a ShardedOptimizer does."""
+    """An object that describes this rank's tensors of its state itself, such as a ShardedOptimizer."""
 
     def snapshot_tensors(self, name: str) -> Iterator[SnapshotTensor]:
-        """This rank's sharded tensors and those that follow from such; their names begin with ``name``."""
+        """Yields this rank's sharded tensors and those derived from them; names begin with ``name``."""
 
 
 class GivesParts(Protocol):
-    """A state that snapshots are taken of."""
+    """A state of which snapshots are taken."""
 
     def snapshot_tensors(self, rank: int, world_size: int) -> list[SnapshotTensor]:
         """The tensors of this rank at this world size."""
 
     def snapshot_notes(self) -> dict[str, Any]:
-        """The rest of the state, as JSON values or as functions that return such and may wait for the GPU."""
+        """The rest of the state: JSON values, or functions that return them and may wait for the GPU."""
 
     def put_snapshot_notes(self, notes: Mapping[str, Any], *, same_rank: bool) -> None:
         """Restores what :meth:`snapshot_notes` returned on this rank or, if not ``same_rank``, on rank 0."""
@@ -213,14 +213,14 @@ class ObjectParts:
 
 
 def check_whole_or_dtensors(module: Any) -> None:
-    """Refuses a module whose parameters are sharded, but are no DTensors."""
+    """Refuses a module whose parameters are sharded, but are not DTensors."""
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         return
     check_whole(module, "Snapshots")
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether this is a DTensor, which knows how it is sharded over ranks, as FSDP2's parameters are."""
+    """Whether this is a DTensor, which knows how it is sharded over ranks, like FSDP2's parameters."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
@@ -242,7 +242,7 @@ def _of_tensor(name: str, tensor: Any, whole: Callable[[str, Any], SnapshotTenso
 def _of_module(
     name: str, module: Any, divided: set[int], whole: Callable[[str, Any], SnapshotTensor]
 ) -> Iterator[SnapshotTensor]:
-    """A module's parameters and buffers, except those that a ShardedOptimizer among the objects gives."""
+    """Yields a module's parameters and buffers, except those that a ShardedOptimizer of the state gives."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         sharded = SHARDED.get(tensor, lambda: None)()
         if sharded is None or id(sharded) not in divided:
@@ -268,7 +268,7 @@ def _tensors_in(name: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any
 
 
 def _plain_values(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """The numbers and texts of a dictionary, and of dictionaries within it."""
+    """Returns the numbers and texts of a dictionary, and of dictionaries within it."""
     return {
         str(key): _plain_values(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -285,7 +285,7 @@ def _put_values(values: dict[Any, Any], kept: Mapping[str, Any]) -> None:
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The numbers in each parameter group: rates, betas, decay."""
+    """Returns the numbers in each parameter group: rates, betas, decay."""
     return [
         {
             key: [number_of(each) for each in value] if isinstance(value, (tuple, list)) else number_of(value)

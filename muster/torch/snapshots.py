@@ -58,7 +58,7 @@ class Snapshots:
         for step in muster.ElasticLoop(session, state, epochs=10):
             ...
 
-    Without an ElasticLoop, in a loop of one's own::
+    In a loop of your own, without an ElasticLoop::
 
         snapshots = muster.torch.Snapshots({"net": net, "optimizer": optimizer, "data": sampler}, every=10)
         step = snapshots.restore() or 0   # after init(), and after each rejoin(); all ranks call it
@@ -68,19 +68,19 @@ class Snapshots:
             step += 1
             snapshots.step(step)
 
-    When ranks are lost, all go back, bit for bit, to the newest step of which every part is in the memory of
-    a remaining rank, also at another world size. docs/snapshots.md says what is promised.
+    When ranks are lost, all ranks go back, bit for bit, to the newest snapshot whose parts are all in the
+    memory of remaining ranks, also at another world size. docs/snapshots.md says what is promised.
 
     Args:
         state: objects by name: modules, optimizers, :class:`muster.ShardedOptimizer`, tensors, dictionaries
-            of tensors and numbers, torch generators, a ``ShardedSampler``, and what has ``state_dict()`` and
-            ``load_state_dict()`` (learning rate schedulers). Tensors are the same on all ranks, except
-            DTensors (FSDP2) and a ShardedOptimizer's, of which each rank has its part. None: the snapshots
-            are given to a training state.
+            of tensors and numbers, torch generators, a ``ShardedSampler``, and objects with ``state_dict()``
+            and ``load_state_dict()`` (learning rate schedulers). Tensors are the same on all ranks, except
+            DTensors (FSDP2) and those of a ShardedOptimizer, of which each rank has its part. None: the
+            snapshots are given to a training state.
         session: this worker's place in the job; None: that of ``muster.init()``.
-        every: steps between two snapshots; the same on all ranks.
-        copies: partners that hold each rank's part, on other hosts where there are some.
-        mbytes_per_s: most that a rank sends, in 10**6 bytes per second; 0: no limit.
+        every: number of steps between two snapshots; the same on all ranks.
+        copies: number of partners that hold each rank's part, on other hosts if there are any.
+        mbytes_per_s: maximum rate at which a rank sends, in 10**6 bytes per second; 0: no limit.
 
     Attributes:
         held: the complete copies that this process holds, its own and others'.
@@ -109,7 +109,7 @@ class Snapshots:
         self.held = HeldCopies()
         self._retention = Retention(every)
         self._lock = threading.Lock()
-        """Guards the retention and what is reported of it."""
+        """Guards the retention and the reports about it."""
         self._exchange: CopyExchange | None = None
         self._copier: PartCopier | None = None
         self._rooms: list[tuple[PartKey | None, OwnRoom]] = []
@@ -134,11 +134,11 @@ class Snapshots:
         All ranks call it, after ``muster.init()`` and after each ``session.rejoin()``.
 
         Args:
-            state: the new objects, if those that the constructor got were created again.
+            state: the new objects, if the constructor's objects were created again.
 
         Returns:
-            Number of finished steps in the state; None: there is no complete snapshot, because the job
-            begins, or parts are lost, which the log then names. Load a durable checkpoint in that case.
+            Number of finished steps in the state. None: there is no complete snapshot, because the job begins
+            or because parts are lost, which the log then names. Load a durable checkpoint in that case.
         """
         if state is not None:
             self._parts = ObjectParts(state)
@@ -172,7 +172,7 @@ class Snapshots:
     # ------------------------------------------------------------ what training states call
 
     def follow(self, parts: GivesParts) -> None:
-        """Sets the state that snapshots are taken of.
+        """Sets the state of which snapshots are taken.
 
         Raises:
             SettingsError: these snapshots have a state already.
@@ -188,7 +188,7 @@ class Snapshots:
         self._given_session = session
 
     def is_whole(self, communicator: Communicator) -> bool:
-        """Whether all ranks together hold a complete snapshot; all call it. If not, the log says why."""
+        """Whether all ranks together hold a complete snapshot; if not, logs why. All ranks call it."""
         return self._decide(communicator) is not None
 
     def go_back(self, communicator: Communicator) -> SnapshotId | None:
@@ -236,7 +236,7 @@ class Snapshots:
         if self._decided_in != communicator.membership.generation:
             self._decide(
                 communicator, is_needed=False
-            )  # nobody goes back, but all ranks agree on what is kept
+            )  # no rank goes back, but all ranks agree on what to keep
         self._decided_in = -1
         copier = self._copier_now()
         world_size, rank = communicator.world_size, communicator.rank
@@ -279,14 +279,14 @@ class Snapshots:
     def at_step(self, step: int, source: Source | None = None, *, after: Sequence[Any] = ()) -> None:
         """Takes a snapshot of the state as it is now, after ``step`` steps, if one is due.
 
-        It is brought into host memory at once, in the background, and is sent at the next :meth:`confirm`,
-        because a step on a GPU may turn out to have broken.
+        It is copied into host memory at once, in the background. It is sent only at the next
+        :meth:`confirm`, because a step on a GPU may turn out to have broken.
 
         Args:
             step: number of finished steps.
-            source: finds copies that are kept on the GPU anyhow; see :class:`PartCopier`. Before these are
+            source: finds copies that exist on the GPU anyhow; see :class:`PartCopier`. Before they are
                 written again, :meth:`wait_until_read` must be called.
-            after: events on the GPU that reading these copies waits for.
+            after: events on the GPU for which reading these copies waits.
         """
         if self._exchange is None:
             return
@@ -314,7 +314,7 @@ class Snapshots:
             self._on_failed(outgoing.key, "")
 
     def end_generation(self) -> None:
-        """Ends connections and threads, and drops copies under way; complete copies stay."""
+        """Ends connections and threads, and drops unfinished copies; complete copies stay."""
         self._pending = None
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -343,7 +343,7 @@ class Snapshots:
         self._shares_rooms = True
 
     def lend(self, key: PartKey) -> SharedRoom | None:
-        """Keeps the memory of this rank's copy as it is until :meth:`take_back`.
+        """Keeps the memory of this rank's copy unchanged until :meth:`take_back`.
 
         Returns:
             The memory as another process can map it; None: it is private.
@@ -400,7 +400,7 @@ class Snapshots:
         self._report()
 
     def _room_for(self, key: PartKey, copier: PartCopier) -> OwnRoom | None:
-        """Memory of this rank that no copy needs any more; None: all of it is in use.
+        """Returns memory of this rank that no copy needs any more; None: all of it is in use.
 
         There are at most two rooms, and a third while a dropped copy is still being written to disk.
         """
@@ -461,7 +461,7 @@ class Snapshots:
         self._report()
 
     def _report(self) -> None:
-        """Reports what is kept to the scheduler, if that has changed."""
+        """Reports to the scheduler which snapshots are kept, if that has changed."""
         with self._lock:
             size = 0 if self._copier is None else self._copier.size
             report = self._retention.report().replaced(
@@ -489,5 +489,5 @@ class Snapshots:
 
 
 def _size(count: int) -> str:
-    """Bytes in words."""
+    """Formats a number of bytes."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

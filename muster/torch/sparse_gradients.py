@@ -1,4 +1,4 @@
-"""Gradients of embeddings made with ``sparse=True``: rows that ranks used, gathered after the buckets."""
+"""Reduces gradients of embeddings with ``sparse=True``: gathers the used rows, after the buckets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NONE = -1
 class SparseGradients:
     """The parameters of a module whose gradients are sparse, and how they are summed over ranks.
 
-    The number of rows of each rank is not known beforehand, so the host waits for it, on a GPU too: such a
-    step cannot be captured. Where a rank's gradient is dense after all (a dense layer shares the weight), it
-    becomes dense on all ranks.
+    The number of rows of each rank is not known beforehand, so the host waits for it, on a GPU too. Such a
+    step cannot be captured. If a rank's gradient is dense after all (because a dense layer shares the
+    weight), it becomes dense on all ranks.
 
     Args:
         module: the module; its ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` count.
@@ -35,7 +35,7 @@ class SparseGradients:
         return id(parameter) in self._known
 
     def reduce(self, comm_stream: CommStream, op: ReduceOp, scale: Any | None) -> None:
-        """Sums or averages the gradients over all ranks, which all call it; None where no rank has one.
+        """Sums or averages the gradients over all ranks, which all call it; None if no rank has one.
 
         Args:
             comm_stream: runs the collectives.
@@ -100,7 +100,7 @@ class SparseGradients:
 
 
 def _rows_of(gradient: Any) -> tuple[Any, Any] | None:
-    """Row numbers, int64, and the rows; None where there is no gradient."""
+    """Returns row numbers, int64, and the rows; None if there is no gradient."""
     if gradient is None:
         return None
     sparse = (gradient.to_sparse(1) if gradient.layout is torch.strided else gradient).coalesce()

@@ -1,13 +1,14 @@
 """The training state of a torch model in an ``ElasticLoop``, which outlives members, captured or not.
 
-On a GPU the host runs ahead, and what an aborted all_reduce leaves behind still reaches the optimizer's
-update, which may be part of a CUDA graph. So the state is copied before each step, and a broken step is
-undone from that copy. The host learns that a step broke only while the GPU works on the next one, which is
-undone with it: so there are two copies, used in turn. What only the update changes (parameters, optimizer
-state) is copied while a captured step's forward and backward passes run, and the update waits for the copy.
+On a GPU the host runs ahead, and the values that an aborted all_reduce leaves behind still reach the
+optimizer's update, which may be part of a CUDA graph. So the state is copied before each step, and a broken
+step is undone from that copy. The host learns that a step broke only while the GPU works on the next one,
+which is undone with it. So there are two copies, used in turn. Tensors that only the update changes
+(parameters, optimizer state) are copied while a captured step's forward and backward passes run, and the
+update waits for the copy.
 
-On a CPU the second copy is for a rank that is lost before the others know the states of its random generators
-after a step: to give these to a newcomer, all ranks go back to before that step.
+On a CPU, the second copy is needed if a rank is lost before the others know the states of its random
+generators after a step. To give a newcomer the states from before, all ranks go back to before that step.
 """
 
 from __future__ import annotations
@@ -60,28 +61,28 @@ class TorchTrainingState(TrainingState):
             with step:
                 loss = train_step(images[step.batch.indices], labels[step.batch.indices])
 
-    Each rank has its own states of torch's default generators, the CPU's and its GPU's: a step that is redone
-    draws what it drew before. After each step all ranks (up to 256) know the states of all, and a checkpoint
-    has them too: a process that replaces a lost rank, or resumes the run at the same world size, draws what
-    that rank would have drawn. At another world size newcomers seed their generators again, from the initial
-    seed, the rank and the step. What ``optimizer.load_state_dict`` loads becomes part of the state, and so do
-    parameters that the optimizer is given later, on all ranks. Generators of your own are not part of it:
-    seed them from (seed, step, rank).
+    Each rank has its own states of torch's default generators, for the CPU and for its GPU, so that a step
+    that is redone draws the same numbers again. After each step all ranks (up to 256) know the states of all,
+    and a checkpoint has them too. So a process that replaces a lost rank, or resumes the run at the same
+    world size, draws what that rank would have drawn. At another world size, newcomers seed their generators
+    again, from the initial seed, the rank and the step. A state that ``optimizer.load_state_dict`` loads
+    becomes part of the state, and so do parameters that the optimizer is given later, on all ranks.
+    Generators of your own are not part of it: seed them from (seed, step, rank).
 
-    After each step the ranks compare the optimizer's settings (rates, betas, decay) and step counts. Where
-    they differ, the next step ends on all ranks with RanksDifferError, which names what differs.
+    After each step the ranks compare the optimizer's settings (rates, betas, decay) and step counts. If they
+    differ, the next step ends on all ranks with RanksDifferError, which names the difference.
 
     Args:
-        model: made with ``elastic=True``.
+        model: the model, made with ``elastic=True``.
         optimizer: a torch optimizer; its state is created now, as its first step would create it.
-        sampler: deals out the samples.
+        sampler: distributes the samples.
         samples_per_rank: number of samples per rank, kept at any world size, so that shapes, and with them
             captured graphs and tuned kernels, stay the same; None: keep the size of the global batch.
-        also: what else is part of the state, by name: learning rate schedulers, a GradScaler, averaged
-            parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. It is
-            given to newcomers, saved, and put back after a broken step. The same on all ranks.
+        also: further objects of the state, by name: learning rate schedulers, a GradScaler, averaged
+            parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. They
+            are given to newcomers, saved, and restored after a broken step. Must be the same on all ranks.
         snapshots: also keep the state in other ranks' memory, each rank a piece of it. Every remaining member
-            has the whole state anyway; so this helps where only newcomers without the state are left.
+            has the whole state anyway, so this helps only if just newcomers without the state are left.
 
     Raises:
         SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
@@ -115,11 +116,11 @@ class TorchTrainingState(TrainingState):
         self._began: StateSnapshot | None = None
         self._committed: StateSnapshot | None = None
         self._unknown: StateSnapshot | None = (
-            None  # from before a step after which not all ranks know all generators' states yet
+            None  # from before a step, after which some ranks do not know all generators' states yet
         )
-        self._room = True  # for two copies
+        self._room = True  # there is memory for two copies
         self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        self._beside: Any = None  # the end of a copy that may be under way
+        self._beside: Any = None  # the end of a copy that may still run
         self._changes = 0
         self._may_copy_beside = True
         self._comparison = RankComparison(optimizer, model.device)
@@ -127,8 +128,8 @@ class TorchTrainingState(TrainingState):
         self._parameter_count = _parameter_count(optimizer)
         self._random = RandomState(model.device)
         self._loader_generator = torch.Generator()
-        self._takes_up = False  # joins a run that has made steps
-        self._restored = False  # has got the state since it last entered a generation
+        self._takes_up = False  # whether it joins a run that has made steps
+        self._restored = False  # whether it got the state since it entered a generation
         self._checkpoint_copier: CheckpointCopier | None = None
         self._snapshots = snapshots
         self._tensor_memo = TensorMemo()
@@ -147,7 +148,7 @@ class TorchTrainingState(TrainingState):
         return Carrier(communicator, TensorLibrary(self._model.device))
 
     def begin(self) -> None:
-        """Copies the state, for the case that the step breaks; see :class:`TrainingState`."""
+        """Copies the state, in case the step breaks; see :class:`TrainingState`."""
         if self.in_step:
             self.roll_back()
         if _parameter_count(self._optimizer) != self._parameter_count:
@@ -185,10 +186,10 @@ class TorchTrainingState(TrainingState):
         return self._copies[-1]
 
     def _copy(self) -> tuple[CopiesAside, CopiesAside]:
-        """Copies of what only the update changes, and of the rest except weights that follow from masters."""
+        """Makes copies of what only the update changes, and of the rest except low-precision weights."""
         updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
         left_out = set(self._updated)
-        if self._model.weights_dtype is not None:  # the module's parameters follow from their masters
+        if self._model.weights_dtype is not None:  # the module's parameters are computed from their masters
             left_out.update(name for name, _ in self._model.module.named_parameters())
         rest = [tensor for name, tensor in self.arrays.items() if name not in left_out]
         flat = {each.untyped_storage().data_ptr(): each for each in self._model.flat_buffers()}
@@ -196,7 +197,10 @@ class TorchTrainingState(TrainingState):
         return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
 
     def _take(self, copies: StateSnapshot) -> None:
-        """Copies the current state; what only the update changes on a side stream, if the step allows it."""
+        """Copies the current state.
+
+        If the step allows it, tensors that only the update changes are copied on a side stream.
+        """
         if self._snapshots is not None:
             self._snapshots.wait_until_read(copies.copy_of)
         copies.rest.take()
@@ -275,9 +279,10 @@ class TorchTrainingState(TrainingState):
     def iterate(self, loader: Any) -> Iterator[Any]:
         """See :class:`TrainingState`; draws nothing from torch's default generators, as loaders usually do.
 
-        The seeds of the loader's processes follow from the initial seed, the rank and the step instead,
-        unless it has a generator of its own. Each of them leads a process group of its own: a signal to this
-        process's group, by which a launcher asks it to leave, would end them during a step.
+        The seeds of the loader's processes are derived from the initial seed, the rank and the step instead,
+        unless the loader has a generator of its own. Each of these processes leads a process group of its
+        own. Otherwise a signal to this process's group, by which a launcher asks it to leave, would end them
+        during a step.
         """
         begin = getattr(loader, "worker_init_fn", None)
         if not (isinstance(begin, partial) and begin.func is _lead_group):
@@ -362,7 +367,7 @@ class TorchTrainingState(TrainingState):
         return self._snapshots.go_back(session.communicator) is not None
 
     def _enter_generators(self, communicator: Communicator) -> None:
-        """Restores the rank's generators, whichever process had it before; else a newcomer seeds its own."""
+        """Restores the generators of the process that had this rank before; else a newcomer seeds its own."""
         rank, rows = communicator.rank, self._generator_rows()
         known = len(rows) == communicator.world_size
         if self._restored or self._model.communicator.rank != rank:
@@ -370,7 +375,7 @@ class TorchTrainingState(TrainingState):
             if self._takes_up and not goes_on:
                 self._random.begin(rank, self.step)
         self._takes_up = self._restored = False
-        self._generators_at = (self.step, rows if known else [])  # the first step may have to go back to it
+        self._generators_at = (self.step, rows if known else [])  # the first step may go back to it
         self._unknown = None
 
     def _tensors(self) -> dict[str, Any]:
@@ -397,13 +402,13 @@ class TorchTrainingState(TrainingState):
         return found
 
     def _follow_optimizer(self) -> None:
-        """Follows the optimizer to new tensors: it has loaded a state, or got more parameters."""
+        """Uses the optimizer's new tensors, after it has loaded a state or got more parameters."""
         self.confirm()  # an earlier step cannot be undone afterwards
         make_optimizer_state(self._optimizer)
         self.arrays.clear()
         self.arrays.update(self._tensors())
         self._parameter_count = _parameter_count(self._optimizer)
-        self._await_copy()  # their memory may be reused at once
+        self._await_copy()  # the old tensors' memory may be reused at once
         self._copies.clear()
         self._unknown = None
         if self._began is not None and self.in_step:  # the step goes back to this if it breaks
@@ -413,11 +418,11 @@ class TorchTrainingState(TrainingState):
     # ------------------------------------------------------------ the state that is not in tensors
 
     def describe(self) -> str:
-        """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
+        """See :class:`TrainingState`; includes the optimizer's numbers, for example learning rates."""
         return self._describer(self._optimizer.param_groups)()
 
     def _describer(self, groups: Sequence[Mapping[str, Any]]) -> Callable[[], str]:
-        """A function that returns the description as it is now, and waits for numbers on the GPU."""
+        """Returns a function that returns the present description, and waits for numbers on the GPU."""
         also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
         known = json.loads(super().describe())
         more = {"also": also, "generators": self._generator_rows()}
@@ -510,7 +515,7 @@ class TorchTrainingState(TrainingState):
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
         """See :class:`TrainingState`; tensors whose dtype NumPy lacks are given as float32, which is exact.
 
-        A step that was committed but broke is undone before.
+        First undoes a step that was committed but broke.
         """
         description, tensors, more = self._for_checkpoint()
         return description, {name: _to_host(tensor) for name, tensor in tensors.items()} | more
@@ -539,7 +544,7 @@ class TorchTrainingState(TrainingState):
         tensors = {name: tensor for name, tensor in self.arrays.items() if name not in derived}
         arrays: dict[str, NDArray[Any]] = {}
         values = json.loads(self.describe())
-        for name, data in values["also"].items():  # too much for a header, maybe
+        for name, data in values["also"].items():  # may be too large for a header
             arrays[_ALSO + name] = np.frombuffer(base64.b64decode(data), np.uint8)
             values["also"][name] = ""
         generators = [_packed(row) for row in self._all_generators()]
@@ -581,7 +586,7 @@ class TorchTrainingState(TrainingState):
         return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
 
     def derived(self) -> set[str]:
-        """Names of the low-precision weights that follow from the masters that the optimizer trains."""
+        """Names of the low-precision weights, which are computed from the optimizer's master weights."""
         low = self._model.weights_dtype
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 
@@ -637,7 +642,7 @@ def _raise(error: WorkerError) -> None:
 
 
 def _lead_group(then: Callable[[int], object] | None, number: int) -> None:
-    """Begins a process of a DataLoader, in a process group of its own."""
+    """Moves a DataLoader's process into a process group of its own; the process calls it first."""
     os.setpgid(0, 0)
     if then is not None:
         then(number)
@@ -653,7 +658,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kept_settings(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """A group's settings, each with a copy if it is a tensor; a graph goes on reading the tensor itself."""
+    """Returns a group's settings, with a copy of each tensor; a graph goes on reading the tensor itself."""
     return {
         key: (value, value.clone() if isinstance(value, torch.Tensor) else None)
         for key, value in group.items()
@@ -667,7 +672,7 @@ def _parameter_count(optimizer: Any) -> int:
 
 def _to_host(tensor: Any) -> NDArray[Any]:
     host = tensor.detach().to("cpu", copy=True).contiguous()
-    # Torch is asked: NumPy may have a dtype that torch cannot give it, bfloat16 where ml_dtypes is loaded.
+    # Torch decides: NumPy may have a dtype that torch cannot convert to, such as bfloat16 with ml_dtypes.
     try:
         array: NDArray[Any] = host.numpy()
     except TypeError:

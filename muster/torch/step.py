@@ -15,7 +15,7 @@ Tensors = tuple[Any, ...]
 
 
 class StepBody:
-    """The work of a step, whether a graph records it or not. Its arguments are ``capture_step``'s."""
+    """The work of a step, whether a graph records it or not. The arguments are those of ``capture_step``."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StepBody:
 
         Args:
             batch: tensors for the loss function.
-            samples: how many this rank has, where ranks have different numbers; 0: none, but take part.
+            samples: number of this rank's samples if ranks have different numbers; 0: none, but take part.
 
         Returns:
             The loss of this rank's samples, a 0-dim tensor.
@@ -75,7 +75,7 @@ class StepBody:
         return total
 
     def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
-        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
+        """Returns the parts of a batch, each with its share of the samples; the last may be smaller."""
         if self._accumulate == 1:
             return [(1.0, batch)]
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}

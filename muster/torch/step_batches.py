@@ -1,4 +1,4 @@
-"""A loader's batches by number; those of steps that may be done again are kept."""
+"""A loader's batches by number; keeps the batches of steps that may be redone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NoMoreBatchesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A batch, its place in the loader, and torch's generators after it if it was an epoch's first."""
+    """A batch, its place in the loader, and torch's generators after it if it began an epoch."""
 
     batch: Any
     place: dict[str, Any]
@@ -28,8 +28,8 @@ class StepBatches:
     """The batches of some epochs, counted from 0.
 
     Args:
-        loader: gives an epoch's batches each time that it is iterated, the same for the same generators.
-            A ``set_epoch`` of its sampler, or of itself, is called before.
+        loader: yields an epoch's batches each time that it is iterated, the same for the same generators.
+            Before, ``set_epoch`` of its sampler, or of the loader itself, is called if it exists.
         epochs: number of epochs.
         random: torch's generators; a loader that shuffles draws from them when an epoch begins.
     """
@@ -43,7 +43,7 @@ class StepBatches:
         self._iterator: Iterator[Any] | None = None
 
     def at(self, number: int) -> Any:
-        """The batch of a step: one that is kept, or the next of the loader.
+        """Returns the batch of a step: one that is kept, or the loader's next one.
 
         Raises:
             NoMoreBatchesError: all epochs are over.
@@ -56,7 +56,7 @@ class StepBatches:
         return self._fetch()
 
     def place(self, number: int) -> dict[str, Any]:
-        """The place of a step's batch in the loader, as JSON values, for :meth:`go_to`."""
+        """Returns the place of a step's batch in the loader, as JSON values, for :meth:`go_to`."""
         if number - self._first < len(self._kept):
             return self._kept[number - self._first].place
         return self._place()
@@ -67,7 +67,7 @@ class StepBatches:
         self._first = max(self._first, number)
 
     def go_to(self, number: int, place: dict[str, Any]) -> None:
-        """Goes on with the batch of a step, from another process's :meth:`place`; skips what comes before.
+        """Goes on with the batch of a step, from another process's :meth:`place`; skips earlier batches.
 
         The caller must restore the generators afterwards.
         """

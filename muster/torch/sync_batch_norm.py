@@ -1,8 +1,8 @@
 """``torch.nn.SyncBatchNorm`` within a ``DataParallel``: statistics of all ranks' samples.
 
-torch's own goes through ``torch.distributed``, and without that each rank silently normalises with the
-statistics of its own samples. Here one all_gather in the forward pass exchanges mean, variance and number of
-elements of each rank's part, and one all_reduce in the backward pass the two sums of the gradient. The host
+Torch's own layer uses ``torch.distributed``. Without that, each rank silently normalises with the statistics
+of its own samples. Here one all_gather in the forward pass exchanges mean, variance and number of elements of
+each rank's part, and one all_reduce in the backward pass exchanges the two sums of the gradient. The host
 never waits for the GPU, so that the step can be captured.
 """
 
@@ -20,7 +20,7 @@ from muster.torch.transfer import CommStream
 
 
 class Ranks(Protocol):
-    """The wrapper's interface: a stream to the other ranks, and the weight of this one's samples."""
+    """The wrapper's interface: a stream to the other ranks, and the weight of this rank's samples."""
 
     @property
     def comm_stream(self) -> CommStream | None:
@@ -36,7 +36,7 @@ _RANKS: WeakKeyDictionary[Any, ref[Ranks]] = WeakKeyDictionary()
 
 
 class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
-    """The class of a ``SyncBatchNorm`` in a wrapper. Copied or pickled it is a ``SyncBatchNorm`` again."""
+    """The class of a ``SyncBatchNorm`` in a wrapper. A copy or pickle of it is a ``SyncBatchNorm`` again."""
 
     def forward(self, input: Any) -> Any:
         """Normalises with the statistics of all ranks' samples; in evaluation mode with the running ones."""
@@ -68,11 +68,11 @@ class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles it as a layer of torch's class, so that loading it does not need Muster."""
-        make, (_, *arguments), *others = super().__reduce_ex__(1)  # later ones insist on this class
+        make, (_, *arguments), *others = super().__reduce_ex__(1)  # later protocols insist on this class
         return (make, (torch.nn.SyncBatchNorm, *arguments), *others)
 
 
-# What torch.compiler.disable sets; calling that would load all of torch's compiler.
+# The same as torch.compiler.disable sets; calling that would load all of torch's compiler.
 SharedBatchNorm.forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
@@ -122,7 +122,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             mine[channels:-1] = variance * elements
             mine[-1].fill_(elements)
         rows = comm_stream.all_gather(mine)
-        # Chan's rule, which stays accurate where a difference of squared sums would not.
+        # Chan's rule, which stays accurate when a difference of squared sums would not.
         counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
         count = counts.sum().clamp(min=1)
         mean = (means * counts).sum(0) / count
@@ -140,7 +140,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         input, weight, mean, variance, count = context.saved_tensors
         factors = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         if input.numel():
-            # Some kernels read the mean and deviation of a training pass also where there was none.
+            # Some kernels read the mean and deviation of a training pass also if there was none.
             saved = (mean, (variance + context.eps).rsqrt())
             local, weighted, summed = torch.ops.aten.native_batch_norm_backward(
                 gradient, input, factors, mean, variance, *saved, False, context.eps, [True, True, True]

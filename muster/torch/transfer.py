@@ -1,4 +1,4 @@
-"""Runs collectives on torch tensors: on a side stream (GPU), or in the communicator's thread (CPU)."""
+"""Runs collectives on torch tensors: on a side stream (GPU) or in the communicator's thread (CPU)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from muster.torch.device_waits import DeviceWaits
 from muster.training.carrier import Carrier
 
 FROZEN = " (frozen)"
-"""The mark behind the name of a parameter that requires no gradient."""
+"""The mark after the name of a parameter that requires no gradient."""
 
 
 def array_of(communicator: Communicator, tensor: Any) -> Any:
-    """The tensor as an array that the communicator takes; shares its memory.
+    """Returns the tensor as an array that the communicator takes; the array shares its memory.
 
     Raises:
         ArrayError: the tensor is on a device, or of a dtype, that this communicator does not take.
@@ -51,9 +51,9 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> Any:
-    """A dense tensor's memory as a 1-dim uint8 tensor.
+    """Returns a dense tensor's memory as a 1-dim uint8 tensor.
 
-    A tensor that is only moved may thus have a dtype with which the communicator cannot compute: bool, say.
+    So a tensor that is only moved may have a dtype with which the communicator cannot compute, such as bool.
     """
     flat = tensor.detach().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as dense in any stride
@@ -102,15 +102,16 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source
 
 
 def memory_bytes(device: Any) -> float:
-    """The memory of a device, in bytes; infinite for the CPU."""
+    """Returns the memory of a device, in bytes; infinite for the CPU."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
 
 
 class CopiesAside:
     """Copies of tensors, which can be taken again and put back, at little cost to the host.
 
-    Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
-    So there is a list for each dtype, which is made once, as making it costs as much as the copies.
+    If torch is given several dtypes at once, it copies one tensor after the other, with hundreds of launches
+    for a ResNet. So there is a list for each dtype. It is made once, because making it costs as much as the
+    copies.
 
     Args:
         tensors: the tensors, which must stay the same objects.
@@ -132,7 +133,7 @@ class CopiesAside:
             torch._foreach_copy_(kept, live)
 
     def copy_of(self, view: Any) -> Any:
-        """The copy of a 1-dim view of one of the tensors, in the order of memory; None: there is none."""
+        """Returns the copy of a 1-dim view of one of the tensors, in memory order; None: there is none."""
         key = view.data_ptr(), view.numel(), view.dtype
         if key not in self._found:
             self._found[key] = self._find(view)
@@ -164,7 +165,7 @@ def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[
     """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
-        ArrayError: tensors differ; raised on all ranks, with the name of the first that does.
+        ArrayError: tensors differ; raised on all ranks, with the name of the first one that differs.
     """
     text = "\n".join(f"{name}\t{_kind(tensor)}" for name, tensor in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -184,7 +185,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _first_difference(rank: int, text: str, other_text: str) -> str:
-    """The first tensor in which a rank's module differs from rank 0's; texts have one per line."""
+    """Returns the first tensor in which a rank's module differs from rank 0's; texts have one per line."""
     first, other = (dict(line.split("\t") for line in each.splitlines()) for each in (text, other_text))
     differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     if not differ:
@@ -205,19 +206,19 @@ def _first_difference(rank: int, text: str, other_text: str) -> str:
 
 
 def broadcast_text(communicator: Communicator, device: Any, mine: str, source: int) -> str:
-    """The text of rank ``source``, on all ranks. The host waits."""
+    """Returns the text of rank ``source``, on all ranks. The host waits."""
     raw = mine.encode()
     length = gather_numbers(communicator, device, len(raw))[source]
     return Carrier(communicator, TensorLibrary(device)).broadcast_text(raw, length, source)
 
 
 def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
-    """Every rank's number (below 2**63), on all ranks. The host waits."""
+    """Returns every rank's number (below 2**63), on all ranks. The host waits."""
     return [row[0] for row in gather_rows(communicator, device, [number])]
 
 
 def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list[list[int]]:
-    """Every rank's row of numbers (below 2**63, equally many on each), on all ranks. The host waits."""
+    """Returns every rank's row of numbers (below 2**63, the same count on each). The host waits."""
     return Carrier(communicator, TensorLibrary(device)).gather(row)
 
 
@@ -237,7 +238,7 @@ class CommStream:
 
     @contextlib.contextmanager
     def on_side_stream(self, *, awaited: Any | None = None) -> Iterator[None]:
-        """Context in which work runs beside the current stream, after its work so far.
+        """Context in which work runs in parallel with the current stream, after its present work.
 
         Args:
             awaited: a tensor for whose result later work on the current stream waits.
@@ -267,7 +268,7 @@ class CommStream:
                 communicator.broadcast(each, 0)
 
     def all_gather(self, mine: Any) -> Any:
-        """Every rank's ``mine``, as rows by rank; later work on the current stream sees them."""
+        """Returns every rank's ``mine``, as rows by rank; later work on the current stream sees them."""
         communicator = self.communicator
         rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
         with self.on_side_stream(awaited=mine):
@@ -282,7 +283,7 @@ class CommStream:
         return mine
 
     def join(self) -> None:
-        """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
+        """Makes the current stream (GPU) or the caller (CPU) wait for all reductions."""
         if self._stream is not None:
             with self.waits.measuring(capturing=self.capturing()):
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)

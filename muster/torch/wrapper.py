@@ -54,14 +54,15 @@ def is_wrapped(parameter: Any) -> bool:
 class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     """Wraps a module, to handle its gradients as they become ready.
 
-    To optimizers and checkpoints it looks like the bare module, or like its masters where there are any.
+    To optimizers and checkpoints it looks like the bare module, or like its masters if there are any.
 
     Args:
-        module: on one device.
+        module: the module, on one device.
 
     Raises:
         ArrayError: the module is on several devices, or a tensor of it has no shape or values yet.
-        SettingsError: a parameter is sharded, by FSDP say, or a ShardedOptimizer averages its gradient.
+        SettingsError: a parameter is sharded, for example by FSDP, or a ShardedOptimizer averages its
+            gradient.
         WorkerError: no parameter requires a gradient.
     """
 
@@ -135,7 +136,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         return result
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        """Loads it as a part of another module, whose state has the bare module's names."""
+        """Loads this module as part of another one, whose state has the bare module's names."""
         if metadata.get("assign_to_params_buffers"):
             raise _cannot_assign()
         self._load_masters(state, prefix)
@@ -152,20 +153,20 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         with torch.no_grad():
             for name, view in self._master_views().items():
                 value = state.get(prefix + name)
-                if value is not None and value.shape == view.shape:  # else the module itself refuses it
+                if value is not None and value.shape == view.shape:  # otherwise the module itself refuses it
                     view.copy_(value)
 
     def _master_views(self) -> dict[str, Any]:
-        """Views of the masters by the module's parameter names; a shared parameter has several."""
+        """Returns views of the masters by the module's parameter names; a shared parameter has several."""
         views = {} if self._masters is None else self._masters.views
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
 
     def _show_signature(self) -> None:
-        """Gives ``forward`` the module's signature: the HF Trainer drops columns that it does not name."""
+        """Gives ``forward`` the module's signature, because the HF Trainer drops columns not named in it."""
         try:
             shown = inspect.signature(self.module.forward)
-        except (TypeError, ValueError):  # of C++, say
+        except (TypeError, ValueError):  # for example of a function in C++
             return
         own = type(self).forward
         function = FunctionType(
@@ -179,7 +180,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     # ------------------------------------------------------------ hooks, and changes of the module
 
     def _hook(self, ready: Callable[[Any], None]) -> None:
-        """Has ``ready`` called with each parameter whose gradient is complete, by this wrapper alone."""
+        """Makes torch call ``ready``, and no other wrapper, with each parameter with a complete gradient."""
         self._claim([parameter for _, parameter in self._named])
         self._ready_hook = ready
         self._without_hook = list(self.module.parameters())
@@ -248,7 +249,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
 class Structure:
     """A module's layers and parameters, for a quick check whether they have changed.
 
-    Comparing costs 35 us for 170 layers with 200 parameters: everything that loops runs in C.
+    A comparison costs 35 us for 170 layers with 200 parameters, because all loops run in C.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -281,7 +282,7 @@ def check_whole(module: torch.nn.Module, what: str) -> None:
     Raises:
         SettingsError: a parameter is sharded over ranks.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: no parameter is made by it
+    tensors = sys.modules.get("torch.distributed.tensor")  # if it is not loaded, no parameter is a DTensor
     kinds = tuple(filter(None, [getattr(tensors, "DTensor", None)]))
     for name, parameter in module.named_parameters():
         if isinstance(parameter, kinds) or type(parameter).__name__ == "FlatParameter":
@@ -310,6 +311,6 @@ def _one_device(module: torch.nn.Module) -> Any:
 
 
 def communicator_of(session: Any) -> Communicator:
-    """The communicator of a session; None: that of the session of ``muster.init()``."""
+    """Returns the communicator of a session; None: of the session of ``muster.init()``."""
     communicator: Communicator = (runtime.current() if session is None else session).communicator
     return communicator

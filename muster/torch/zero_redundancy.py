@@ -39,5 +39,5 @@ class OuterSettings:
 
 
 def _is_zero_redundancy(each: Any) -> bool:
-    """Whether this is one, by the name of its class, so that its module need not be imported."""
+    """Whether this is a ZeroRedundancyOptimizer, by its class's name, so that nothing need be imported."""
     return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__)

@@ -1,4 +1,4 @@
-"""Numbers the attempts that write into a checkpoint folder, which orders its files without a clock."""
+"""Numbers the attempts that write into a checkpoint folder, so that files are ordered without a clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 def number_of_attempt(root: Path, attempt: str, files: Iterable[int]) -> int:
     """Returns an attempt's number in a folder; takes the next number if the attempt has none yet.
 
-    To create the file of a number is to take it, also where several hosts share the file system.
+    The process that creates the file of a number has taken it, also if several hosts share the file system.
 
     Args:
         root: the folder.
@@ -30,13 +30,13 @@ def number_of_attempt(root: Path, attempt: str, files: Iterable[int]) -> int:
         files: the numbers of attempts that have files there.
 
     Raises:
-        OSError: the folder cannot be written, or not read.
+        OSError: the folder cannot be written or read.
     """
     folder = root / _ATTEMPTS
     folder.mkdir(parents=True, exist_ok=True)
     number = max([*files, *_taken(folder)], default=0)
-    # Numbers are taken in order. A folder that is listed at that time may show one and not the one before: a
-    # second listing has all up to the highest of the first.
+    # Numbers are taken in order. A folder that is listed at that time may show a number and not the previous
+    # one. A second listing has all numbers up to the highest one of the first listing.
     for each in sorted(_taken(folder), reverse=True):
         if _who_took(folder, each) == attempt:
             return each
@@ -58,7 +58,7 @@ def _take(path: Path, attempt: str) -> None:
     """Creates the file of a number, with the attempt's name in it from the first moment on.
 
     Raises:
-        FileExistsError: somebody has the number.
+        FileExistsError: another attempt has the number.
         OSError: the file cannot be written.
     """
     new = beside(path)
@@ -88,7 +88,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _who_took(folder: Path, number: int) -> str:
-    """The attempt that has a number; "": it cannot be read."""
+    """Returns the attempt that has a number; "" if its file cannot be read."""
     path, until = folder / f"{number:06d}", time.monotonic() + TAKEN_WITHIN_S
     while True:
         try:

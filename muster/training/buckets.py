@@ -1,7 +1,7 @@
 """Plans which gradients are reduced together: a pure function from parameters to flat buckets.
 
-One all_reduce per parameter pays its latency hundreds of times; one for all of them could only start when
-the backward pass is over. So gradients are packed into buckets, by this rule:
+One all_reduce per parameter would pay its latency hundreds of times. One all_reduce for all parameters could
+only start when the backward pass is over. So gradients are packed into buckets, by this rule:
 
 1. Parameters are taken in the order in which their gradients become ready, and never split.
 2. A bucket holds one dtype. Each dtype has at most one bucket open at a time; it is closed when the next
@@ -10,7 +10,7 @@ the backward pass is over. So gradients are packed into buckets, by this rule:
    backward pass; all others have ``bucket_bytes``.
 4. Buckets are numbered in the order in which they become full. All ranks start them in that order.
 
-The plan depends on the arguments alone, so every rank comes to the same one.
+The plan depends only on the arguments, so every rank makes the same plan.
 """
 
 from __future__ import annotations

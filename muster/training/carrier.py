@@ -191,7 +191,7 @@ class Carrier:
         return received
 
     def _wait(self) -> None:
-        """Waits for a collective; without this, a read after an aborted one might hang or return garbage."""
+        """Waits for a collective; otherwise a read after an aborted one might hang or return garbage."""
         self._communicator.synchronize()
 
 

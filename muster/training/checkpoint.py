@@ -1,13 +1,13 @@
 """Checkpoints: one safetensors file each, written atomically, checked when read.
 
 A file holds every array of a ``TrainingState``. Its metadata has step, epoch, position, seed, random
-generators and a digest over all of it, and also the program, the model (a fingerprint of names, dtypes and
-shapes) and the run that the file is of: only files with the same three are removed to make room for others.
-Any safetensors reader can open it.
+generators and a digest over all of it. It also names the program, the model (a fingerprint of names, dtypes
+and shapes) and the run to which the file belongs. A file is removed to make room only for a file with the
+same program, model and run. Any safetensors reader can open a file.
 
 Files are ordered by the number of the attempt, then by generation, then by step, and not by a clock. A launch
-takes the folder's next number as it begins, and another one when it goes back to a checkpoint. So hosts whose
-clocks differ agree on the order, and what an expelled worker writes late does not become the latest file.
+takes the folder's next number when it begins, and another one when it goes back to a checkpoint. So hosts
+whose clocks differ agree on the order, and a late file of an expelled worker does not become the latest.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Found:
 
     @property
     def kin(self) -> tuple[str, str, str]:
-        """The key of files that may replace one another: program, model and run."""
+        """The key by which files may replace one another: program, model and run."""
         return self.program, self.model, self.run
 
 
@@ -119,16 +119,16 @@ def save(
     Args:
         directory: created if it does not exist.
         state: what to write.
-        keep: how many checkpoints of this run to leave in the directory, this one and the latest before it;
-            0: all. Those of other programs, models and runs stay, and so do those that are later than this
-            one or of a higher step.
+        keep: how many checkpoints of this run to leave in the directory: this one and the latest before it.
+            0: all. Checkpoints of other programs, models and runs stay. So do checkpoints that are later than
+            this one or have a higher step.
         clock: gives the time of saving, in seconds since 1970.
 
     Returns:
         The file's path.
 
     Raises:
-        CheckpointError: the file cannot be written; or a step is under way, so half a step would be saved.
+        CheckpointError: the file cannot be written; or a step is in progress, so half a step would be saved.
     """
     folder = mounted_path(directory)
     return _save(folder, folder, state, keep=keep, clock=clock)
@@ -174,7 +174,7 @@ class _Naming:
 def _naming(
     root: Path, folder: Path, state: TrainingState, description: str, keep: int, saved_at: float
 ) -> _Naming:
-    step = _step_of(description)  # the state's own attribute may be an adapter's, and lag behind
+    step = _step_of(description)  # an adapter's own attribute may lag behind
     return _Naming(
         str(root),
         str(folder),
@@ -196,7 +196,7 @@ def write_copy(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         data: the room's bytes.
-        what: their places, the description, and the file's naming.
+        what: the arrays' places in the room, the description, and the file's naming.
 
     Returns:
         The file's size in bytes, and the seconds that writing took.
@@ -262,7 +262,7 @@ def _write(
         raise CheckpointError(
             f"The checkpoint {_path(folder, naming.step)} could not be written: {reason}.",
             remedy="Make room, or choose another directory with --checkpoint-dir.",
-        ) from None  # the reason is said; a traceback of the serializer would hide it
+        ) from None  # the message has the reason; a traceback of the serializer would hide it
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -277,7 +277,7 @@ def _write(
 
 
 def find(directory: str | Path) -> list[Found]:
-    """Checkpoints of a directory and of the runs' directories in it, the latest first.
+    """Finds the checkpoints in a directory and in its directories of runs; returns the latest first.
 
     Files whose header is damaged are left out.
     """
@@ -291,10 +291,10 @@ def find(directory: str | Path) -> list[Found]:
 def load(path: str | Path, state: TrainingState) -> None:
     """Reads one checkpoint into ``state``, arrays in place; a refused file changes nothing.
 
-    Later saves are of a new attempt: they count as later than all files that are there, whatever their step.
+    Later saves belong to a new attempt: they count as later than all existing files, whatever their step.
 
     Raises:
-        DamagedCheckpointError: the file is damaged; names the last sound one beside it, if any.
+        DamagedCheckpointError: the file is damaged; the message names the latest sound one beside it, if any.
         StateMismatchError: the file is of another model or optimizer.
         CheckpointError: the file does not exist.
     """
@@ -308,15 +308,15 @@ def load(path: str | Path, state: TrainingState) -> None:
 def load_latest(
     directory: str | Path, state: TrainingState, *, say: Callable[[str], None] = lambda sentence: None
 ) -> Path | None:
-    """Reads the latest sound checkpoint of a directory into ``state``; those of other models are passed over.
+    """Reads the latest sound checkpoint of a directory into ``state``; skips those of other models.
 
     Args:
         directory: where to look.
         state: what to overwrite.
-        say: gets a sentence for each damaged file that is passed over.
+        say: called with a sentence for each damaged file that is skipped.
 
     Returns:
-        The file that was read; None when the directory holds no checkpoint at all.
+        The file that was read; None if the directory holds no checkpoint at all.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, but all are damaged.
@@ -344,14 +344,14 @@ def load_latest(
 class Folder:
     """The directory in which one run keeps its checkpoints.
 
-    A launch that starts over beside an earlier run of the same program and model saves in a directory of its
-    own, ``run_...`` in this one.
+    A launch that starts over beside an earlier run of the same program and model saves in a subdirectory of
+    its own, ``run_...``.
 
     Args:
         directory: its path; "": no checkpoints.
-        state: what is saved and resumed.
+        state: the state that is saved and resumed.
         session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
-        mbytes_per_s: most that :meth:`save_beside` writes, in 10**6 bytes per second; 0: no limit.
+        mbytes_per_s: maximum rate of :meth:`save_beside`, in 10**6 bytes per second; 0: no limit.
 
     Raises:
         SettingsError: ``mbytes_per_s`` is below 0, or the directory is an address, such as s3://bucket/run.
@@ -377,7 +377,7 @@ class Folder:
         self._room_bytes = 0
 
     def save(self) -> None:
-        """See :func:`save`; the scheduler is told, so that a long save is not reported as a standstill."""
+        """See :func:`save`; informs the scheduler, which would report a long save as a standstill."""
         if not self._directory:
             return
         self.wait()
@@ -393,15 +393,15 @@ class Folder:
                     session.report_checkpoint(self._state.step, size_bytes=size_bytes, seconds=took_s)
 
     def save_beside(self) -> None:
-        """Saves as :meth:`save` does, in a process of its own, while the training goes on.
+        """Saves like :meth:`save`, but in a process of its own, while the training goes on.
 
         Waits for the previous write first, and returns when the state is copied; on a GPU, when later work
         can no longer change the copy. A write that fails is logged. Planned changes of members, the end of an
-        ElasticLoop, also by SIGTERM, and the end of this process wait for what is being written; if this
-        process is killed, the file that is being written never appears.
+        ElasticLoop (also by SIGTERM) and the end of this process wait for the write. If this process is
+        killed, the file that is being written never appears.
 
         Raises:
-            CheckpointError: a step is under way, or there is no memory for the copy.
+            CheckpointError: a step is in progress, or there is no memory for the copy.
         """
         if not self._directory:
             return
@@ -450,11 +450,11 @@ class Folder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether what :meth:`save_beside` copied is still being written."""
+        """Whether a write of :meth:`save_beside` is still in progress."""
         return self._writer is not None and self._writer.is_writing
 
     def wait(self) -> None:
-        """Waits for what :meth:`save_beside` writes; the scheduler is told, and reports no standstill."""
+        """Waits for a write of :meth:`save_beside`; the scheduler knows, and reports no standstill."""
         if self._writer is not None and self.is_writing:
             with self._busy("waits for a checkpoint that is being written"):
                 self._writer.wait()
@@ -464,9 +464,9 @@ class Folder:
         return session.busy(what) if session is not None else contextlib.nullcontext()
 
     def _find_place(self) -> Path:
-        """The directory to save in; notes in the state which launch saves."""
+        """Returns the directory to save in; notes in the state which launch saves."""
         place = self._place or self._choose()
-        if not self._state.launch and self._current() is not None:  # a loop of the script's own
+        if not self._state.launch and self._current() is not None:  # the script has a loop of its own
             self._state.launch = self._launch
         return place
 
@@ -474,9 +474,9 @@ class Folder:
         """Does what ``--resume`` asks for, and says what it read.
 
         Args:
-            source: a file's path, or "latest" for the latest sound file of the folder; "": only a file of
-                this same launch, if this worker replaces another and nobody holds the state any more.
-            say: gets the sentences.
+            source: a file's path, or "latest" for the latest sound file of the folder. "": only a file of
+                this same launch, if this worker replaces another one and no member holds the state any more.
+            say: called with each sentence.
 
         Raises:
             CheckpointError: see :func:`load` and :func:`load_latest`.
@@ -501,11 +501,11 @@ class Folder:
         """Reads the latest sound checkpoint of this launch, if it is later than the state.
 
         Args:
-            say: gets the sentences.
+            say: called with each sentence.
         """
         state, launch = self._state, self._launch
         for one in [each for each in self._alike() if each.launch == launch] if launch else ():
-            # What this launch has saved is later than what it was resumed from, even at a lower step.
+            # A checkpoint of this launch is later than the one from which it resumed, even at a lower step.
             if one.path == self._read or (state.launch and one.step <= state.step):
                 return
             try:
@@ -520,7 +520,8 @@ class Folder:
     def _take_number(self) -> None:
         """Takes the launch's number at its start, so that late saves of an earlier launch stay earlier.
 
-        If this worker cannot write to the folder, another one takes the number, or the one that saves.
+        If this worker cannot write to the folder, another worker takes the number: at the latest, the one
+        that saves.
         """
         if self._directory and self._launch and not self._state.launch:
             with contextlib.suppress(OSError):
@@ -538,7 +539,7 @@ class Folder:
             say(f"This run starts over and saves in {place}.")
 
     def _choose(self) -> Path:
-        """Returns where this run has saved before; else the directory, or a subdirectory."""
+        """Returns the directory in which this run has saved before; else the folder, or a subdirectory."""
         root, launch, run = Path(self._directory), self._launch, self._state.run
         found = self._alike()
         for one in found:
@@ -548,7 +549,7 @@ class Folder:
         return root / f"run_{launch[:8]}" if beside else root
 
     def _alike(self) -> list[Found]:
-        """Checkpoints of this program and model, or of this model by version 0.1; the latest first."""
+        """Finds the checkpoints of this program and model, or of this model by version 0.1; latest first."""
         if not self._directory:
             return []
         model = _model_of(self._state.describe(), self._state.derived())
@@ -590,7 +591,7 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _put(unfinished: Path, folder: Path, new: Found) -> Path:
-    """Gives a file its name, without replacing unseen what another host puts there at the same moment."""
+    """Gives a file its name; never replaces, unseen, a file that another host names at the same moment."""
     while True:
         path = _free_path(folder, new)
         if os.path.lexists(path):
@@ -608,7 +609,10 @@ def _put(unfinished: Path, folder: Path, new: Found) -> Path:
 
 
 def _free_path(folder: Path, new: Found) -> Path:
-    """The path for a new file. Replaces an existing one only of the same run and step, and not later."""
+    """Returns the path for a new file.
+
+    It may be the path of an existing file only if that is of the same run and step, and not later.
+    """
     path = _path(folder, new.step)
     with contextlib.suppress(DamagedCheckpointError):
         if path.exists():
@@ -674,7 +678,7 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
-    """Reads description and arrays of a sound file."""
+    """Reads the description and the arrays of a sound file."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -697,7 +701,7 @@ def _load(path: Path, state: TrainingState) -> None:
 
 
 def _load_as_new_attempt(path: Path, state: TrainingState) -> None:
-    """Reads one checkpoint; later saves are of a new attempt."""
+    """Reads one checkpoint; later saves belong to a new attempt."""
     returns = state.returns
     _load(path, state)
     state.returns = returns
@@ -705,12 +709,12 @@ def _load_as_new_attempt(path: Path, state: TrainingState) -> None:
 
 
 def _step_of(description: str) -> int:
-    """Steps finished. Files of version 0.1 may have a lower number in their names."""
+    """Returns the number of finished steps. Files of version 0.1 may have a lower number in their names."""
     return int(json.loads(description)["step"])
 
 
 def _reason_for_damage(path: Path) -> str:
-    """Why the file is damaged; empty when it is sound."""
+    """Returns why the file is damaged; empty if it is sound."""
     try:
         _read(path)
     except DamagedCheckpointError as error:

@@ -19,7 +19,7 @@ class Room(Protocol):
     """Memory to copy to."""
 
     def take(self, size: int) -> memoryview:
-        """The first ``size`` bytes of it."""
+        """Returns its first ``size`` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class CheckpointCopy:
         description: everything of the state except the arrays' contents, as JSON.
         places: the places of the arrays, by name.
         size: bytes of all arrays together.
-        ready: waits until the copy is complete; until then the room must stay as it is.
+        ready: waits until the copy is complete; until then, the room must not be changed.
     """
 
     description: str
@@ -40,7 +40,7 @@ class CheckpointCopy:
 
 
 def place_arrays(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Place], int]:
-    """Lays out arrays of these dtypes and shapes one behind the other; returns places and total bytes."""
+    """Lays out arrays of these dtypes and shapes one after the other; returns places and total bytes."""
     places, end = {}, 0
     for name, (dtype, shape) in kinds.items():
         places[name] = (dtype, shape, end)
@@ -50,7 +50,7 @@ def place_arrays(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict
 
 
 def arrays_in(data: memoryview, places: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """The arrays in a room; they share its memory."""
+    """Returns the arrays in a room; they share its memory."""
     found = {}
     for name, (dtype, shape, start) in places.items():
         count = int(np.prod(shape, dtype=np.int64))

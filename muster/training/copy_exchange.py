@@ -1,9 +1,9 @@
 """Sends copies of this rank's parts to its partners, and receives those of the ranks whose partner it is.
 
-It has connections and threads of its own, so that collectives do not wait for it. The connections are those
-of the ``tcp`` communicator, encrypted and authenticated by the generation's secret, and carry
-:class:`~muster.communicators.tcp.messages.Messages`. A large copy goes over several at once, if the host has
-processors for them, and each chunk's checksum is computed while other chunks are sent.
+It has connections and threads of its own, so that collectives do not wait for it. The connections are made
+like those of the ``tcp`` communicator, encrypted and authenticated by the generation's secret, and carry
+:class:`~muster.communicators.tcp.messages.Messages`. A large copy goes over several connections at once, if
+the host has processors for them. Each chunk's checksum is computed while other chunks are sent.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ANNOUNCED, _ANSWER, _CONTENT = 1, 2, 3
 """Message tags: the announcement of a copy, the answer whether it was kept; from here on one tag per copy."""
 
 _HEADER = struct.Struct("!IBQQII?QQQQ")
-"""The copy's number among its sender's; over how many lanes its chunks go; generation, step, world
-size, rank; whether there is a snapshot that counts, and its generation and step; bytes of the head, and of
-the data. The checksums follow the data."""
+"""The sender's number of the copy; the number of lanes for its chunks; generation, step, world size, rank;
+whether there is a snapshot that counts, and its generation and step; bytes of the head, and of the data. The
+checksums follow the data."""
 
 MOST_LANES = 4
 """Maximum number of connections to one partner, each with a thread for checksums: one per four processors."""
@@ -53,19 +53,19 @@ _ANSWERED = struct.Struct("!QQ?")
 _MOST_HEAD_BYTES = 256 << 20
 _GLANCE_S = 0.2
 _PATIENCE_S = 7 * 86_400.0
-"""A message waits as long as the generation lasts, whose end closes the connections."""
+"""The timeout of a message, in seconds: it waits until the generation ends, which closes connections."""
 
 
 @dataclass(slots=True)
 class OutgoingCopy:
-    """A copy that is to be sealed, kept and sent.
+    """A copy to be sealed, kept and sent.
 
     Attributes:
-        key: which part it is.
-        agreed: the newest snapshot that counts, as this rank knows it.
-        finish: waits until the data is in memory, and returns the copy, whose memory stays as it is until
-            the copy is dropped.
-        is_wanted: whether it is to be sent; None: not known yet. Set by the exchange.
+        key: the part's key.
+        agreed: the newest snapshot that counts, as far as this rank knows.
+        finish: waits until the data is in memory, and returns the copy. The copy's memory does not change
+            until the copy is dropped.
+        is_wanted: whether to send it; None: not known yet. Set by the exchange.
     """
 
     key: PartKey
@@ -80,14 +80,14 @@ class CopyExchange:
     Args:
         membership: the membership of the generation.
         endpoint: opens and accepts connections.
-        partners: the ranks that get this one's copies.
+        partners: the ranks that get this rank's copies.
         wards: the ranks whose copies are kept here, each with the size of its copies' data, in bytes.
-        held: gets the complete copies.
+        held: the collection to which complete copies are added.
         accept: called for each announced part, with the newest snapshot that counts for its owner; returns
             whether the part is wanted.
-        completed: called when a part of this rank is here and at all partners.
-        failed: called with the reason when a part of this rank will not be.
-        mbytes_per_s: most that is sent, in 10**6 bytes per second; 0: no limit.
+        completed: called when a part of this rank is complete here and at all partners.
+        failed: called with the reason if a part of this rank cannot be completed.
+        mbytes_per_s: maximum rate at which copies are sent, in 10**6 bytes per second; 0: no limit.
         number: number of earlier exchanges of this generation; the same on all ranks.
     """
 
@@ -153,7 +153,7 @@ class CopyExchange:
             self._work.notify_all()
 
     def withdraw(self, outgoing: OutgoingCopy) -> None:
-        """Neither keeps nor sends a copy that was prepared; neither callback is called for it."""
+        """Drops a prepared copy: it is neither kept nor sent, and no callback is called for it."""
         with self._work:
             outgoing.is_wanted = False
             if self._waiting is outgoing:
@@ -161,7 +161,7 @@ class CopyExchange:
             self._work.notify_all()
 
     def close(self) -> None:
-        """Ends connections and threads, and drops copies under way. Idempotent."""
+        """Ends connections and threads, and drops copies in progress. Idempotent."""
         self._closed.set()
         with self._work:
             self._work.notify_all()
@@ -188,14 +188,14 @@ class CopyExchange:
                 if not self._wait_until_known(outgoing):
                     continue
                 self._keep_and_send(copy, outgoing.agreed)
-            except Exception as error:  # of CUDA, say; a thread that ends would end snapshots unnoticed
+            except Exception as error:  # such as CUDA's; if the thread ended, snapshots would end unnoticed
                 if self._wait_until_known(outgoing):
                     self._failed(outgoing.key, str(error))
                 continue
             self._completed(outgoing.key)
 
     def _wait_until_known(self, outgoing: OutgoingCopy) -> bool:
-        """Waits until it is known whether a copy is to be sent; False also if the exchange was closed."""
+        """Waits until it is known whether to send a copy; returns False also if the exchange was closed."""
         with self._work:
             self._work.wait_for(lambda: outgoing.is_wanted is not None or self._closed.is_set())
             return bool(outgoing.is_wanted) and not self._closed.is_set()
@@ -205,7 +205,7 @@ class CopyExchange:
         try:
             for partner in self._partners:
                 self._send(copy, sums, agreed, partner)
-        finally:  # also where a partner is gone: the others may still find all parts of that step
+        finally:  # also if a partner is gone: the others may still find all parts of that step
             self._held.keep(copy.sealed(sums))
 
     def _send(self, copy: PartCopy, sums: dict[int, int], agreed: SnapshotId | None, partner: int) -> None:
@@ -227,7 +227,7 @@ class CopyExchange:
             begun, sent = time.monotonic(), 0
             under_way: collections.deque[Message] = collections.deque()
             for number in range(lane, len(parts), self._lanes):
-                if len(under_way) > 1:  # one is being sent while the next waits
+                if len(under_way) > 1:  # one chunk is being sent while the next waits
                     _wait(under_way.popleft(), answered)
                 if answered.done():
                     return
@@ -362,7 +362,7 @@ class Keeper:
         return self._messages[lane].receive(room, self._ward, tag, "uint8")
 
     def _free(self, key: PartKey, size: int) -> Any:
-        """Memory for a copy, if possible that of a dropped copy; None: two copies are held already."""
+        """Returns memory for a copy, if possible that of a dropped one; None: two copies are held already."""
         self._room = [
             (old, room) for old, room in self._room if len(room) >= size or self._held.get(old) is not None
         ]
@@ -387,7 +387,7 @@ def _in_lanes(count: int, work: Callable[[int], None], messages: Sequence[Messag
     def run(lane: int) -> None:
         try:
             work(lane)
-        except Exception as error:  # a lane that is left alone would wait for the whole generation
+        except Exception as error:  # otherwise the other lanes would wait until the generation ends
             errors.append(error)
             for each in messages:
                 each.abort(error)
@@ -403,7 +403,7 @@ def _in_lanes(count: int, work: Callable[[int], None], messages: Sequence[Messag
 
 
 def _wait(message: Message, answered: Message | None = None) -> None:
-    """Waits until a message is done, or ``answered`` is, after which the other side takes no more.
+    """Waits until a message is done, or until ``answered`` is: then the other side takes no more.
 
     Raises:
         WorkerError: the message did not arrive, or the generation is over.

@@ -1,4 +1,4 @@
-"""Detects frameworks that divide the data themselves, but know fewer processes than there are ranks."""
+"""Detects frameworks that divide the data themselves, but know of fewer processes than there are ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from muster.errors import DataNotDividedWarning
 
 
 def warn_if_data_is_not_divided(world_size: int) -> None:
-    """Warns where a framework runs the training loop and counts fewer processes than there are.
+    """Warns if a framework runs the training loop and counts fewer processes than there are ranks.
 
     Accelerate (and with it the Trainer of Transformers) and Lightning divide the data among the processes
-    that they know, but they do not know those that ``muster.DataParallel`` joins. Call it within a forward
-    pass: it looks for the training loop among its callers.
+    that they know. They do not know of the other ranks of ``muster.DataParallel``. Call this within a forward
+    pass, because it looks for the training loop among its callers.
 
     Args:
         world_size: number of ranks.
@@ -48,7 +48,7 @@ def _lightning() -> int | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.", "pytorch_lightning.")):
-            with contextlib.suppress(Exception):  # a property that raises where there is none
+            with contextlib.suppress(Exception):  # the property raises if there is none
                 return _number(frame.f_locals["self"].trainer.world_size)
         frame = frame.f_back
     return None

@@ -1,6 +1,6 @@
 """Data-parallel gradients for arrays: flat buckets, reduced while the backward pass still runs.
 
-Works on NumPy and CuPy arrays alike, through the module that the arrays come from.
+Works on NumPy and CuPy arrays alike, through the module to which the arrays belong.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class GradientReducer:
     ``session.rejoin()`` it drops the gradients of the broken step by itself.
 
     Args:
-        session: whose communicator to use.
+        session: the session whose communicator is used.
         parameters: the parameters, by name, in the order of the forward pass; C-contiguous, floating point.
-            Gradients are expected in the opposite order; another order costs overlap, nothing else.
+            Gradients are expected in the opposite order. In another order, communication only overlaps less.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first bucket, in bytes; small, so that communication starts early.
-        gradients_mean: divide by the number of ranks; False: sum.
+        gradients_mean: whether to divide by the number of ranks; False: sum.
 
     Raises:
         ArrayError: a parameter is not a contiguous floating-point array of NumPy or CuPy.
@@ -102,10 +102,10 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self, more: bool = True) -> Iterator[None]:
-        """Context in which ``ready`` only adds gradients up; they are reduced with those given after it.
+        """Context in which ``ready`` only adds gradients up; they are reduced with those given afterwards.
 
         Args:
-            more: False makes it do nothing: for the last of several pieces of a batch.
+            more: whether more pieces of the batch follow; False makes this do nothing, for the last piece.
         """
         self._accumulating, before = more or self._accumulating, self._accumulating
         try:
@@ -114,12 +114,13 @@ class GradientReducer:
             self._accumulating = before
 
     def ready(self, name: str, gradient: Array) -> None:
-        """Hands in one gradient; when that fills a bucket, its all_reduce starts in the background.
+        """Takes one gradient; when that fills a bucket, its all_reduce starts in the background.
 
-        The gradient is copied: it may be reused at once.
+        The gradient is copied, so it may be reused at once.
 
         Raises:
-            GradientError: no such parameter, another shape or dtype, or given twice in one step.
+            GradientError: there is no such parameter, the gradient has another shape or dtype, or it was
+                given twice in one step.
         """
         communicator = self._enter()
         bucket = self._bucket_of.get(name)
@@ -138,7 +139,7 @@ class GradientReducer:
             Reduced gradients by parameter name, as views that the next step overwrites.
 
         Raises:
-            GradientError: a gradient is missing on this or (on CPUs) on another rank; the same step then
+            GradientError: a gradient is missing on this rank or (on CPUs) on another one; the same step then
                 fails on all ranks that notice.
             CommunicatorError: a collective failed.
             MembershipChanged: a collective was cut off by a change of members.
@@ -183,7 +184,7 @@ class GradientReducer:
     def _start_rest(self, communicator: Communicator) -> None:
         """Starts the buckets that lack gradients, so that no other rank waits for this one."""
         missing = self._missing()
-        if missing and not on_host(self._xp):  # devices: reading a flag would stall the stream every step
+        if missing and not on_host(self._xp):  # on a device, reading a flag would stall the stream
             raise _missing_error(communicator.rank, missing)
         self._agree(communicator)
         for bucket in self._buckets[self._started :]:
@@ -224,7 +225,7 @@ class GradientReducer:
 
 
 class _FlatBucket:
-    """A flat buffer and what is in it. Its last element counts the ranks that lack a gradient."""
+    """A flat buffer of gradients. Its last element counts the ranks that lack a gradient."""
 
     def __init__(self, xp: Any, plan: Bucket, parameters: Mapping[str, Array]) -> None:
         self.dtype = plan.dtype
@@ -304,7 +305,7 @@ def _missing_error(rank: int, names: list[str]) -> GradientError:
 
 
 def _disagreement(plans: list[str]) -> GradientError:
-    """Says which rank differs from rank 0, and in what."""
+    """Returns the error that says which rank differs from rank 0, and in what."""
     decoded = [json.loads(plan) for plan in plans]
     rank = next(r for r, plan in enumerate(decoded) if plan != decoded[0])
 

@@ -23,10 +23,10 @@ class _Made:
 
 
 class Loading:
-    """Gives the data of a run's batches in their order, through redone steps and changes of members.
+    """Returns the data of a run's batches in order, through redone steps and changes of members.
 
-    Steps that are redone among the same members get the very same objects again. When the position or the
-    members have changed, data made ahead is dropped, and the loader starts over at the position.
+    Steps that are redone by the same members get the same objects again. When the position or the members
+    have changed, data made ahead is dropped, and the loader starts over at the position.
 
     Args:
         source: see :data:`Source`.
@@ -42,7 +42,7 @@ class Loading:
         self._iterator: Iterator[Any] | None = None
         self._next: SamplerPosition | None = None
         self._waited_s = 0.0
-        self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
+        self._made: list[_Made] = []  # for the step before, the last step taken, and the step ahead
         if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
             raise SettingsError(
                 "the loader must use the state's sampler:"
@@ -50,7 +50,7 @@ class Loading:
             )
 
     def take(self) -> Any:
-        """The data of the sampler's next batch; None where this rank has no sample in it.
+        """Returns the data of the sampler's next batch; None if this rank has no sample in it.
 
         Raises:
             SettingsError: the loader ended before the epoch did.
@@ -68,7 +68,7 @@ class Loading:
         return made.data
 
     def prepare(self) -> None:
-        """Prepares the batch after the sampler's next one, within the epoch; errors are raised with it."""
+        """Prepares the batch after the sampler's next one, in the same epoch; :meth:`take` raises errors."""
         following = self._state.sampler.following()
         if following.epoch != self._state.sampler.epoch:
             return
@@ -83,7 +83,7 @@ class Loading:
         self._made.append(made)
 
     def take_waited_s(self) -> float:
-        """Seconds that this process has waited for data, or has made data, since the last call."""
+        """Returns the seconds for which this process has waited for data, or made it, since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 

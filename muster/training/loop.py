@@ -8,10 +8,10 @@
         with step:
             ...  # forward, backward, update on step.batch
 
-What is within ``with step`` is redone when a change of members breaks it; the next round gives the same
-batch again, divided among the new members. A step counts as done when the block ends without an error:
-then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
-block, and read the session's rank and communicator in each step.
+A block ``with step`` is redone when a change of members breaks it: the next iteration gives the same batch
+again, divided among the new members. A step counts as done when the block ends without an error; then the
+position moves on. Change the state (parameters, optimizer) only after the last collective of the block, and
+read the session's rank and communicator in each step.
 
 In a worker that is asked to leave, by SIGTERM or a drain, the loop raises LeaveGranted, so that code after it
 does not run as if the training were complete.
@@ -63,7 +63,7 @@ class ElasticSession(StateHolder, Protocol):
 
     @property
     def membership_event(self) -> object | None:
-        """A planned change of members that is to come; None: none is known."""
+        """The planned change of members that comes next; None: none is known."""
 
     def step_boundary(self, step: int) -> None:
         """Called between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
@@ -71,13 +71,13 @@ class ElasticSession(StateHolder, Protocol):
     def report(
         self, step: int, samples_per_s: float, *, steps: int, epoch: int, epochs: int, data_s: float
     ) -> None:
-        """Reports how far this worker is, of how many steps and epochs, and how long it waited for data."""
+        """Reports this worker's progress, the total of steps and epochs, and how long it waited for data."""
 
     def request_leave(self, reason: str) -> None:
-        """Asks to be let go at a step boundary."""
+        """Asks to leave at a step boundary."""
 
     def expect_leave(self, reason: str) -> None:
-        """Does the same in another thread; callable from a signal handler."""
+        """Does the same as :meth:`request_leave` in another thread; callable from a signal handler."""
 
     def note_left(self) -> None:
         """Notes that this worker leaves before the training's end."""
@@ -92,9 +92,9 @@ class Step:
     Attributes:
         batch: this rank's samples: ``indices`` (int64), ``global_size`` (samples over all ranks), ``share``
             (this rank's part of them), ``last`` (whether the batch ends the epoch).
-        data: what the loop's ``load`` made of the batch; None without ``load``, or without samples.
-        epoch: from 1.
-        number: within the epoch, from 1.
+        data: the result of the loop's ``load`` for the batch; None without ``load``, or without samples.
+        epoch: number of the epoch, from 1.
+        number: number of the step within the epoch, from 1.
         done: whether it was finished; False after a change of members broke it.
     """
 
@@ -114,7 +114,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Counts the step as finished, or recovers from a change of members; other errors pass."""
+        """Counts the step as finished, or recovers from a change of members; other errors propagate."""
         if error is not None:
             return self._overcome(error)
         try:
@@ -140,31 +140,32 @@ class ElasticLoop:
     """Iterates over the steps of a run, through changes of members.
 
     At its start, and after each change, members that lack the state or are behind get it from the member that
-    is furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was
-    declared dead (while it was stopped, say) asks for a place as a newcomer. On SIGTERM this worker asks to
-    leave and stops at the step boundary that the scheduler names, which is after a further change of members
-    if nobody else holds the state yet; or at once, with the state saved, if there is no scheduler, or nobody
-    to hand over to. The loop then raises LeaveGranted, which ends a script that does not catch it without a
-    traceback: with exit code 143 after SIGTERM, with 0 after a drain. When the group cannot go on for another
-    reason, the state is saved and the error raised.
+    is furthest ahead. Planned changes (a worker that leaves or comes) happen between steps. A worker that was
+    declared lost (for example while it was stopped) asks for a place as a newcomer.
+
+    On SIGTERM this worker asks to leave, and stops at the step boundary that the scheduler names. If no other
+    member holds the state yet, that is after a further change of members. If there is no scheduler, or no
+    member that could take over, it saves the state and stops at once. The loop then raises LeaveGranted. If
+    a script does not catch it, the script ends without a traceback: with exit code 143 after SIGTERM, with 0
+    after a drain. If the group cannot go on for another reason, the state is saved and the error raised.
 
     Args:
         session: this worker's place in the job.
-        state: what to train; overwritten in place when it comes from another member.
+        state: the training state; overwritten in place when it comes from another member.
         epochs: number of epochs, counted from the run's very beginning.
-        steps: most steps, counted from there too; 0: all steps of the epochs.
-        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last; by one
-            rank also when too few members are left, and when a collective has failed for good.
-        take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
-            holds the state, as after the loss of all that did.
-        load: makes ``step.data``: torch's ``DataLoader(dataset, batch_sampler=state.sampler)``, with
-            processes that work ahead; or a function of the batch, which draws from no generator of the state.
+        steps: maximum number of steps, also counted from the run's beginning; 0: all steps of the epochs.
+        save: writes a checkpoint of ``state``. Called when this worker must give up, or is the last one. One
+            rank also calls it when too few members are left, and when a collective has failed for good.
+        take_up: reads a checkpoint of this launch into ``state``, if there is one. Called if no member holds
+            the state, for example after the loss of all members that did.
+        load: makes ``step.data``. Either torch's ``DataLoader(dataset, batch_sampler=state.sampler)``, whose
+            processes work ahead, or a function of the batch, which must draw from no generator of the state.
             The next step's data is made before the loop waits for the end of a step. Do not change data in
             place: a step that is redone gets it again.
-        clock: seconds on a monotonic clock, for the rate that is reported.
+        clock: returns seconds on a monotonic clock, for the reported rate.
 
     Attributes:
-        left: the loop ended because this worker was asked to leave, before the run's end.
+        left: whether the loop ended before the run's end because this worker was asked to leave.
         samples_per_s: this worker's rate in the last step.
     """
 
@@ -198,19 +199,19 @@ class ElasticLoop:
         self._closed = False
 
     def __iter__(self) -> Iterator[Step]:
-        """Yields each step until the run is over; a broken step comes again.
+        """Yields each step until the run is over; yields a broken step again.
 
         Raises:
             LeaveGranted: this worker was asked to leave, and the run is not over.
             WorkerError: the group cannot go on.
         """
-        # It runs before a handler of the script: one that exits during a step would break the step for all.
+        # Runs before the script's own handler, which would break the step for all if it exits during a step.
         with on_sigterm(self._take_sigterm, before_own=True):
             self._attempt(self._share)
             try:
                 while not (self.left or self._closed):
                     if self.is_over:
-                        # No rank leaves before all are done: one that lacks the last step needs the others.
+                        # No rank leaves before all are done, because one that lacks the last step needs all.
                         self._closed = self._attempt(self._meet) or self._closed
                     elif self._attempt(self._begin):
                         yield Step(self)
@@ -257,7 +258,7 @@ class ElasticLoop:
 
     def _finish(self, step: Step) -> None:
         if self._loading is not None and not 0 < self._steps <= self.state.step + 1:
-            self._loading.prepare()  # while a GPU is at work on the step
+            self._loading.prepare()  # while the GPU still computes the step
         self.state.commit()
         self.state.sampler.advance()
         self.state.step += 1
@@ -283,7 +284,7 @@ class ElasticLoop:
         return min(whole, self._steps) if self._steps else whole
 
     def _attempt(self, action: Callable[[], Any]) -> bool:
-        """Runs an action; after a change of members broke it, makes the change and returns False."""
+        """Runs an action; if a change of members breaks it, makes the change and returns False."""
         try:
             action()
             return True
@@ -297,11 +298,11 @@ class ElasticLoop:
         return False
 
     def _recover(self, change: BaseException | None) -> None:
-        """Enters generations until one holds, and brings the state to that of the furthest member."""
+        """Enters generations until one lasts, and takes over the state of the member furthest ahead."""
         with contextlib.suppress(MembershipChanged, CommunicatorError):
-            self.state.confirm()  # while there are members to finish it with
+            self.state.confirm()  # while its other members still exist
         while not self._closed:
-            if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
+            if self._leave_reason and _is_declared_dead(change):  # it leaves, and needs no new place
                 self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
                 return
             self._save_if_asked(change)
@@ -334,15 +335,15 @@ class ElasticLoop:
             raise
 
     def _save_if_asked(self, change: BaseException | None) -> None:
-        """Saves at once where the scheduler asks for it: too few members are left to go on."""
+        """Saves at once if the scheduler asks for it, because too few members are left to go on."""
         if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
             self._try_to_save()
 
     def _save_at_the_end(self, error: BaseException) -> None:
         """Saves the last finished step if this worker's membership is over for good.
 
-        Saves nothing if the job has ended well, because others were further. A failed collective's error
-        reaches all ranks: the lowest rank that it does not blame saves.
+        Saves nothing if the job has ended well, because others were further ahead. The error of a failed
+        collective reaches all ranks; the lowest rank that the error does not blame saves.
         """
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
@@ -351,13 +352,14 @@ class ElasticLoop:
             last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
             if isinstance(error, CommunicatorError):
-                # The generation may be intact: saving would wait for a GPU that hangs in the collective.
+                # The generation may be intact. Without an abort, the save would wait for a GPU that hangs in
+                # the collective.
                 with contextlib.suppress(WorkerError):
                     self.session.communicator.abort(error)
             self._try_to_save()
 
     def _try_to_save(self) -> None:
-        """Saves the last finished step; only logs a failure, which must not hide why the loop ends."""
+        """Saves the last finished step; only logs a failure, so that it does not hide why the loop ends."""
         self.state.roll_back()
         try:
             self._save()
@@ -375,9 +377,9 @@ class ElasticLoop:
         self._last_finish = self._clock()
 
     def _go(self, granted: LeaveGranted) -> None:
-        """Ends the loop; saves the state if nobody else may hold it."""
-        self.state.roll_back()  # of a step that it cannot finish with the others
-        if self.is_over:  # nothing is left to do but what the script does at its end
+        """Ends the loop; saves the state if possibly no other member holds it."""
+        self.state.roll_back()  # undoes a step that it cannot finish with the others
+        if self.is_over:  # all steps are done, so the script may go on to its end
             self._closed = True
             return
         self.left = True
@@ -392,7 +394,7 @@ class ElasticLoop:
 
 
 def _is_change(error: BaseException | None) -> bool:
-    """Whether there may be a next generation with this worker, if only as a newcomer."""
+    """Whether this worker may be in a next generation, if only as a newcomer."""
     return isinstance(error, MembershipChanged) or _is_declared_dead(error)
 
 

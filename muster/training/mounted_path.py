@@ -11,10 +11,10 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def mounted_path(path: str | Path) -> Path:
-    """The path of a checkpoint, which must be on a mounted file system.
+    """Returns the path of a checkpoint, which must be on a mounted file system.
 
     Raises:
-        SettingsError: ``path`` is an address such as s3://bucket/run, and would make a directory "s3:".
+        SettingsError: ``path`` is an address such as s3://bucket/run, which would make a directory "s3:".
     """
     if _ADDRESS.match(str(path)):
         raise SettingsError(

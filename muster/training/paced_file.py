@@ -33,7 +33,7 @@ class WritePace:
     """Limits the rate of a writer.
 
     Args:
-        mbytes_per_s: most that it writes, in 10**6 bytes per second; 0: no limit.
+        mbytes_per_s: maximum rate, in 10**6 bytes per second; 0: no limit.
     """
 
     def __init__(self, mbytes_per_s: float) -> None:
@@ -42,7 +42,7 @@ class WritePace:
         self._written = 0
 
     def wrote(self, nbytes: int) -> None:
-        """Counts ``nbytes`` more bytes, and waits until they may have been written at this rate."""
+        """Counts ``nbytes`` more bytes, and waits as long as they take at this rate."""
         self._written += nbytes
         if self._bytes_per_s:
             due = self._begun + self._written / self._bytes_per_s
@@ -56,15 +56,15 @@ def write_safetensors(
 
     Args:
         path: the path of the file.
-        arrays: C-contiguous, by name.
+        arrays: C-contiguous arrays by name.
         metadata: texts by name.
         mbytes_per_s: see :class:`WritePace`.
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: the format lacks an array's dtype.
+        TypeError: the format does not have an array's dtype.
     """
-    # Large items first, as the format asks for: so each array is aligned in the file.
+    # Arrays with large items come first, as the format demands, so that each array is aligned in the file.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

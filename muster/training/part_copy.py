@@ -14,7 +14,7 @@ from muster.errors import WorkerError
 from muster.training.snapshots.parts import PartKey
 
 CHUNK_BYTES = 16 << 20
-"""Size of a chunk: bytes of a copy that have one checksum, and are sent as one message."""
+"""Size of a chunk, in bytes: the part of a copy with one checksum, which is sent as one message."""
 
 _CHECKSUM_BYTES = 4
 
@@ -22,7 +22,7 @@ _KEY = struct.Struct("!QQII")
 
 
 class DamagedCopyError(WorkerError):
-    """A copy does not match its checksums, as bits have flipped or bytes are of another step."""
+    """A copy does not match its checksums, because bits have flipped or bytes are of another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class PartCopy:
         key: the part's identity.
         head: a description of the data, and the rest of the state, as JSON.
         data: the bytes of the tensors.
-        checksums: of each chunk of the data together with key and head: the first 4 bytes of a GMAC (NIST
+        checksums: for each chunk of the data, together with key and head, the first 4 bytes of a GMAC (NIST
             SP 800-38D) with a public key. A processor with AES computes it four times as fast as a CRC-32.
-            It detects damage only; attackers are kept out by the connections' secret keys.
+            It only detects damage; the secret keys of the connections keep attackers out.
         is_own: whether this process made the copy.
     """
 
@@ -46,7 +46,7 @@ class PartCopy:
     is_own: bool = False
 
     def sealed(self, found: Mapping[int, int] | None = None) -> PartCopy:
-        """Returns the copy with checksums of its contents; ``found``: those already known, by chunk."""
+        """Returns the copy with checksums of its contents; ``found``: checksums already known, by chunk."""
         return replace(self, checksums=tuple(self._sums(found)))
 
     @property
@@ -112,7 +112,7 @@ def chunks(data: memoryview) -> list[memoryview]:
 
 
 class HeldCopies:
-    """The complete copies that this process holds, its own and others'; callable from any thread."""
+    """The complete copies that this process holds, its own and those of others; usable in any thread."""
 
     def __init__(self) -> None:
         self._copies: dict[PartKey, PartCopy] = {}

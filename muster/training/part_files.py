@@ -1,8 +1,8 @@
-"""Files of copies in memory: a durable checkpoint is a directory with one file for each rank's part.
+"""Writes copies in memory to files: a durable checkpoint is a directory with one file for each rank's part.
 
-A file has the copy's key, checksums and head, and its bytes. It gets its name once it is complete, so the
-checkpoint is complete when all its files are there, and no rank waits for another one's disk. Checkpoints are
-ordered by the attempt's number, then by generation, then by step, and not by a clock.
+A file has the copy's key, checksums, head and bytes. It gets its name once it is complete. So the checkpoint
+is complete when all its files exist, and no rank waits for another rank's disk. Checkpoints are ordered by
+the attempt's number, then by generation, then by step, and not by a clock.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def part_order(copy: PartCopy, root: Path, attempt: str, mbytes_per_s: float = 0
     """Returns an order for :func:`write_part`, as JSON values.
 
     Args:
-        copy: what is written.
+        copy: the copy to write.
         root: the directory of all checkpoints.
         attempt: names the launch that writes, and how often it has gone back to a checkpoint.
-        mbytes_per_s: most that is written, in 10**6 bytes per second; 0: no limit.
+        mbytes_per_s: maximum rate of the write, in 10**6 bytes per second; 0: no limit.
     """
     snapshot, world_size, rank = copy.key
     return {
@@ -64,7 +64,8 @@ def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
         what: see :func:`part_order`.
 
     Returns:
-        The bytes of the whole checkpoint, 0 if parts are still missing, and the seconds that writing took.
+        The size of the whole checkpoint in bytes (0 if parts are still missing), and the seconds that writing
+        took.
 
     Raises:
         CheckpointError: the copy is damaged, or the file cannot be written.
@@ -104,7 +105,7 @@ def write_part(data: memoryview, what: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_checkpoints(root: Path) -> list[str]:
-    """The names of the complete checkpoints, the latest first."""
+    """Returns the names of the complete checkpoints, the latest first."""
     return [path.name for _, path in sorted(_orders(root).items(), reverse=True) if _is_whole(path)]
 
 
@@ -132,7 +133,7 @@ def _copy(said: Mapping[str, Any], data: memoryview) -> PartCopy:
 
 
 def _orders(root: Path) -> dict[tuple[int, ...], Path]:
-    """The directories of checkpoints by what orders them: number, generation, step."""
+    """Returns the directories of checkpoints by their sort key: number, generation, step."""
     if not root.is_dir():
         return {}
     found = [(_DIRECTORY.fullmatch(path.name), path) for path in root.iterdir()]
@@ -148,7 +149,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _make_room(root: Path) -> None:
-    """Removes all checkpoints, complete or not, that are older than the oldest one to keep."""
+    """Removes all checkpoints, complete or not, that are older than the oldest checkpoint to keep."""
     latest_first = [path for _, path in sorted(_orders(root).items(), reverse=True)]
     whole = [path for path in latest_first if _is_whole(path)]
     if len(whole) >= KEPT:

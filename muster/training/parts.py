@@ -1,4 +1,4 @@
-"""Which elements of a tensor each rank holds, as boxes of the whole tensor: pure."""
+"""Computes which elements of a tensor each rank holds, as boxes of the whole tensor. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Box:
 
     Attributes:
         offsets: the offsets of its first element, one for each dimension.
-        sizes: elements along each dimension.
-        start: where its elements, row by row, begin in the flat tensor of the rank that holds it.
+        sizes: number of elements along each dimension.
+        start: the offset of its elements, row by row, in the flat tensor of the rank that holds it.
     """
 
     offsets: Shape
@@ -31,7 +31,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a tensor that one rank holds: the elements from start to stop, row by row, of a box of it.
+    """The part of a tensor that one rank holds: the elements from start to stop, row by row, of a box.
 
     Attributes:
         offsets: the offsets of the box in the whole tensor.
@@ -56,12 +56,12 @@ class Part:
 
 
 def whole_part(shape: Shape) -> Part:
-    """All of a tensor."""
+    """Returns the part that is the whole tensor."""
     return Part((0,) * len(shape), shape, 0, math.prod(shape))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes of one tensor, without a meaningful ``start``; None: it is empty."""
+    """Returns the intersection of two boxes of a tensor; its ``start`` has no meaning. None: it is empty."""
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
@@ -69,7 +69,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def divided(parts: Sequence[Part]) -> list[Part]:
-    """Divides each part that several ranks hold into one piece for each of them, so that none is held twice.
+    """Divides each part that several ranks hold among them, so that no element is held twice.
 
     Args:
         parts: what each rank holds, by rank.
@@ -83,7 +83,7 @@ def divided(parts: Sequence[Part]) -> list[Part]:
 
 
 def piece(part: Part, number: int, count: int) -> Part:
-    """The ``number``-th of ``count`` pieces of a part, as even as they can be."""
+    """Returns the ``number``-th of ``count`` pieces of a part, which are as even as possible."""
     length = part.stop - part.start
     first, beyond = (part.start + length * each // count for each in (number, number + 1))
     return Part(part.offsets, part.sizes, first, beyond)
@@ -98,7 +98,7 @@ def _boxes(sizes: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]
         return
     row = math.prod(sizes[1:])
     first, within = divmod(start, row)
-    if within:  # the rest of a row that is begun
+    if within:  # the rest of a row that was begun
         end = min(stop, (first + 1) * row)
         for offsets, inner in _boxes(sizes[1:], within, end - first * row):
             yield (first, *offsets), (1, *inner)

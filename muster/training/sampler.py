@@ -2,8 +2,8 @@
 
 The order of an epoch is a function of (seed, epoch) alone. Global batches are cut from it one after the
 other, and each rank takes its part of the batch. So any number of workers trains on the same global batches
-as one process does, and a change of the number of workers in the middle of an epoch changes only how the
-next batches are divided: nothing is lost or doubled.
+as a single process. If the number of workers changes in the middle of an epoch, only the division of the next
+batches changes: no sample is lost or used twice.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Batch:
     """This rank's part of one global batch.
 
     Attributes:
-        epoch: from 0.
+        epoch: number of the epoch, from 0.
         step: number of the batch within its epoch, from 0 (counted in batches of the current size).
-        indices: int64, the samples of this rank; may be empty where a last batch is smaller than the world.
-        global_size: samples of the batch over all ranks.
+        indices: this rank's samples, int64; may be empty if a last batch has fewer samples than there are
+            ranks.
+        global_size: number of samples in the batch, over all ranks.
         world_size: number of ranks that share the batch.
         last: whether it ends the epoch.
     """
@@ -61,7 +62,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """The factor for this rank's mean loss if gradients are averaged over ranks; 1 if parts are equal."""
+        """The factor for this rank's mean loss when gradients are averaged over ranks; 1 for equal parts."""
         return self.share * self.world_size
 
     def split(self, parts: int) -> list[NDArray[np.int64]]:
@@ -82,8 +83,8 @@ class ShardedSampler:
     is skipped here, and other ranks have one batch more.
 
     Args:
-        size: samples in the data set, > 0.
-        batch_size: samples of a global batch, over all ranks, > 0.
+        size: number of samples in the data set, > 0.
+        batch_size: number of samples in a global batch, over all ranks, > 0.
         rank: this process's rank.
         world_size: number of ranks.
         seed: seed of the shuffle, >= 0.

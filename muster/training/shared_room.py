@@ -8,12 +8,12 @@ import weakref
 
 
 class SharedRoom:
-    """Anonymous shared memory with a file descriptor; it grows to what is asked for, and never shrinks.
+    """Anonymous shared memory with a file descriptor; it grows to the requested size, and never shrinks.
 
-    It is freed when nobody refers to the object any more.
+    It is freed when no reference to the object is left.
 
     Attributes:
-        descriptor: for the process that reads it.
+        descriptor: the file descriptor, for the process that reads the memory.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SharedRoom:
         self._give_back = weakref.finalize(self, os.close, self.descriptor)
 
     def take(self, size: int) -> memoryview:
-        """The memory's first ``size`` bytes, to write to; its contents are lost if it has to grow.
+        """Returns the memory's first ``size`` bytes, to write to; contents are lost if it has to grow.
 
         Args:
             size: the size in bytes.
@@ -32,13 +32,13 @@ class SharedRoom:
             OSError: there is not enough memory.
         """
         if size > self._size:
-            os.posix_fallocate(self.descriptor, 0, size)  # an error now, and no SIGBUS later
+            os.posix_fallocate(self.descriptor, 0, size)  # so that it fails now, and not by SIGBUS later
             self._data = memoryview(mmap.mmap(self.descriptor, size))
             self._size = size
         return self._data[:size]
 
     def close(self) -> None:
-        """Frees the memory once nobody reads it any more."""
+        """Frees the memory once no process reads it any more."""
         self._data = memoryview(b"")
         self._give_back()
         self.descriptor, self._size = -1, 0

@@ -40,14 +40,15 @@ class TrainingState:
         arrays: parameters and the optimizer's arrays by name, C-contiguous, NumPy or CuPy.
         sampler: deals out the samples; its epoch and position are part of the state.
         step: number of steps finished since the run began.
-        rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
-            differ between ranks is best drawn from (seed, step, rank).
-        extra: anything else, as JSON values (a learning rate schedule, say).
+        rng: the run's random generator, if it draws from one. It is the same on all ranks. Draw numbers that
+            must differ between ranks from (seed, step, rank).
+        extra: anything else, as JSON values (for example a learning rate schedule).
         run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
         launch: names the launch of the job that goes on with it.
-        generation: the last one whose members all had the state; 0: none yet.
+        generation: the last generation whose members all had the state; 0: none yet.
         returns: how often this launch has gone back to a checkpoint.
-        shared: whether all ranks have once had it; until then a rank may know less than a newcomer.
+        shared: whether all ranks have had the state at some time; before, a rank may know less than a
+            newcomer.
         in_step: whether a step has begun, and has been neither committed nor rolled back.
         writes: functions that wait for a checkpoint that is being written while the training goes on. The
             loop calls them before planned changes of members, and at its end.
@@ -77,12 +78,12 @@ class TrainingState:
         return f"{self.launch}.{self.returns}" if self.launch else self._alone
 
     def begin_attempt(self) -> None:
-        """Begins an attempt: later saves count as later than all before, also at a lower step."""
+        """Begins an attempt: later saves count as later than all earlier ones, also at a lower step."""
         self.returns = self.returns + 1 if self.launch else 0
         self._alone = _some_name()
 
     def describe(self) -> str:
-        """Everything except the arrays' contents, as JSON."""
+        """Returns everything except the arrays' contents, as JSON."""
         return json.dumps(
             {
                 "step": self.step,
@@ -97,14 +98,14 @@ class TrainingState:
         )
 
     def carrier(self, communicator: Communicator) -> Carrier:
-        """The carrier that sends the arrays to other ranks."""
+        """Returns the carrier that sends the arrays to other ranks."""
         return Carrier(communicator, NumpyLibrary(array_module(self.arrays)))
 
     def begin(self) -> None:
         """Begins a step: its changes can be undone until :meth:`commit`.
 
-        A step before it that was neither committed nor rolled back (the script caught its error, say) is
-        undone first.
+        If the previous step was neither committed nor rolled back (for example because the script caught its
+        error), it is undone first.
         """
         if self.in_step:
             self.roll_back()
@@ -112,7 +113,7 @@ class TrainingState:
         self._rng_before = None if self.rng is None else self.rng.bit_generator.state
 
     def commit(self) -> None:
-        """Ends a step, which then counts as finished. That it broke on a device may show only later.
+        """Ends a step, which then counts as finished. A failure on a device may show only later.
 
         Raises:
             MembershipChanged: this step, or the previous one, has broken.
@@ -132,14 +133,17 @@ class TrainingState:
         It is called before the state is shared or saved.
         """
         if self.in_step and self.rng is not None:
-            self.rng.bit_generator.state = self._rng_before  # to draw the same again
+            self.rng.bit_generator.state = self._rng_before  # so that it draws the same again
         self.in_step = False
 
     def before_newcomers(self) -> None:
-        """Goes back a step if newcomers need what is not known after the last; after :meth:`roll_back`."""
+        """Goes back one step if newcomers need data that is not known after the last one.
+
+        Called after :meth:`roll_back`.
+        """
 
     def meet(self, session: StateHolder) -> None:
-        """Gets the session in which the state is about to be shared."""
+        """Takes the session in which the state is about to be shared."""
 
     def recover(self, session: StateHolder) -> bool:
         """Restores the state from the ranks' memory if no member has it; all ranks call it.
@@ -162,19 +166,19 @@ class TrainingState:
         """
 
     def end(self) -> None:
-        """Ends what the state has running beside the training, when a loop is over."""
+        """Ends the work that the state runs beside the training; called when a loop is over."""
 
     def enter(self, communicator: Communicator, source: int) -> None:
-        """Enters a generation; ``source`` is the rank whose state all hold now."""
+        """Enters a generation; ``source`` is the rank whose state all ranks hold now."""
         self.sampler.reshard(communicator.rank, communicator.world_size)
         self.generation = communicator.membership.generation
 
     def layout(self) -> dict[str, str]:
-        """Dtype and shape of every array, as text, by name."""
+        """Returns dtype and shape of every array, as text, by name."""
         return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
 
     def derived(self) -> set[str]:
-        """Names of arrays that follow from others; a checkpoint leaves them out."""
+        """Returns the names of arrays that can be computed from others; a checkpoint leaves them out."""
         return set()
 
     def check(self, description: str, origin: str) -> None:
@@ -210,11 +214,11 @@ class TrainingState:
     # ------------------------------------------------------------ what a checkpoint holds
 
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
-        """The description and every array on the host, as :meth:`from_checkpoint` takes them."""
+        """Returns the description and every array on the host, for :meth:`from_checkpoint`."""
         return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
 
     def copy_for_checkpoint(self, room: Room) -> CheckpointCopy:
-        """Copies what :meth:`for_checkpoint` returns, to be written while the training goes on.
+        """Copies the same as :meth:`for_checkpoint`, to be written while the training goes on.
 
         Args:
             room: the memory to copy to.
@@ -225,7 +229,7 @@ class TrainingState:
         return copy_arrays(*self.for_checkpoint(), room)
 
     def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Restores what :meth:`for_checkpoint` has returned and :meth:`check` accepts; arrays in place."""
+        """Restores a result of :meth:`for_checkpoint` that :meth:`check` accepts; arrays in place."""
         for name, array in self.arrays.items():
             if isinstance(array, np.ndarray):
                 array[...] = arrays[name]
@@ -254,7 +258,7 @@ def _to_host(array: Array) -> NDArray[Any]:
 
 
 class StateHolder(Protocol):
-    """The part of a :class:`muster.worker.session.session.Session` that is used here."""
+    """The part of a :class:`muster.worker.session.session.Session` that this module uses."""
 
     @property
     def communicator(self) -> Communicator:
@@ -262,7 +266,7 @@ class StateHolder(Protocol):
 
     @property
     def state_source_rank(self) -> int:
-        """The rank with the state that newcomers take; -1: all start over."""
+        """The rank whose state newcomers take; -1: all start over."""
 
     @property
     def newcomer_ranks(self) -> tuple[int, ...]:
@@ -271,26 +275,26 @@ class StateHolder(Protocol):
 
 @runtime_checkable
 class SharesItself(Protocol):
-    """A state that no rank holds as a whole, and that itself brings all ranks to the same step."""
+    """A state that no rank holds as a whole, with its own way to bring all ranks to the same step."""
 
     def share(self, session: StateHolder) -> int:
-        """Does what :func:`share_state` does."""
+        """See :func:`share_state`, which calls this."""
 
 
 def share_state(session: StateHolder, state: TrainingState) -> int:
     """Brings all ranks to the state of the furthest one, and the sampler to the new world size.
 
-    A change of members may catch some ranks just before, others just after a step: the most steps win, so
-    that a finished step is redone only for a newcomer that would not know what all others do. When all
-    start over, a rank that resumed from a checkpoint is the furthest. Should it die before any other has its
-    state, the rest start over again: its replacement may have the checkpoint, too. If no rank lacks anything,
-    only one small collective runs.
+    A change of members may happen when some ranks are just before the end of a step and others just after it.
+    The rank with the most steps is the source, so that a finished step is redone only for a newcomer that
+    would not know what all others do. When all start over, a rank that resumed from a checkpoint is the
+    furthest ahead. If it is lost before another rank has its state, the others start over again, because its
+    replacement may have the checkpoint, too. If no rank lacks anything, only one small collective runs.
 
-    Received arrays are put in place only when all have arrived: a source that dies half-way leaves every
-    other rank with the state it had.
+    Received arrays are put in place only when all have arrived. So if the source is lost half-way, every
+    other rank still has the state that it had.
 
     Returns:
-        The source: the rank whose state all ranks have now.
+        The source, which is the rank whose state all ranks have now.
 
     Raises:
         StateMismatchError: the source trains another model.
@@ -327,7 +331,7 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
 
 
 def _furthest(steps: list[int], preferred: int) -> int:
-    """The rank with the most steps; among equals the longest-lived, as the scheduler says, else the first."""
+    """Returns the rank with the most steps; among equals the longest-lived, ``preferred``, else the first."""
     most = max(steps)
     if preferred >= 0 and steps[preferred] == most:
         return preferred

@@ -1,4 +1,4 @@
-"""Plans which bytes of held parts go to which ranks when a state is restored, at any world size: pure."""
+"""Plans which bytes of held parts go to which ranks when a state is restored, at any world size. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TensorSpan(NamedTuple):
 
     Attributes:
         name: the name of the tensor.
-        part: which elements of it these are.
+        part: the elements of the tensor that the part has.
         start: first byte.
         stop: one past the last byte.
     """
@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
     Attributes:
         rank: the old rank whose part it is.
         tensors: the tensors in these bytes, in order.
-        targets: the new ranks that need some of it, in order.
+        targets: the new ranks that need some of these bytes, in order.
     """
 
     rank: int
@@ -53,14 +53,14 @@ class Transfer(NamedTuple):
 def transfers(
     parts: Sequence[Sequence[TensorSpan]], wanted: Sequence[Mapping[str, Part]]
 ) -> Iterator[Transfer]:
-    """Yields the transfers, in the same order on all ranks; each of a bounded size, or of one tensor.
+    """Yields the transfers, in the same order on all ranks; each has a bounded size, or a single tensor.
 
     Args:
-        parts: by old rank, its tensors, in the order of their data.
-        wanted: by new rank, the elements of each tensor that it needs.
+        parts: the tensors of each old rank, in the order of their data.
+        wanted: the elements of each tensor that each new rank needs.
     """
     meets: dict[tuple[Part, Part], bool] = {}
-    taken: set[tuple[str, Part]] = set()  # several ranks may have copied the same
+    taken: set[tuple[str, Part]] = set()  # several ranks may have copied the same elements
 
     def meet(one: Part, other: Part) -> bool:
         if (one, other) not in meets:

@@ -1,8 +1,8 @@
 """The process that writes checkpoints while the training goes on; started by ``WriterProcess``.
 
 It receives orders as lines of JSON over a socket, and answers each with a line. The contents are in memory
-that it shares with the training's process. When that process ends, in whatever way, the socket closes: this
-process then removes what is unfinished, and ends.
+that it shares with the training's process. When that process ends, in whatever way, the socket closes. This
+process then removes an unfinished file, and ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from muster.errors import WorkerError
 from muster.wire.threads import start_thread
 
 NICENESS = 5
-"""The process's niceness: where processors are short, the training has them first."""
+"""The process's niceness: if processors are short, the training has priority."""
 
 
 class Orders:
-    """Receives the orders of what is to be written.
+    """Receives the orders to write checkpoints.
 
     Args:
         channel: the socket's file.
@@ -56,7 +56,7 @@ class Orders:
 
 
 def take_away(unfinished: str) -> None:
-    """Removes an unfinished file or directory, which has not got its name."""
+    """Removes an unfinished file or directory, which does not have its final name yet."""
     if unfinished:
         path = Path(unfinished)
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def carry_out(order: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Carries out orders until the training's process is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the training, which waits for this process
+        signal.signal(number, signal.SIG_IGN)  # the signal is for the training, which waits for this process
     os.nice(NICENESS)
     channel = socket.socket(fileno=int(sys.argv[1]))
     orders = Orders(channel.makefile("rb"))

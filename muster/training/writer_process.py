@@ -31,16 +31,16 @@ LOOK_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """One checkpoint that is to be written.
+    """An order to write one checkpoint.
 
     Attributes:
-        call: ``module:function`` that writes it, given the room's bytes and ``what``.
-        what: says what the bytes are, and where they go; JSON values.
-        size: bytes of the room that it takes.
-        unfinished: what is being written has this path until it is whole.
-        ready: waits until all bytes are there.
-        done: gets what the function returned.
-        room: where the bytes are; None: in the writer's own room.
+        call: ``module:function`` that writes it; called with the room's bytes and ``what``.
+        what: describes the bytes and where to write them, as JSON values.
+        size: how many bytes of the room it takes.
+        unfinished: the path of the file or directory until it is complete.
+        ready: waits until all bytes are in the room.
+        done: called with the function's result.
+        room: the room with the bytes; None: the writer's own room.
         over: called when the bytes are no longer needed, however the write has ended.
     """
 
@@ -57,11 +57,11 @@ class WriteOrder:
 class WriterProcess:
     """Writes one checkpoint at a time in a process that is started once; call it from one thread.
 
-    A write that fails (a full disk, say) is logged, and so is the end of the writer process: the next write
-    starts another. At its end, this process waits for a write that is under way.
+    A write that fails (for example because the disk is full) is logged. So is the end of the writer process;
+    the next write then starts another one. At its end, this process waits for a write in progress.
 
     Attributes:
-        room: shared memory with what is to be written next; take it after :meth:`wait`.
+        room: shared memory for the contents of the next write; take it after :meth:`wait`.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class WriterProcess:
         self._end: Any = None
         self._given_up = ""
         self._passed: weakref.WeakSet[SharedRoom] = weakref.WeakSet()
-        """The rooms that the process has: it gets them as it starts."""
-        wait = weakref.WeakMethod(self.wait)  # referred to weakly: a writer that is gone has nothing to write
+        """The rooms that the process has; it gets them when it starts."""
+        wait = weakref.WeakMethod(self.wait)  # weak: a writer that is gone has nothing to write
         atexit.register(lambda: (call := wait()) and call())
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is under way."""
+        """Whether a write is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, order: WriteOrder) -> None:
@@ -88,7 +88,7 @@ class WriterProcess:
         self._thread = start_thread(partial(self._write, order), name="muster-checkpoint")
 
     def wait(self) -> None:
-        """Waits until nothing is being written."""
+        """Waits until no write is in progress."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -101,14 +101,14 @@ class WriterProcess:
         """
         self._given_up = reason
         while self._thread is not None and self._thread.is_alive():
-            if self._process is not None:  # it may be about to start
+            if self._process is not None:  # None: it may be about to start
                 self._process.kill()
             self._thread.join(LOOK_AGAIN_S)
         self.wait()
         self._given_up = ""
 
     def close(self) -> None:
-        """Waits for the write under way, and ends the process; idempotent."""
+        """Waits for the write in progress, and ends the process; idempotent."""
         self.wait()
         self._let_go()
         self.room.close()
@@ -165,7 +165,7 @@ class WriterProcess:
         self._let_go()
         rooms = {*self._passed, self.room, room}
         channel, theirs = socket.socketpair()
-        not_for_children(channel)  # or a DataLoader's processes would keep the writer alive
+        not_for_children(channel)  # otherwise a DataLoader's processes would keep the writer alive
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         with theirs:
             descriptors = theirs.fileno(), *(each.descriptor for each in rooms)

@@ -24,14 +24,14 @@ MOST_CTAS = 64
 """NCCL's own upper limit of CTAs (MAXCHANNELS), which must be given together with the lower one."""
 
 _FEWEST_CTAS = {"NVIDIA H200": 32}
-"""The fastest lower limit by GPU model, as ``muster bench allreduce --backend nccl`` found it."""
+"""The fastest lower limit by GPU model, found by ``muster bench allreduce --backend nccl``."""
 
 
 def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None:
     """Returns the minimum number of CTAs to request from NCCL; None: NCCL decides.
 
-    There is a number only where it was measured: on one host, with NVLS off. NCCL_MIN_CTAS and NCCL_MAX_CTAS
-    override it.
+    There is a number only for the case that was measured: one host, with NVLS off. NCCL_MIN_CTAS and
+    NCCL_MAX_CTAS override it.
 
     Args:
         model: the GPU's name, as the driver reports it.
@@ -109,7 +109,7 @@ class FormationWait:
         )
 
     def why(self) -> str:
-        """Returns why an encrypted connection ended during creation, to end an error with; "": unknown."""
+        """Returns why an encrypted connection ended during creation, as the end of an error; "": unknown."""
         return why_ended(self._plugin, self._membership)
 
 

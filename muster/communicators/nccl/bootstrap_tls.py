@@ -1,9 +1,9 @@
-"""NCCL's own TLS, for its bootstrap: since 2.32, and only in a build with OpenSSL, which the wheels are not.
+"""NCCL's own TLS for its bootstrap: since 2.32, in builds with OpenSSL (the wheels are built without).
 
-A build without it takes a key all the same (seen with 2.32.3) and fails at the first connection, so the
-library itself is looked at. NCCL wants one key for all processes of a job and for their lives. Rank 0 of the
-first generation mints it, and it is sent with each generation's ids, over mutual TLS, from a rank 0 that has
-it. Where rank 0 is new itself, it mints another, and the others take that between two communicators.
+A build without OpenSSL accepts a key all the same (seen with 2.32.3) and fails at the first connection, so
+the library itself is searched for TLS. NCCL wants one key for all processes of a job and their whole runtime.
+Rank 0 of the first generation mints it. In each generation, rank 0 sends its key with the ids, over mutual
+TLS. If rank 0 is a new process, it mints another key, and the others take that between two communicators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from muster.errors import CommunicatorError
 KEY_BYTES = 32
 _WITH, _WITHOUT = b"SSL_CTX_set_psk_use_session_callback", b"built without TLS support"
 _LOOKED_AT_BYTES = 64 << 20
-"""How many bytes of the library are searched for texts: the rest, hundreds of MiB, is GPU code."""
+"""How many bytes of the library are searched for texts; the rest, hundreds of MiB, is GPU code."""
 
 _PSK_MODE = 1
 
@@ -31,7 +31,7 @@ def offers_tls(nccl: Any, maps: Path = Path("/proc/self/maps")) -> bool:
 
 
 def _loaded(maps: Path) -> list[Path]:
-    """NCCL's libraries that this process has loaded."""
+    """Returns the NCCL libraries that this process has loaded."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -43,7 +43,7 @@ def _loaded(maps: Path) -> list[Path]:
 
 
 def was_built_with_tls(library: Path) -> bool:
-    """Whether a library of NCCL's asks OpenSSL for pre-shared keys."""
+    """Whether this library of NCCL uses OpenSSL's pre-shared keys."""
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
             end = min(len(text), _LOOKED_AT_BYTES)
@@ -64,17 +64,20 @@ class BootstrapTls:
         self._key = b""
 
     def key(self) -> bytes:
-        """This process's key, for the others; minted and set if there is none yet: before an id is."""
+        """Returns this process's key for the other ranks; mints and sets it first if there is none yet.
+
+        To be called before an id is minted.
+        """
         return self._key or self.take(os.urandom(KEY_BYTES))
 
     def take(self, key: bytes) -> bytes:
-        """Uses ``key`` for the connections that NCCL makes from now on, unless it does already.
+        """Sets ``key`` for the connections that NCCL makes from now on, unless it is set already.
 
         Returns:
             The key.
 
         Raises:
-            CommunicatorError: NCCL does not take it.
+            CommunicatorError: NCCL does not accept the key.
         """
         if key == self._key:
             return key

@@ -2,13 +2,13 @@
 
 Calls enqueue on the caller's current stream (of torch or CuPy, whose array it is) and return; the host waits
 only in ``barrier`` and ``synchronize``. NCCL itself reports nothing when a peer on the same host dies, and
-its kernels wait for ever, so a hang ends by :meth:`NcclCommunicator.abort` from another thread: that is what
-a session does when the scheduler reports a change.
+its kernels wait for ever. So only :meth:`NcclCommunicator.abort` from another thread ends a hang; a session
+calls it when the scheduler reports a change.
 
-It ends by an abort from any thread, at any moment, or by a regular close. No other thread may be inside the
-communicator when NCCL aborts it, each may be freed once, and CUDA graphs that hold its collectives must be
-released first. So every call into NCCL registers that it is inside, and each call after the end raises the
-reason for it.
+A communicator ends by an abort, from any thread at any moment, or by a regular close. When NCCL aborts it,
+no other thread may be inside it. NCCL may free it only once, and CUDA graphs that hold its collectives must
+be released before that. So every call into NCCL registers that it is inside, and each call after the end
+raises the reason for the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 _LATE = 1 / 32
-"""The polling interval as a share of the time waited, by which a wait may be too long."""
+"""The polling interval as a share of the time waited, which limits by how much a wait is too long."""
 
 
 class IssuedWork:
@@ -66,7 +66,7 @@ class IssuedWork:
 
     def done(self) -> bool:
         """Whether all work on the current stream, including this, has completed. Never blocks."""
-        # One object serves all calls, so it cannot know which of them is meant; the last includes them.
+        # One object serves all calls and cannot tell them apart. It asks for the last, which includes all.
         return self.library.idle()
 
     def wait(self) -> None:
@@ -118,10 +118,10 @@ class NcclCommunicator(Communicator):
     on_device = capturable = pre_multiplies = True
 
     leave_wait_s = 0.2
-    """How long an abort waits for another thread to leave NCCL."""
+    """How long an abort waits for another thread to leave NCCL, in seconds."""
 
     destroy_wait_s = 2.0
-    """How long an abort waits for a close under way."""
+    """How long an abort waits for a close in progress, in seconds."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class NcclCommunicator(Communicator):
                 other.size == source.size and other.dtype == source.dtype and other.device == source.device
             )
             if not alike or 0 < abs(target - pointer) < source.size * source.itemsize or other.device < 0:
-                self._take_like(other, source, source.size, dtype)  # refuses it, or has it waited for
+                self._take_like(other, source, source.size, dtype)  # refuses it, or waits for its stream
         number = 0 if op is _SUM else self._operations.number(op, dtype, self._grouped)
         if async_op or self._error is not None:
             args = (pointer, target, source.size, dtype, number, self._comm)
@@ -328,10 +328,10 @@ class NcclCommunicator(Communicator):
         del zero
 
     def mark(self) -> Callable[[], None]:
-        """Marks the end of the caller's current stream; an abort or the deadline ends the wait for it, too.
+        """Marks the end of the caller's current stream; an abort or the deadline also ends the wait for it.
 
         The mark is on the current stream of each library whose arrays this communicator has used. Unlike the
-        libraries' own synchronisation the wait raises what ended the communicator.
+        libraries' own synchronisation, the wait raises the error that ended the communicator.
         """
         marks = [(library, library.mark()) for library in self._libraries_in_use()]
 
@@ -385,8 +385,9 @@ class NcclCommunicator(Communicator):
         """Describes an array; also returns NCCL's number of its dtype.
 
         Args:
-            array: what the user gave.
-            moved: whether values are only moved; then dtypes that NCCL lacks are sent as one of their size.
+            array: the array that the user gave.
+            moved: whether values are only moved, not reduced. A dtype that NCCL lacks is then sent as another
+                one of the same size.
 
         Raises:
             ArrayError: the array is not on this GPU, or NCCL cannot handle its dtype.
@@ -428,7 +429,7 @@ class NcclCommunicator(Communicator):
         """Describes the second array of a collective, and checks that it fits the first.
 
         Args:
-            array: what the user gave.
+            array: the array that the user gave.
             first: the description of the first array.
             count: the number of elements that this array must have.
             dtype: NCCL's number of its dtype.
@@ -446,7 +447,7 @@ class NcclCommunicator(Communicator):
         return given
 
     def _take_whole(self, array: Array, part: Description, dtype: int, *, moved: bool = False) -> Description:
-        """Describes an array of ``world_size`` parts of ``part``'s size; ``part`` may be this rank's one."""
+        """Describes an array of ``world_size`` parts of ``part``'s size; ``part`` may be this rank's part."""
         count = part.size * self.world_size
         return self._take_like(array, part, count, dtype, self.rank * part.size, moved=moved)
 
@@ -491,7 +492,7 @@ class NcclCommunicator(Communicator):
         arrays: tuple[Any, ...],
         async_op: bool,
     ) -> Work:
-        """Issues ``function(*args, stream)`` on the caller's stream or, async, on our own."""
+        """Issues ``function(*args, stream)`` on the caller's stream or, if async, on the communicator's."""
         issued = self._user(arrays[0])
         library = issued.library
         if not async_op:
@@ -508,9 +509,9 @@ class NcclCommunicator(Communicator):
         return Queued(self, library, library.mark(stream), arrays)
 
     def _end_group(self) -> None:
-        """Ends NCCL's group call, also during an abort: else the thread's next collectives would hang."""
+        """Ends NCCL's group call, also during an abort; otherwise this thread's next calls would hang."""
         try:
-            # Where the abort did not wait so long, NCCL frees what the group holds.
+            # If the abort did not wait for this thread, NCCL frees what the group holds.
             if not self._is_aborted:
                 self.nccl.group_end()
         except Exception as error:
@@ -607,9 +608,9 @@ class NcclCommunicator(Communicator):
         for child in self._children:
             child.abort(error)
         if closing:
-            # NCCL is to free each communicator once. Only where destroying it hangs, on a peer that died
-            # before it destroyed its own, is it aborted while being destroyed: that ends the wait and frees
-            # nothing.
+            # NCCL must free each communicator only once. If a peer died before it destroyed its own, the
+            # destruction here hangs. Only then is the communicator aborted while it is being destroyed, which
+            # ends the wait and frees nothing.
             self._destroyed.wait(self.destroy_wait_s)
         else:
             self._await_outside()
@@ -617,8 +618,8 @@ class NcclCommunicator(Communicator):
             alive, self._alive = self._alive, []
         if closing and alive:
             _log.warning("closing the communicator of %r hangs and is given up: %s", self._group_name, error)
-        # At the same time: NCCL's abort waits for graphs that hold its kernels, and giving up a graph
-        # waits for its kernels, which only the abort ends.
+        # Both run at the same time. NCCL's abort waits for graphs that hold its kernels. The release of a
+        # graph waits for its kernels, which only the abort ends.
         handles.abort_in_background(self.nccl, alive)
         self._is_aborted = bool(alive)
         self._release()
@@ -689,7 +690,7 @@ _BREAK_ON_REBUILD = range(22803, 22809)
 """Releases of NCCL, 2.28.3 to 2.28.8, that may break when a process builds a communicator again."""
 
 _WARM_UP_S = 10.0
-"""How long a process that ends waits for a warm-up under way."""
+"""How long a process that ends waits for a warm-up in progress, in seconds."""
 
 
 class NcclBackend(Backend):
@@ -700,8 +701,8 @@ class NcclBackend(Backend):
         warm_up: the warm-up of this worker's GPU, if it has begun.
 
     Attributes:
-        absent: names the ranks that have not connected; called when a communicator does not form in time, as
-            NCCL does not say. None: it is not known.
+        absent: a function that returns the ranks that have not connected, because NCCL does not report them.
+            It is called when a communicator does not form in time. None: nobody knows them.
         bootstrap_tls: NCCL's own TLS; None: it has none, or nothing is encrypted.
     """
 
@@ -711,7 +712,7 @@ class NcclBackend(Backend):
     def __init__(self, *, device_index: int = -1, warm_up: WarmUp | None = None) -> None:
         self._nccl = handles.load_bindings()
         version = self._nccl.get_version()
-        # Ranks of different releases of NCCL may hang: the scheduler compares it before they meet.
+        # Ranks with different releases of NCCL may hang, so the scheduler compares them before ranks connect.
         self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
         if version in _BREAK_ON_REBUILD:
             _log.warning(
@@ -726,7 +727,7 @@ class NcclBackend(Backend):
         self.bootstrap_tls: BootstrapTls | None = None
 
     def seal(self, plugin: NetPlugin) -> None:
-        """See :meth:`Backend.seal`; errors then end with the plug-in's reason for a connection's end."""
+        """See :meth:`Backend.seal`; errors then end with the plug-in's reason why a connection ended."""
         self._plugin = plugin
         if self.bootstrap_tls is None and offers_tls(self._nccl):
             self.bootstrap_tls = BootstrapTls(self._nccl)
@@ -790,5 +791,5 @@ class NcclBackend(Backend):
 
     def close(self) -> None:
         """Ends the warm-up; idempotent."""
-        if self._warm_up is not None:  # an interpreter that ends before it could crash
+        if self._warm_up is not None:  # an interpreter that ends before the warm-up does could crash
             self._warm_up.end(_WARM_UP_S)

@@ -1,8 +1,8 @@
-"""Decides whether NCCL's traffic between hosts is sealed by Muster's plug-in, and what NCCL is told for it.
+"""Decides whether Muster's plug-in seals NCCL's traffic between hosts, and which settings NCCL gets for it.
 
-Pure: from the setting, the facts of this process and the plug-in, if there is one, to what is put into the
-environment before NCCL is loaded, a sentence, or a refusal. NCCL itself does not end in good order when its
-network cannot be used (2.28.9 was seen to crash), so what can be known is decided before it starts.
+Pure: the input is the setting, the facts of this process and the plug-in, if there is one. The result is
+the variables to set before NCCL is loaded, and a sentence, or a refusal. NCCL does not end in good order when
+its network cannot be used (2.28.9 was seen to crash), so all that can be known is decided before it starts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 from muster.wire.messages import NCCL_NET, NCCL_WORDS, PLAIN, SEALED
 
 OFF, PREFER, REQUIRE = "off", "prefer", "require"
-"""The words of MS_NCCL_ENCRYPTION."""
+"""The values of MS_NCCL_ENCRYPTION."""
 
 OLDEST_NCCL = (2, 19)
-"""The oldest series of NCCL that takes the plug-in's table of functions."""
+"""The oldest series of NCCL that accepts the plug-in's table of functions."""
 
 SEALED_WORDS, PLAIN_WORDS = NCCL_WORDS[SEALED], NCCL_WORDS[PLAIN]
 
@@ -29,8 +29,8 @@ _OTHER_WAYS_OFF = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
 }
-"""Switches other ways out of the host off: NVLink between hosts, CollNet, GPUs' own transfers, RAS, verbs,
-and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
+"""Variables that switch off the other ways out of the host: NVLink between hosts, CollNet, GPUs' own
+transfers, RAS, verbs, and one-sided transfers, for which NCCL 2.32 has sockets of its own."""
 
 _CHOSEN_WAYS = {
     ("NCCL_MNNVL_ENABLE", "1"): "NVLink between hosts",
@@ -38,7 +38,7 @@ _CHOSEN_WAYS = {
     ("NCCL_GIN_ENABLE", "1"): "GPU-initiated transfers",
     ("NCCL_RMA_DISABLE", "0"): "one-sided transfers",
 }
-"""Ways past the plug-in that a user who only prefers encryption may choose, by what chooses them."""
+"""Ways past the plug-in that a user who only prefers encryption may choose, by the variable and value."""
 
 _OFF_UNLESS_CHOSEN = ("NCCL_GIN_ENABLE", "NCCL_RMA_DISABLE", "NCCL_RAS_ENABLE")
 
@@ -120,7 +120,7 @@ def obstacle_before_build(mode: str, facts: NcclFacts) -> NcclObstacle | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether this NCCL lacks the plug-in's interface; of an unknown version NCCL itself decides."""
+    """Whether this NCCL lacks the plug-in's interface; False if its version is unknown: NCCL will tell."""
     numbers = version.split(".")[:2]
     return len(numbers) == 2 and all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) < OLDEST_NCCL
 
@@ -148,7 +148,7 @@ def _chosen_net(env: Mapping[str, str]) -> NcclObstacle | None:
 
 
 def _chosen_way(facts: NcclFacts) -> NcclObstacle | None:
-    """A way around the plug-in that the user has chosen, in words."""
+    """Finds a way around the plug-in that the user has chosen; None if there is none."""
     env = facts.env
     if env.get("NCCL_IB_DISABLE") == "0" or env.get("NCCL_IB_HCA"):
         name = "NCCL_IB_HCA" if env.get("NCCL_IB_HCA") else "NCCL_IB_DISABLE"
@@ -171,7 +171,7 @@ def _chosen_way(facts: NcclFacts) -> NcclObstacle | None:
 
 
 def _verbs(facts: NcclFacts) -> NcclObstacle | None:
-    """InfiniBand that is there and not switched off: who only prefers encryption keeps it."""
+    """Finds InfiniBand that is not switched off: a job that only prefers encryption keeps using it."""
     if facts.infiniband and facts.env.get("NCCL_IB_DISABLE", "0") == "0":
         return NcclObstacle(
             "This host has InfiniBand or RoCE, over which NCCL is faster and not encrypted.",
@@ -186,7 +186,7 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
     Args:
         mode: what MS_NCCL_ENCRYPTION says.
         facts: the facts of this process.
-        plugin: what this host has; not looked at where something else is in the way.
+        plugin: the plug-in of this host; ignored if something else prevents encryption.
     """
     if mode == OFF:
         return NcclProtection()
@@ -209,6 +209,6 @@ def decide(mode: str, facts: NcclFacts, plugin: SealingPlugin) -> NcclProtection
 
 
 def _is_taken(name: str, chosen: str, facts: NcclFacts) -> bool:
-    """Whether NCCL may bypass the plug-in in this way; NVLink it uses without being asked."""
+    """Whether NCCL may bypass the plug-in in this way; it uses NVLink between hosts without being asked."""
     value = facts.env.get(name, "")
     return value == chosen or (name == "NCCL_MNNVL_ENABLE" and value != "0" and facts.nvlink_between_hosts)

@@ -1,12 +1,12 @@
-"""The secret of a generation's NCCL connections: from what its members alone know; handed to programs.
+"""The secret of a generation's NCCL connections: how it is derived, and how programs get it.
 
-Nothing more is on the wire for it. Rank 0 mints random bytes with each unique id, the scheduler hands them to
-the members of that generation over mutual TLS, and forgets them when the group is built; this secret is
-derived from them by HKDF under a label of its own. NCCL's own ids are no part of it: they are sent in the
+Rank 0 mints random bytes with each unique id. The scheduler hands them to the members of that generation over
+mutual TLS, and forgets them when the group is built. This secret is derived from them by HKDF under a label
+of its own, so nothing more is sent for it. NCCL's own ids are not part of it, because they are sent in the
 clear.
 
-A program gets it in a sealed file of memory, as an inherited descriptor: never in its environment's values, a
-file of a disk or a log. Every process reads it at its place (pread), so any number may.
+A program gets the secret in a sealed file in memory, as an inherited descriptor. It is never in a value of
+the environment, in a file on a disk or in a log. Processes read it with pread, so any number of them may.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from muster.errors import CommunicatorError
 
 SECRET_BYTES = 32
 DESCRIPTOR_VARIABLE = "MS_NCCL_SECRET_FD"
-"""Which descriptor of its process the plug-in reads."""
+"""Names the descriptor that the plug-in reads in its process."""
 
 MAGIC = b"MSNCCLK1"
 RECORD = struct.Struct(f"<8sQ{SECRET_BYTES}s")
-"""What the file holds: a magic number, the generation, the secret."""
+"""The file's contents: a magic number, the generation, the secret."""
 
 _LABEL = b"muster nccl between hosts 1"
 _FEWEST_BYTES = 32
@@ -42,7 +42,7 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
     """Derives the secret of a generation's NCCL connections from its unique ids.
 
     Args:
-        secrets: the random bytes that its rank 0 has minted, in their order; not NCCL's ids.
+        secrets: the random bytes that the generation's rank 0 has minted, in order; not NCCL's ids.
         job_id: the job.
         generation: its number.
 
@@ -60,13 +60,14 @@ def derive_secret(secrets: Sequence[bytes], *, job_id: str, generation: int) -> 
 
 
 def secret_file(generation: int, secret: bytes) -> int:
-    """Makes a sealed file in memory that holds the secret; nobody can change it.
+    """Makes a sealed file in memory that holds the secret and that no process can change.
 
     Returns:
-        Its descriptor, which children do not inherit unless given it. Closing the last forgets it.
+        Its descriptor, which children inherit only if it is passed to them. The secret is gone when the last
+        descriptor is closed.
 
     Raises:
-        CommunicatorError: the system makes no such files.
+        CommunicatorError: the system does not support such files.
     """
     try:
         descriptor = _memory_file()
@@ -110,7 +111,7 @@ def read_secret_file(descriptor: int) -> tuple[int, bytes]:
 
 
 class HandedSecret:
-    """The secret that this process hands to its programs: that of one generation, replaced by the next."""
+    """The secret of the present generation, which this process hands to its programs."""
 
     def __init__(self) -> None:
         self._descriptor = -1

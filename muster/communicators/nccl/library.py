@@ -1,8 +1,8 @@
 """The plug-in that encrypts NCCL's traffic, as a library on this host: finds, builds, loads and asks it.
 
-It is C, and Muster's wheel is the same for all systems. So it is built on the host that needs it, once,
-by `muster nccl-plugin build` or when a job first asks for encryption. The name of its folder has a digest of
-sources and compiler options, so that another version never uses it.
+The plug-in is written in C, and Muster's wheel is the same for all systems. So it is built once on each host
+that needs it, by `muster nccl-plugin build` or when a job first asks for encryption. The name of its folder
+contains a digest of sources and compiler options, so that another version never uses it.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def plugin_of_this_host(env: Mapping[str, str]) -> SealingPlugin:
 
 
 def has_infiniband(root: Path = Path("/")) -> bool:
-    """Whether this host has network devices that NCCL uses by verbs."""
+    """Whether this host has network devices that NCCL uses through InfiniBand verbs."""
     return any((root / "sys/class/infiniband").glob("*"))
 
 

@@ -92,7 +92,7 @@ class Operations:
         Args:
             op: the operation.
             dtype: NCCL's number of the arrays' dtype.
-            grouped: within a group of calls, at whose end NCCL still needs each operation.
+            grouped: whether the call is within a group of calls; NCCL needs the operation until its end.
 
         Raises:
             ArrayError: the operation does not exist, or not for this dtype.
@@ -122,11 +122,11 @@ class Operations:
 
 _SUM_NUMBER, _MEAN_NUMBER = 0, 4
 _BLOCK_BYTES = 16 << 10
-"""What NCCL gives to one thread block before it takes another."""
+"""Bytes that NCCL gives to one thread block before it uses another."""
 
 
 def whole(reduction: Callable[..., Any]) -> Callable[..., None]:
-    """A reduction (all_reduce, reduce or reduce_scatter) of one rank alone, over all elements."""
+    """Returns the reduction (all_reduce, reduce or reduce_scatter) of a single rank, over all elements."""
 
     def call(send: int, recv: int, count: int, dtype: int, op: int, *others: Any) -> None:
         if op <= _MEAN_NUMBER:

@@ -1,7 +1,7 @@
 """Streams and events of the library whose arrays are communicated: torch or CuPy.
 
-NCCL takes a stream's address. Only the array library knows which stream to use, as each has its own
-notion of the current stream.
+NCCL takes a stream's address. Only the array library knows which stream to use, because each library has its
+own current stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from muster.communicators.array_library import loaded_library
 from muster.errors import CommunicatorError
 
 LEGACY_STREAM, THREAD_STREAM = 1, 2
-"""CUDA's handles of the default stream of a device (its address is 0, too) and of that of a thread."""
+"""CUDA's handles of a device's default stream (whose address may also be 0) and of a thread's."""
 
 
 class CudaLibrary(abc.ABC):
@@ -24,7 +24,7 @@ class CudaLibrary(abc.ABC):
 
     name: str
     current: Callable[[], int]
-    """Address of the caller's current stream. On the hot path: no method, a bound callable."""
+    """Address of the caller's current stream. A bound callable instead of a method, for the hot path."""
 
     @abc.abstractmethod
     def new_stream(self) -> tuple[Any, int]:
@@ -52,7 +52,7 @@ class CudaLibrary(abc.ABC):
 
     @abc.abstractmethod
     def idle(self) -> bool:
-        """Whether all that is queued on the current stream has completed. Never blocks."""
+        """Whether all work on the current stream has completed. Never blocks."""
 
     @abc.abstractmethod
     def capturing(self) -> bool:

@@ -1,9 +1,9 @@
 """Creates a GPU's context and loads its libraries in a thread, while the worker joins.
 
-The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs that no process used),
-as long as all imports and the joining together. That is C code that needs no Python, so it starts first. The
-array library is Python, and would slow other imports down: it is loaded while this worker waits for the
-others.
+The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs that no process used).
+That is as long as all imports and the Join together take. It is C code that does not need the interpreter, so
+it starts first. The array library is Python code and would slow other imports down, so it is loaded while
+this worker waits for the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _EXIT_WAIT_S = 10.0
 
 
 class WarmUp:
-    """One thread that makes a GPU's context now, the one that CuPy, torch and NCCL use, and loads the
-    library later.
+    """A thread that makes a GPU's primary context now, and loads the array library later.
 
-    It never raises: what fails here fails again where the GPU is used, with an error.
+    CuPy, torch and NCCL all use that context. The thread never raises: a failure here repeats, with an error,
+    when the GPU is used.
 
     Args:
         ordinal: the GPU as CUDA counts in this process; -1: not known yet, so that only the driver starts.
-        load_driver: gives the driver's library.
+        load_driver: returns the driver's library.
     """
 
     def __init__(self, ordinal: int, load_driver: Callable[[str], Any] = ctypes.CDLL) -> None:
@@ -40,7 +40,7 @@ class WarmUp:
         self._load_driver = load_driver
         self._wanted = threading.Event()
         self._loads = False
-        # A daemon, because a driver that hangs must not keep a process that was refused.
+        # A daemon thread, because a hanging driver must not keep a refused process from ending.
         self._thread = start_thread(self._run, name="muster-nccl-warm-up")
         atexit.register(self.end, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
 

@@ -38,15 +38,16 @@ class _Admitted:
 class Admission(Generic[T]):
     """Limits handshakes in progress, parked handshakes, and those of one certificate.
 
-    A handshake in progress is never evicted for a parked one, or for one of lower standing; among equals the
-    oldest is. All workers of a job may share one certificate, so the limit per certificate must not be small.
+    A handshake in progress is never evicted for a parked handshake, or for one of lower standing. Among
+    equals, the oldest is evicted. All workers of a job may share one certificate, so the limit per
+    certificate must not be small.
 
     Args:
-        max_under_way: most handshakes that are not parked.
-        max_under_way_each: most of these with one certificate; from a stranger's address they are evicted
-            first.
-        max_parked: most parked handshakes.
-        max_parked_each: most of these with one certificate.
+        max_under_way: maximum number of handshakes that are not parked.
+        max_under_way_each: maximum number of these with one certificate; those from a stranger's address are
+            evicted first.
+        max_parked: maximum number of parked handshakes.
+        max_parked_each: maximum number of these with one certificate.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Admission(Generic[T]):
         self.max_parked_each = max_parked_each
         self._entries: dict[T, _Admitted] = {}
         self._ranked: dict[Standing, dict[T, None]] = {standing: {} for standing in Standing}
-        # By standing, too: those of a certificate that are under way, and those that are parked.
+        # The key includes the standing: handshakes of a certificate under way and parked ones count apart.
         self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
 
     def admit(self, handshake: T, *, neighbour: bool) -> T | None:
-        """Adds a new handshake; returns the one that must be dropped for it, which may be itself.
+        """Adds a new handshake; returns the handshake to drop for it (perhaps the new one), or None.
 
         Args:
             handshake: the new one.
@@ -81,7 +82,7 @@ class Admission(Generic[T]):
             self._move(handshake, Standing(standing + 1))
 
     def prove(self, handshake: T, certificate: Hashable) -> T | None:
-        """Notes a handshake's certificate; returns another with the same one that must be dropped for it."""
+        """Notes a handshake's certificate; returns another one with that certificate to drop, or None."""
         self._entries[handshake].certificate = certificate
         others = self._of_certificate.get((certificate, Standing.PROVEN), {})
         goes = None

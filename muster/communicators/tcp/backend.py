@@ -1,4 +1,4 @@
-"""The backend "tcp": this process's endpoint, and the communicators of one generation after the other."""
+"""The backend "tcp": this process's endpoint, and the communicator of each generation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TcpBackend(Backend):
     """Makes :class:`TcpCommunicator`.
 
     Args:
-        tls: how peers are authenticated, asked for each connection; None for plaintext, which stays on
-            loopback.
+        tls: returns how peers are authenticated, called for each connection; None for plaintext, which stays
+            on loopback.
         allow_insecure: lets plaintext leave loopback.
     """
 

@@ -1,5 +1,4 @@
-"""The embedded CPU communicator: every collective on arrays of the host, among processes that trust nobody
-else.
+"""The communicator for arrays in host memory: all collectives, over connections between authenticated peers.
 
 Its calls run one at a time, in order, under a deadline, until one fails. Small arrays are sent with the
 description of the call, on which all ranks agree first. Large ones follow in rings (:mod:`rings`).
@@ -53,7 +52,7 @@ from muster.errors import (
 )
 
 SMALL_BYTES = 32768
-"""A payload up to this size is sent with the call itself (all ranks' together: twice as much)."""
+"""A payload up to this size, in bytes, is sent with the call (twice as much for all ranks together)."""
 
 _NOTHING = memoryview(b"")
 _NO_NUMBERS = np.empty(0, np.uint8)
@@ -84,7 +83,7 @@ class TcpCommunicator(HostCommunicator):
     name = "tcp"
 
     elsewhere = 0
-    """Collectives of these ranks that went another way (over NCCL): all ranks must have the same number."""
+    """Number of collectives of these ranks that went over NCCL; it must be the same on all ranks."""
 
     def __init__(self, membership: Membership, endpoint: Endpoint, *, path: str, timeout_s: float) -> None:
         self.membership = membership
@@ -136,7 +135,7 @@ class TcpCommunicator(HostCommunicator):
                 self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
             except PeerEndedError as error:
                 ended = error
-                theirs.take_rest()  # it may have gone because of this rank's call: compare its own
+                theirs.take_rest()  # the peer may have left because of this rank's call: compare its own
             if theirs.finished:
                 self._expect_calls(theirs, mine, 1)
                 if theirs.blocks[0][0] != mine:
@@ -289,7 +288,7 @@ class TcpCommunicator(HostCommunicator):
             dtype: the name of the dtype of all of them.
 
         Raises:
-            CollectiveMismatchError: raised on all ranks, where two disagree on a piece's size or dtype.
+            CollectiveMismatchError: two ranks disagree on a piece's size or dtype; raised on all ranks.
         """
         call = Call("all_to_all", dtype)
         sizes = np.array([[piece.size for piece in send], [piece.size for piece in recv]], np.int64)
@@ -382,7 +381,7 @@ class TcpCommunicator(HostCommunicator):
     def absent(self, wait_s: float) -> list[Peer]:
         """Returns the other ranks that do not answer as members of this group within ``wait_s`` seconds.
 
-        It is for a group that cannot form, as the connections that it makes must not be used.
+        Only for a group that cannot form, because the connections that this makes must not be used.
         """
         deadline = time.monotonic() + wait_s
         group = self._pending_group
@@ -496,7 +495,7 @@ class TcpCommunicator(HostCommunicator):
     ) -> Work:
         """Issues a collective: ranks agree on the call, with small data or followed by large data."""
         if self.elsewhere:
-            call = replace(call, sequence=self.elsewhere)  # as it is now: the call may run later
+            call = replace(call, sequence=self.elsewhere)  # the number of now: the call may run later
         with_data = self._goes_with_call(nbytes if nbytes >= 0 or payload is None else payload.nbytes)
         dtype = ARITHMETIC[call.dtype].storage if call.dtype else _NO_NUMBERS.dtype
 

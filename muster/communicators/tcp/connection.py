@@ -18,7 +18,7 @@ from muster.communicators.tcp.records import RECORD_BYTES, RecordLayer, RecordLa
 from muster.forking import not_for_children
 
 RECORD = 16384
-"""Most bytes in one TLS record: reads and writes go in pieces of this size."""
+"""Maximum size of one TLS record, in bytes: reads and writes are in pieces of this size."""
 
 _MOST_AHEAD = 64 << 20
 _GOODBYE_TIMEOUT_S = 1.0
@@ -39,7 +39,7 @@ class EndOfStreamError(Exception):
 
 
 class PeerConnection:
-    """A connection to the process of rank ``peer``, handshakes done. One thread at a time reads; one writes.
+    """A connection to the process of rank ``peer`` after the handshakes; one thread reads, one writes.
 
     Args:
         sock: the socket, TLS or plain.
@@ -48,7 +48,7 @@ class PeerConnection:
 
     Attributes:
         peer: the rank at the other end.
-        in_payload: whether a payload was begun and not finished, so that no goodbye can follow.
+        in_payload: whether a payload is sent only in part, so that no goodbye can follow.
         ended: whether the peer has said goodbye; earlier data may still be read.
         duplex: whether one thread may read while another writes, which OpenSSL's own connections do not
             allow.
@@ -138,7 +138,7 @@ class PeerConnection:
         return farewell
 
     def goodbye_from(self, head: bytes) -> tuple[Reason, str] | None:
-        """Reads the goodbye that begins with ``head``; if it is none, unreads the rest and returns None."""
+        """Reads the goodbye that begins with ``head``; returns None, and unreads the rest, if it is none."""
         if not head.startswith(MAGIC[: len(head)]):
             return None
         rest = memoryview(bytearray(GOODBYE_BYTES - len(head)))
@@ -155,7 +155,7 @@ class PeerConnection:
         """Returns the total seconds for which written bytes were not acknowledged; None: not known."""
         try:
             told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + _MICROSECONDS.size)
-        except OSError:  # it is closed, or no TCP
+        except OSError:  # it is closed, or not TCP
             return None
         if len(told) < _BUSY_AT + _MICROSECONDS.size:  # an older kernel
             return None
@@ -175,7 +175,7 @@ class PeerConnection:
 
     def _say(self, rest: memoryview, until: float) -> None:
         if self._blocked is not None:
-            return  # a record is partly sent: nothing can follow it in time
+            return  # a record is sent only in part, and its rest would not go out in time
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         try:

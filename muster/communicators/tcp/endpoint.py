@@ -180,7 +180,7 @@ class Endpoint:
         """Stops expecting peers for this group."""
         with self._lock:
             self._groups.pop(group.label, None)
-            with group.changed:  # what has arrived is the caller's to close, what comes later is closed there
+            with group.changed:  # the caller closes what has arrived; the group closes what comes later
                 group.closed = True
             self._groups_changed = True
         self._wake()
@@ -206,7 +206,7 @@ class Endpoint:
             self._thread = start_thread(self._run, name="muster-tcp-endpoint")
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: messages may outlast it by a moment
+        with contextlib.suppress(OSError, ValueError):  # closed: messages may outlive it a little
             os.eventfd_write(self._wake_fd, 1)
 
     # ------------------------------------------------------------ in the endpoint's thread
@@ -292,7 +292,7 @@ class Endpoint:
     def _meet(self, handshake: _Handshake) -> None:
         """Continues the handshake whose socket is ready."""
         if handshake.want is Want.GROUP and not handshake.over:
-            # It has to wait for our answer before it says more.
+            # The peer has to wait for our answer before it sends more.
             self._failed(handshake, CommunicatorError("It hung up, or spoke, while it had to wait."))
         else:
             self._advance(handshake)
@@ -424,7 +424,7 @@ class Endpoint:
             try:
                 self._policy_in_force, self._policy_fails = self._tls(), False
             except Exception:
-                if not self._policy_fails:  # it is asked for at each connection
+                if not self._policy_fails:  # logged once, because each connection asks for the policy
                     _LOG.exception("The renewed certificate cannot be used; the old one stays in force.")
                 self._policy_fails = True
         assert self._policy_in_force is not None
@@ -458,7 +458,7 @@ class Endpoint:
             self._drop(handshake)
             return
         except OSError as error:
-            self._find_room()  # those from outside may hold all descriptors
+            self._find_room()  # incoming handshakes may hold all descriptors
             self._failed(handshake, error)
             return
         policy = None if self._tls is None else self._policy()
@@ -468,7 +468,7 @@ class Endpoint:
 
     def _advance(self, handshake: _Handshake) -> None:
         """Continues a handshake until it has to wait; does nothing if it is over."""
-        if handshake.over:  # it lost its place after its event, or its turn, was found
+        if handshake.over:  # it lost its place after its event or its turn had come
             return
         try:
             want, sock = next(handshake.steps)
@@ -595,7 +595,7 @@ class _HandshakeReports:
 def _listener(family: int, address: tuple[object, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if address[1]:  # its port again: connections of before may still be under way
+        if address[1]:  # the same port again: earlier connections may not have ended yet
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)

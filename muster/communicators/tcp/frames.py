@@ -49,7 +49,7 @@ class Reason(enum.IntEnum):
 
 
 HAS_FINISHED = "finished"
-"""Goes with ``DONE`` where the rank needs no communicator any more."""
+"""Sent with ``DONE`` if the rank needs no communicator any more."""
 
 KINDS = (
     "nothing",

@@ -3,9 +3,9 @@
 Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
 the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
 the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is not valid on
-another connection, in another generation, or for another rank. These messages carry a secret of each side,
-from which the keys of the data are made. Last the acceptor welcomes the dialer: a dialer that loses its place
-before that dials again, and does not count as connected.
+another connection, in another generation, or for another rank. The proofs also carry a secret of each side;
+the keys for the data are derived from both secrets. Finally, the acceptor welcomes the dialer. A dialer that
+loses its place before the welcome dials again, and does not count as connected.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ HELLO_MAGIC = b"Mus2"
 
 HELLO = struct.Struct("!4sQII32s32s")
 REPLY = struct.Struct("!32s32s32s")
-"""Acceptor's nonce, its proof, its secret."""
+"""The acceptor's nonce, proof and secret."""
 
 PROOF = struct.Struct("!32s32s")
-"""Dialer's proof and its secret."""
+"""The dialer's proof and secret."""
 
 WELCOME = b"\x01"
-"""The acceptor's last word: it has the connection. Without it the dialer dials again."""
+"""The acceptor's last message: it has the connection. Without this message the dialer dials again."""
 
 PROBE = b"MusP"
-"""Begins a hello that asks for nothing but an answer, which is the same with another beginning."""
+"""Begins a hello that asks only for an answer; the answer is the same hello with another beginning."""
 
 PROBE_ANSWER = b"MusA"
 
@@ -241,8 +241,8 @@ def accept(
 ) -> Steps:
     """Accepts a connection of a member of a group that ``find`` knows, or will know soon.
 
-    Role and job of the certificate are checked before anything is read inside TLS; its node id as soon as the
-    members are known, and before anything is answered.
+    The certificate's role and job are checked before anything is read inside TLS. Its node id is checked as
+    soon as the members are known, and before anything is answered.
 
     Args:
         sock: the accepted socket.
@@ -328,7 +328,7 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
             if there[:1] != b"\x16" or (len(there) > 1 and there[1] != 3):
                 what = "sent what is no TLS" if there else "hung up before it said anything"
                 raise CommunicatorError(f"The other side {what}.")
-            if len(there) < size and woken:  # the kernel wakes us early only where nothing more will come
+            if len(there) < size and woken:  # the kernel wakes us early only if nothing more will come
                 raise CommunicatorError("The other side hung up during its TLS hello.")
         if len(there) == size > _TLS_RECORD_HEAD_BYTES:
             break
@@ -346,7 +346,7 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
 
 
 def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
-    """Answers with the probe's own nonce; the group of the connection is closed, and ends it."""
+    """Answers with the probe's own nonce; returns a closed group, so that the connection ends."""
     yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
     nobody = PendingGroup(Membership("", 0, "", -1, ()), b"")
     nobody.closed = True

@@ -50,16 +50,16 @@ SMALL_BYTES = 32768
 """Messages up to this size, in bytes, are sent before the peer has called recv."""
 
 MOST_WAITING_BYTES = 1 << 20
-"""Bytes of small messages that may wait at one peer; further ones are offered."""
+"""Bytes of small messages that may wait at one peer; further messages are offered."""
 
 MOST_ARRIVED = 1 << 16
-"""Most messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
+"""Maximum number of messages of one peer that may wait for a recv; a peer that exceeds it is dropped."""
 
 USER, BARRIER = 0, 1
 """Channels: the program's messages, and those of a monitored barrier."""
 
 _HEADER = struct.Struct("!4sBBBxiIQ")
-"""Magic, kind, dtype, channel, tag, number of the message among those of its sender, bytes of it."""
+"""Magic, kind, dtype, channel, tag, the sender's number of the message, and its size in bytes."""
 
 _MAGIC = b"MusM"
 _OFFER, _SMALL, _ACCEPT, _DATA, _TAKEN, _REFUSED = range(1, 7)
@@ -70,7 +70,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 class Message:
-    """One message that is to be sent or received.
+    """One message to send or receive.
 
     Attributes:
         peer: the rank at the other end; -1: any rank, and after the first message the one that sent it.
@@ -167,8 +167,8 @@ class Messages:
         endpoint: makes and accepts connections.
         path: the group's name on the wire.
         timeout_s: the time limit of a message, in seconds.
-        others: further connections of the group by rank, whose end shows that a peer is gone which has none
-            here yet.
+        others: the group's other connections by rank. The end of one shows that a peer is gone, even before
+            it has a connection for messages.
     """
 
     def __init__(
@@ -196,14 +196,14 @@ class Messages:
         )
         # What follows belongs to the thread.
         self._lines: dict[int, _PeerLine] = {}
-        self._dialed: dict[int, float] = {}  # until when
+        self._dialed: dict[int, float] = {}  # until when to dial, by rank
         self._lost: dict[int, Exception] = {}
         self._left: set[int] = set()
         self._unsent: dict[int, list[Message]] = {}
         self._sent: dict[tuple[int, int], Message] = {}
         self._next_number: dict[int, int] = {}
         self._waiting_bytes: dict[int, int] = {}
-        self._held: dict[int, tuple[int, int]] = {}  # of each peer: messages, and bytes, that wait here
+        self._held: dict[int, tuple[int, int]] = {}  # by peer: messages and bytes that wait here
         self._wanted: list[Message] = []
         self._coming: dict[tuple[int, int], Message] = {}
         self._arrived: dict[tuple[int, int], list[_Arrived]] = {}
@@ -224,7 +224,7 @@ class Messages:
             self._error = self._error or error
             thread = self._thread
         self._wake()
-        if thread is None:  # others may have connected, and wait
+        if thread is None:  # peers may have connected already, and wait
             self._finish()
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class Messages:
                 moved = self._move_all()
                 self._note_time()
                 self._wait(0.0 if moved else self._pause())
-        except Exception as error:  # all that wait would wait for ever
+        except Exception as error:  # all messages would wait for ever
             self._error = self._error or CommunicatorError(
                 f"Messages failed: {type(error).__name__}: {error}"
             )
@@ -288,7 +288,7 @@ class Messages:
         for message in [*posted, *self._open_messages()]:
             message.end(error)
         with self._fd_lock:
-            if self._wake_fd >= 0:  # an abort may have been before
+            if self._wake_fd >= 0:  # an abort may have closed it before
                 os.close(self._wake_fd)
                 self._wake_fd = -1
 
@@ -565,7 +565,7 @@ class Messages:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
             elif fd in watched and events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
-                self._take_up()  # it may have connected, and sent, before it went
+                self._take_up()  # the peer may have connected and sent before it left
                 if watched[fd] not in self._lines:
                     self._lose(watched[fd], self._ended(watched[fd], None))
 
@@ -587,7 +587,7 @@ class Messages:
                 remedy="See that worker's log, or raise the group's timeout.",
             )
             if (peer, message.number) in self._coming or message.number >= 0:
-                self._lose(peer, error)  # the other side may be in the middle of it
+                self._lose(peer, error)  # the other side may be in the middle of this message
             else:
                 self._drop(message, error)
 

@@ -1,4 +1,4 @@
-"""A group whose members are still to be connected: where their connections arrive."""
+"""A group whose members are not all connected yet; collects their connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PendingGroup:
             self.changed.notify_all()
 
     def fail(self, rank: int, error: Exception) -> None:
-        """Gives up on a peer, for a reason that another attempt cannot change."""
+        """Gives up on a peer, because another attempt would fail for the same reason."""
         with self.changed:
             self.failures[rank] = error
             self.changed.notify_all()

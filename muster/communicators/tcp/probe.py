@@ -1,7 +1,7 @@
 """Probes: checks whether a worker can be reached at its data address, and has the right identity.
 
-A probe is a connection to a worker's endpoint that uses TLS like every other, and is then answered by
-the endpoint's thread with the probe's own nonce, whatever the worker's training is doing.
+A probe is a connection to a worker's endpoint, with TLS like any other connection. The endpoint's thread
+answers with the probe's own nonce, whatever the worker's training is doing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prober:
     """Tries to reach workers of a job.
 
     Args:
-        tls: how peers are authenticated, asked for each probe; None for plaintext.
+        tls: returns how peers are authenticated, called for each probe; None for plaintext.
         job_id: the job that their certificates must be for.
     """
 
@@ -83,7 +83,7 @@ class Prober:
                 why = f"{address}: {getattr(error, 'strerror', None) or error}"
             now = time.monotonic()
             if now > began + CONNECT_TIMEOUT_S + ANSWER_TIMEOUT_S + 1.0:
-                deadline = now + CONNECT_TIMEOUT_S  # this process stood still
+                deadline = now + CONNECT_TIMEOUT_S  # this process itself was paused
             elif now + RETRY_S >= deadline:
                 return why
             time.sleep(RETRY_S)
@@ -122,7 +122,7 @@ def answer_probes(
     """Opens an endpoint that answers probes, for a worker whose backend has none.
 
     Args:
-        tls: how peers are authenticated, asked for each probe; None for plaintext.
+        tls: returns how peers are authenticated, called for each probe; None for plaintext.
         address: a local address.
         allow_insecure: whether plaintext may leave loopback.
 

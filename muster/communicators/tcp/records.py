@@ -3,8 +3,8 @@
 Python's TLS moves 16 KiB at a time, which costs more than the encryption. So once TLS has authenticated the
 two ends, both switch the connection to these records: RFC 8446, sections 5.2 to 5.5 (record protection) and
 7.1 to 7.3 (key schedule) with TLS_AES_128_GCM_SHA256, and for records of more than 2^14 bytes the header of
-draft-ietf-tls-super-jumbo-record-limit. Names are those of the RFC. docs/records.md says what is done where,
-and which parts of TLS are left out.
+draft-ietf-tls-super-jumbo-record-limit. Names are those of the RFC. docs/records.md says which code carries
+out which section, and which parts of TLS are left out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 RECORD_BYTES = 524288
-"""Most bytes of content in one record: those of a chunk of a collective."""
+"""Maximum content of one record, in bytes: a chunk of a collective."""
 
 LARGE_RECORD_SIZE_LIMIT = RECORD_BYTES + 1
-"""Most bytes of a TLSInnerPlaintext that either side takes: the content and its type."""
+"""Maximum size of a TLSInnerPlaintext that either side accepts, in bytes: the content and its type."""
 
 TLS_RECORD_SIZE_LIMIT = (1 << 14) + 1
 """The same without the draft (RFC 8446, section 5.4); records then have RFC 8446's header."""
@@ -34,7 +34,7 @@ RECORDS_PER_KEY = 1 << 17
 """Records under one key, 64 GiB at most. RFC 8446 allows 2^24.5 of 2^14 bytes, which is 2^19.5 of ours."""
 
 MAX_IDLE_RECORDS = 32
-"""Most records without data in a row: empty ones, and KeyUpdates."""
+"""Maximum number of consecutive records without data: empty records and KeyUpdates."""
 
 KEY_BYTES = 16
 IV_BYTES = 12
@@ -45,14 +45,14 @@ _TLS_HEADER = b"\x17\x03\x03"
 """opaque_type application_data, legacy_record_version 0x0303."""
 
 _DATA = 23
-"""ContentType.APPLICATION_DATA, where each record passes."""
+"""ContentType.APPLICATION_DATA, as a plain number for code that runs for each record."""
 
 _ALERT_BYTES = 2
-"""An alert is its level and its description."""
+"""Size of an alert: one byte for its level, one for its description."""
 
 _TLS_HEADER_BYTES = 5
 _TLS_EXPANSION = 256
-"""By how much RFC 8446 lets a TLSCiphertext be longer than its content."""
+"""How many bytes longer than its content RFC 8446 lets a TLSCiphertext be."""
 
 
 class ContentType(enum.IntEnum):
@@ -169,7 +169,7 @@ class TrafficKey:
         self.sequence_number = 0
 
     def nonce(self) -> bytes:
-        """The nonce of the next record, which is counted: write_iv XOR its sequence number (section 5.3)."""
+        """Returns the next record's nonce (write_iv XOR its sequence number, section 5.3); counts it."""
         number = self.sequence_number
         self.sequence_number = number + 1
         return (self._iv ^ number).to_bytes(IV_BYTES, "big")
@@ -236,7 +236,7 @@ class RecordLayer:
         self._out = _room(record + 5 + len(_KEY_UPDATE) + 2 + TAG_BYTES)
         self._unsent = self._out[:0]
         self._answer_key_update = False
-        self._in = _room(record)  # no more: what is read must still be in the cache when it is opened
+        self._in = _room(record)  # not larger: data must still be in the cache when it is decrypted
         self._record_room = record
         self._start = 0
         self._end = 0
@@ -248,9 +248,8 @@ class RecordLayer:
     def close(self) -> None:
         """Drops the buffers; nothing is read or written any more.
 
-        A broken communicator and its error refer to each other through the traceback. Without this their
-        buffers, which are megabytes, would live until the garbage collector runs, and so few objects do not
-        trigger it.
+        A broken communicator and its error refer to each other through the traceback. Otherwise, megabytes of
+        buffers would stay allocated until the garbage collector runs, which so few objects do not trigger.
         """
         self._in = self._out = self._content_in = self._plain = self._unsent = memoryview(b"")
 
@@ -282,7 +281,7 @@ class RecordLayer:
 
     def _key_update(self) -> int:
         """Sends a KeyUpdate before the next record, and replaces the key after it."""
-        self._answer_key_update = False  # first: the reading thread may be asked again while this one writes
+        self._answer_key_update = False  # first: the peer may ask again while this thread writes
         message = _KEY_UPDATE + bytes((KeyUpdateRequest.UPDATE_NOT_REQUESTED,))
         end = self._protect(ContentType.HANDSHAKE, memoryview(message), 0)
         self._send_key.update()
@@ -307,11 +306,10 @@ class RecordLayer:
 
         Raises:
             BlockingIOError: no complete record has arrived.
-            RecordLayerError: decryption fails, or the record is not allowed here; also after an earlier such
-                one.
+            RecordLayerError: this record or an earlier one cannot be decrypted, or is not allowed here.
             OSError: the connection is broken.
         """
-        if self._failure is not None:  # the next record would open, as if this one had never been sent
+        if self._failure is not None:  # otherwise the next record would pass, as if this one were never sent
             raise RecordLayerError(self._failure)
         try:
             return self._read(view)
@@ -341,7 +339,10 @@ class RecordLayer:
         return count
 
     def _content(self, inner: bytes) -> bytes:
-        """Extracts the data of a TLSInnerPlaintext: padded (section 5.4), empty, or of another type."""
+        """Returns the data of a TLSInnerPlaintext without padding (section 5.4); b"" if it has none.
+
+        Handles content of other types.
+        """
         content = inner.rstrip(b"\0")
         if not content:
             raise RecordLayerError(AlertDescription.UNEXPECTED_MESSAGE)

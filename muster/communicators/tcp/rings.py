@@ -1,9 +1,9 @@
 """Algorithms for large arrays: pipelined rings and chains, in chunks that stay in the cache.
 
-All are plans of views to send and to fill. Chunk ``k`` of a step may go on as soon as chunk ``k`` of the
-step before has come, so the links stay full without a barrier between steps. Each element is combined
-along one fixed path and its result copied, so that all ranks hold the same bits. What several ranks' values
-of a short float were combined to goes on in float32, and is rounded when all are in it.
+All are plans of views to send and to fill. Chunk ``k`` of a step may be sent on as soon as chunk ``k`` of the
+previous step has arrived, so the links stay full without a barrier between steps. Each element is combined
+along one fixed path and the result is copied, so that all ranks hold the same bits. Partial results of
+float16 and bfloat16 are sent as float32, and rounded once the values of all ranks are combined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from muster.communicators.tcp.connection import PeerConnection
 from muster.communicators.tcp.transfer import Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288
-"""Bytes that are received before they are combined or passed on: as many as a record holds."""
+"""Number of bytes that are received before they are combined or passed on: the content of a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Combining:
         self._later = np.empty(chunk_size if numbers.is_short and ranks > 2 else 0, numbers.wide)
 
     def room(self, count: int, first: bool) -> NumpyArray:
-        """Returns the buffer for a chunk: of the user's dtype if it is the ``first`` rank's, else wide."""
+        """Returns the buffer for a chunk: of the user's dtype from the ``first`` rank, wide otherwise."""
         short = not first and self._numbers.is_short
         return (self._later if short else self._first)[:count]
 
@@ -90,7 +90,7 @@ class _Combining:
 def all_reduce_plan(
     ring: Ring, send: NumpyArray, recv: NumpyArray, numbers: Arithmetic, op: ReduceOp
 ) -> tuple[Outgoing, Incoming]:
-    """Plans a ring: segments are combined on one way round and copied on a second."""
+    """Plans a ring: segments are combined in the first round and copied in the second."""
     size, rank = ring.size, ring.rank
     cut = Segments(recv.size, size, recv.itemsize)
     scratch = _Combining(numbers, op, size, cut.chunk_size)
@@ -118,7 +118,7 @@ def all_reduce_plan(
 
 
 def reduce_scatter(ring: Ring, send: NumpyArray, recv: NumpyArray, numbers: Arithmetic, op: ReduceOp) -> None:
-    """One way round a ring; rank r ends with the combined segment r."""
+    """Runs one round of a ring; rank r ends with the combined segment r."""
     size, rank = ring.size, ring.rank
     cut = Segments(send.size, size, send.itemsize)
     scratch = _Combining(numbers, op, size, cut.chunk_size)
@@ -148,7 +148,7 @@ def _moved(place: slice, start: int) -> slice:
 
 
 def all_gather(ring: Ring, recv: NumpyArray) -> None:
-    """One way round a ring; rank r's segment of ``recv`` is there already."""
+    """Runs one round of a ring; ``recv`` of rank r already contains segment r."""
     size, rank = ring.size, ring.rank
     cut = Segments(recv.size, size, recv.itemsize)
 
@@ -165,7 +165,7 @@ def all_gather(ring: Ring, recv: NumpyArray) -> None:
 
 
 def broadcast(ring: Ring, buffer: NumpyArray, root: int) -> None:
-    """A chain from the root to the right, each rank passing on chunks as they come."""
+    """Runs a chain from the root to the right; each rank passes on chunks as they arrive."""
     place = (ring.rank - root) % ring.size
     memory = as_bytes(buffer)
     views = [memory[i : i + CHUNK_BYTES] for i in range(0, len(memory), CHUNK_BYTES)]
@@ -181,7 +181,7 @@ def broadcast(ring: Ring, buffer: NumpyArray, root: int) -> None:
 def reduce(
     ring: Ring, send: NumpyArray, recv: NumpyArray | None, numbers: Arithmetic, op: ReduceOp, root: int
 ) -> None:
-    """A chain that ends at the root; each rank adds its chunk to what comes from the left."""
+    """Runs a chain that ends at the root; each rank combines its chunk with the one from the left."""
     place = (ring.rank - root - 1) % ring.size
     step = max(1, CHUNK_BYTES // send.itemsize)
     places = [slice(i, min(i + step, send.size)) for i in range(0, send.size, step)]

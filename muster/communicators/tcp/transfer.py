@@ -28,17 +28,17 @@ from muster.communicators.tcp.frames import (
 from muster.wire.threads import start_thread
 
 _BURST = 4
-"""Pieces moved in one direction before the other has its turn."""
+"""Number of pieces moved in one direction before it is the other direction's turn."""
 
 _LONG_BURST = 8
-"""The same where each direction has a thread of its own."""
+"""The same number if each direction has a thread of its own."""
 
 _MANY_VIEWS = 2
-"""Number of pieces, of at most 512 KiB, from which that is the case."""
+"""Number of pieces, of at most 512 KiB, from which each direction has a thread of its own."""
 
 _CHECK_S = 0.05
 _SIGNALS_S = 0.5
-"""Longest single wait, in seconds: signals are handled between two."""
+"""Longest single wait, in seconds: signals are handled between two waits."""
 
 _FRAME_ROOM = 16384 + 256
 
@@ -161,7 +161,7 @@ class Incoming:
         return moved
 
     def _refuse_goodbye(self) -> None:
-        """Checks that these few bytes are not the beginning of a goodbye in the place of data."""
+        """Checks that these few bytes are not the beginning of a goodbye that came instead of data."""
         farewell = self.connection.goodbye_from(b"".join(self.views))
         if farewell is not None:
             raise EndOfStreamError(farewell)

@@ -1,4 +1,4 @@
-"""Measures the data planes for ``muster check``: ``tcp`` always, NCCL where every rank has a GPU."""
+"""Measures the data planes for ``muster check``: ``tcp`` always, NCCL if every rank has a GPU."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Plane(abc.ABC):
     """A communicator backend under test.
 
     Args:
-        session: the job; its own communicator carries what the ranks send one another.
-        name: for people.
-        arrays: how they are made for its communicators.
+        session: the job; the ranks exchange other data over its own communicator.
+        name: the plane's name in the output.
+        arrays: the operations on the plane's arrays.
     """
 
     def __init__(self, session: Session, name: str, arrays: Arrays) -> None:
@@ -50,7 +50,7 @@ class Plane(abc.ABC):
         self.arrays = arrays
 
     def wrong_ranks(self, size_mib: int) -> list[int]:
-        """Ranks on which an AllReduce of all gives a wrong number."""
+        """Returns the ranks on which an AllReduce of all ranks gives a wrong number."""
         world = list(range(self.session.world_size))
         communicator = self.enter([world], "all")
         pattern = np.arange(size_mib * MIB // 4, dtype=np.float32) % 97
@@ -64,7 +64,7 @@ class Plane(abc.ABC):
         return [rank for rank, each in enumerate(all_gather(np.array([wrong])).ravel()) if each]
 
     def speeds(self, pairs: Sequence[tuple[int, int]], size_mib: int, repeats: int) -> list[float]:
-        """GB/s that each rank saw in an AllReduce with its partner; 0 where it has none.
+        """Measures the GB/s of each rank in an AllReduce with its partner; 0 if it has none.
 
         All ranks call this; all pairs run at the same time.
         """
@@ -126,7 +126,7 @@ class Beside(Plane):
 
     Args:
         session: the job.
-        backend: not the session's own.
+        backend: the backend, which is not the session's own.
         arrays: the operations on the backend's arrays.
         prepare: called before each communicator is made.
     """
@@ -191,7 +191,7 @@ class Beside(Plane):
 
 
 def planes(session: Session) -> list[Plane]:
-    """The planes to measure, the same on every rank."""
+    """Returns the planes to measure, the same on every rank."""
     found: list[Plane] = [Embedded(session)]
     backend: Backend | None = None
     if session.device_ordinal >= 0:

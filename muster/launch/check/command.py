@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = own_parser.parse_known_args(list(argv))
     if not 1 <= options.size_mib <= 4096 or options.partners < 1:
         own_parser.error("--size-mib must be from 1 to 4096, and --partners at least 1")
-    # One task of srun on each node may well be a launcher: then it has options that only a launcher has.
+    # A task of srun, one on each node, may be a launcher: then it has options that only a launcher has.
     if os.environ.get("MS_ROLE") != "MS_WORKER" and (rest or not translate(os.environ)):
         from muster.launch import command as launch_command
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
         return launch_command.main([*rest, "--", sys.executable, *own_flags(), "-m", "muster", "check", *own])
     code = _as_worker(options, rest)
-    # All is said and released. gRPC's own threads can make the interpreter hang at its end, rarely.
+    # All is printed and released. In rare cases, gRPC's own threads make the interpreter hang at its end.
     return launch_fork.leave(code)
 
 
@@ -124,7 +124,7 @@ def check(options: argparse.Namespace) -> int:
     os.environ.setdefault("MS_COLLECTIVE_TIMEOUT", str(COLLECTIVE_TIMEOUT_S))
     try:
         session = process.init("tcp")
-    except SystemExit:  # its code 0 would mean that all agree
+    except SystemExit:  # its exit code 0 would mean that all ranks agree
         raise WorkerError("The check was ended before all workers had come.") from None
     try:
         facts = _gather_facts(session)
@@ -155,7 +155,7 @@ def _fail_together(session: Session) -> None:
 
 
 def _gather_facts(session: Session) -> list[dict[str, str]]:
-    """The facts of all ranks, in order of rank, over the embedded communicator."""
+    """Gathers the facts of all ranks over the embedded communicator; returns them in order of rank."""
     import numpy as np
 
     from muster.worker.collectives import all_gather, all_reduce
@@ -169,7 +169,7 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
 
 
 def _nccl_facts(session: Session) -> dict[str, str]:
-    """Collects whether this host would encrypt NCCL's traffic; empty where that is not asked for."""
+    """Returns whether this host would encrypt NCCL's traffic; empty if that is not asked for."""
     mode = session.settings.nccl_encryption
     if mode == OFF:
         return {}
@@ -184,7 +184,7 @@ def _nccl_facts(session: Session) -> dict[str, str]:
 def examine(
     session: Session, facts: Sequence[Mapping[str, str]], wall_clock: Callable[[], float] = time.time
 ) -> Result:
-    """Compares the facts, names and clocks of all ranks; each of them calls it.
+    """Compares the facts, names and clocks of all ranks; every rank calls it.
 
     Args:
         session: the job.
@@ -240,7 +240,7 @@ def host_ranks(session: Session) -> dict[str, list[int]]:
 def _pair_speeds(
     plane: Plane, hosts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> dict[tuple[int, int], float]:
-    """GB/s between the first ranks of each pair of hosts; disjoint pairs at the same time."""
+    """Measures GB/s between the first ranks of each pair of hosts; disjoint pairs run at the same time."""
     speeds: dict[tuple[int, int], float] = {}
     for meeting in rules.rounds(len(hosts))[: options.partners]:
         pairs = [(hosts[one][0], hosts[other][0]) for one, other in meeting]

@@ -1,4 +1,4 @@
-"""The rules of ``muster check``: from facts and measurements of all ranks to sentences. Pure."""
+"""The rules of ``muster check``, which turn facts and measurements of all ranks into sentences. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.wire.messages import NCCL_FACT, PLAIN, SEALED
 from muster.worker.host import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
 ENCRYPTION, WORDS = "MS_NCCL_ENCRYPTION", "NCCL between hosts"
-"""The facts that say whether NCCL's traffic is to be encrypted, and in words what it would be."""
+"""Names of two facts: whether NCCL's traffic must be encrypted, and, in words, whether it would be."""
 
 MUST_AGREE = frozenset(
     {"muster", "nccl", "architecture", ENCRYPTION, NCCL_FACT, *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL}
@@ -27,8 +27,8 @@ class Finding:
 
     Attributes:
         name: the fact.
-        refused: whether training must not begin like this.
-        values: each value and the ranks that have it, the most common first.
+        refused: whether training must not begin with this difference.
+        values: each value and the ranks that have it, the most common value first.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def compare(facts: Sequence[Mapping[str, str]]) -> list[Finding]:
-    """Finds the facts in which ranks differ, those that must not first.
+    """Finds the facts in which ranks differ; those that forbid training come first.
 
     Args:
         facts: the facts of each rank, in order of rank.
@@ -90,8 +90,8 @@ def clock_skews(offsets_s: Sequence[float], uncertainty_s: float) -> list[str]:
     """Returns sentences on ranks whose clock is off.
 
     Args:
-        offsets_s: of each rank, its time of day minus rank 0's, as read at one moment.
-        uncertainty_s: how far apart the readings may have been.
+        offsets_s: each rank's time of day minus that of rank 0, read at about the same moment, in seconds.
+        uncertainty_s: the largest possible time between the readings, in seconds.
     """
     ordered = sorted(offsets_s)
     middle = ordered[len(ordered) // 2]
@@ -124,9 +124,10 @@ def slow_sentences(names: Sequence[str], speeds: Mapping[tuple[int, int], float]
         speeds: GB/s of each pair of hosts, by their numbers.
     """
     if len(speeds) < 3:
-        return []  # of two hosts nobody can say which one it is
+        return []  # with two hosts, it is not known which one is slow
     ordered = sorted(speeds.values())
-    # Pairs of one slow host among few are a large share of all: the upper quartile is what is usual.
+    # If there are few hosts, the pairs of one slow host are a large share of all pairs. So the usual speed is
+    # the upper quartile.
     usual = ordered[(3 * (len(ordered) - 1)) // 4]
     slow = {pair: speed for pair, speed in speeds.items() if speed < SLOW_SHARE * usual}
     hosts = [

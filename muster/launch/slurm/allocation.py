@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from muster.errors import SettingsError
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""A job's port is the first one plus its number, modulo this."""
+"""A job's port is the first port plus the job's number modulo the number of ports."""
 
 TOPO_TIMEOUT_S = 300
-"""How long workers wait for others: in an allocation all start at once, and nobody comes from elsewhere."""
+"""How long workers wait for others, in seconds: in an allocation all start at once, and no others come."""
 
 ASK_EVERY_S, ASK_FOR_S = 20.0, 2.0 * TOPO_TIMEOUT_S
-"""How often Slurm is asked for lost nodes, and for how long after the scheduler's log has last grown."""
+"""How often Slurm is asked for lost nodes, and for how long after the log last grew, in seconds."""
 
 _LOST_STATES = ("down", "fail", "unknown", "reboot", "no_respond", "power")
-# Not "drain": a drained node runs on, and takes no new jobs.
+# "drain" is not among them: a drained node runs on, and only takes no new jobs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Allocation:
         job_id: Slurm's number of the job.
         nodes: how many nodes it has.
         tasks_per_node: how many workers each of them runs.
-        cpus_per_task: how many CPUs each worker has; 0: not said.
+        cpus_per_task: how many CPUs each worker has; 0: not known.
         node: the node of the batch script, which is the first one.
         restarts: how often the job was put back into the queue.
     """
@@ -120,35 +120,35 @@ class Division:
         }
         spares = (self.used_nodes - self.training_nodes) * each
         fixed = {"MS_WORKER_NUM": str(self.training_nodes * each)}
-        # Said in any case: one that the submitter's shell holds is for another job.
+        # Always set, because the variable of the submitter's shell may be for another job.
         fixed["MS_SPARES"] = str(spares)
         return {name: value for name, value in own.items() if not env.get(name)} | fixed
 
     def srun(self, *command: str, tasks_per_node: int = 0) -> tuple[str, ...]:
-        """Starts something on the nodes that are used; 0 tasks: as many as there are workers."""
+        """Returns a command line of srun for the used nodes; 0 tasks: one per worker."""
         each = tasks_per_node or self.allocation.tasks_per_node
         cpus = self.allocation.cpus_per_task
         return (
-            # Not --unbuffered: that gives each task a terminal, on which programs draw their progress bars.
+            # --unbuffered is not used: it gives each task a terminal, on which programs draw progress bars.
             *("srun", "--kill-on-bad-exit=0", "--no-kill"),
             *(f"--nodes={self.used_nodes}", f"--ntasks={self.used_nodes * each}"),
             f"--ntasks-per-node={each}",
             *((f"--exclude={','.join(self.left_out)}",) if self.left_out else ()),
-            # Said again: since Slurm 22.05 srun does not take them from the batch script.
+            # Repeated here, because since Slurm 22.05 srun does not take them from the batch script.
             *((f"--cpus-per-task={cpus}",) if cpus and not tasks_per_node else ()),
-            *(() if tasks_per_node else ("--label",)),  # which of the workers says it
+            *(() if tasks_per_node else ("--label",)),  # prefixes each line with the worker's number
             *command,
         )
 
     def is_spare(self, node_number: int) -> bool:
-        """Whether the workers of a node wait; ``node_number``: SLURM_NODEID in the step of the workers."""
+        """Whether a node's workers are spares; ``node_number``: SLURM_NODEID in the step of the workers."""
         return node_number >= self.training_nodes
 
 
 def lost_nodes(states: str) -> tuple[str, ...]:
-    """The nodes that Slurm has lost, from lines ``NAME STATE`` as ``sinfo`` writes them.
+    """Returns the nodes that Slurm has lost, from lines ``NAME STATE`` as ``sinfo`` writes them.
 
-    A star behind a state says that the node does not answer. A drained node that answers is not lost.
+    A star after a state means that the node does not answer. A drained node that answers is not lost.
     """
     pairs = (line.split(maxsplit=1) for line in states.splitlines() if len(line.split()) > 1)
     return tuple(
@@ -179,7 +179,7 @@ class Questions:
         """Whether to ask now; if so, the caller must."""
         if log_bytes != self.log_bytes:
             if self.news_at is None or now - self.news_at > ASK_FOR_S:
-                self.asked_at = now  # what the news is about, Slurm does not know at once
+                self.asked_at = now  # Slurm does not know the cause of the news at once
             self.log_bytes, self.news_at = log_bytes, now
         if self.news_at is None or now - self.news_at > ASK_FOR_S or now - self.asked_at < ASK_EVERY_S:
             return False
@@ -208,7 +208,7 @@ def decide(
     """Decides what follows.
 
     Args:
-        workers: exit code of srun: the highest one of the workers, over 128 where one was killed.
+        workers: exit code of srun: the highest one of the workers, over 128 if one was killed.
         scheduler: the scheduler's exit code.
         time_is_up: Slurm has said that the time limit is near.
         lost: names of nodes that were lost.
@@ -227,6 +227,6 @@ def decide(
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    """A variable of Slurm's that is a number; 0 where it is not there."""
+    """Returns the number in a variable of Slurm; 0 if it is not set."""
     value = env.get(name, "")
     return int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else 0

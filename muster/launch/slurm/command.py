@@ -35,13 +35,13 @@ START_S = 120.0
 CHECK_S = 60.0
 LOOK_S = 0.5
 STEP_S = 5.0
-"""How often Slurm is asked whether the workers' step, which is to end, is there."""
+"""How often Slurm is asked whether the workers' step, which has to end, still exists, in seconds."""
 MAX_REQUEUES = 20
 SPARE_FROM = "MUSTER_SLURM_SPARE_FROM"
-"""From which SLURM_NODEID on workers are spares; from the batch script to its tasks."""
+"""Tells the batch script's tasks from which SLURM_NODEID on workers are spares."""
 
 _HEALTH = "muster:node "
-"""Begins the line in which a node says what is wrong with it."""
+"""Begins the line in which a node reports what is wrong with it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,13 +115,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def become_worker(command: Sequence[str], env: dict[str, str]) -> int:
-    """Makes this task of srun's a worker of the job, or a spare one; returns only where it cannot.
+    """Makes this task of srun a worker of the job, or a spare; returns only if that fails.
 
     Raises:
         SettingsError: the command cannot be found.
     """
     env["MS_ROLE"] = "MS_WORKER"
-    env.setdefault("PYTHONUNBUFFERED", "1")  # its output is a pipe of Slurm's
+    env.setdefault("PYTHONUNBUFFERED", "1")  # its output is a pipe of Slurm
     spare_from = env.pop(SPARE_FROM, "")
     if spare_from and int(env.get("SLURM_NODEID", "0")) >= int(spare_from):
         env["MS_WORKER_SPARE"] = "1"
@@ -132,7 +132,7 @@ def become_worker(command: Sequence[str], env: dict[str, str]) -> int:
 
 
 def check_node(check: str, env: Mapping[str, str]) -> int:
-    """Prints what would keep this node from taking part, in a line for :meth:`SlurmJob.check_nodes`."""
+    """Prints why this node cannot take part, if so, in a line for :meth:`SlurmJob.check_nodes`."""
     why = _own_check(check) or why_not_reached(env["MS_SCHED_HOST"], int(env["MS_SCHED_PORT"]))
     print(_HEALTH + json.dumps([env.get("SLURMD_NODENAME", ""), why]), flush=True)
     return 0
@@ -180,11 +180,11 @@ class SlurmJob:
         self._scheduler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Runs the job; returns the exit code, or does not return where it goes back into the queue."""
+        """Runs the job; returns the exit code, or does not return if the job goes back into the queue."""
         allocation = self.division.allocation
         if allocation.restarts:
             say(f"Slurm job {allocation.job_id} starts again (attempt {allocation.restarts + 1})")
-        # What sbatch --signal=B:... may name.
+        # sbatch --signal=B:... may name these signals.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._asked_to_end)
         with self._serving() as ready:
@@ -216,7 +216,7 @@ class SlurmJob:
         self._time_is_up = True
 
     def _step_runs(self) -> bool:
-        """Whether Slurm knows of a step of this job: only then can a signal reach it."""
+        """Whether Slurm knows of a step of this job, so that a signal can reach it."""
         job = self.division.allocation.job_id
         return (
             re.search(rf"StepId={job}\.\d+", ask(self._env, "scontrol", "show", "step", str(job)) or "")
@@ -231,7 +231,7 @@ class SlurmJob:
         allocation = self.division.allocation
         self._env |= self.division.environment(self._env)
         path = self._scheduler_log = Path(f"scheduler-{allocation.job_id}.log")
-        begin = path.stat().st_size if path.exists() else 0  # one that was queued again appends to its log
+        begin = path.stat().st_size if path.exists() else 0  # a job that was queued again appends to its log
         with path.open("ab") as log:
             self._scheduler = subprocess.Popen(
                 [sys.executable, "-m", "muster.scheduler"],
@@ -276,8 +276,8 @@ class SlurmJob:
             say("no node answered the check: all are used")
             return
         bad = {node: said.get(node, "did not answer the check") for node in names if said.get(node, "?")}
-        # Where no node is fit, what they have in common is at fault, as the scheduler's host; and a node that
-        # gave no answer did not say that it failed.
+        # If no node is fit, something that they have in common is at fault, such as the scheduler's host. A
+        # node that gave no answer has not said that it failed.
         drain = self._options.drain and len(bad) < len(names)
         for node, why in bad.items():
             say(f"node {node} is left out: {why}")
@@ -296,7 +296,7 @@ class SlurmJob:
         say(f"node {node} could not be drained: {error}")
 
     def check_nodes(self) -> tuple[list[str], dict[str, str]]:
-        """The nodes of the allocation, and what each that answered says is wrong with it ("": nothing)."""
+        """Returns the nodes of the allocation, and for each that answered, what is wrong ("": nothing)."""
         own = ("--node-check", self._options.node_check) if self._options.node_check else ()
         minutes = int(CHECK_S / 60) + 1
         command = self.division.srun(
@@ -307,14 +307,14 @@ class SlurmJob:
         try:
             text = step.communicate(timeout=CHECK_S + QUESTION_S)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
-            step.terminate()  # srun ends its tasks; what the others said is read all the same
+            step.terminate()  # srun ends its tasks; the answers of the other nodes are still read
             try:
                 text = step.communicate(timeout=QUESTION_S)[0].decode(errors="replace")
             except subprocess.TimeoutExpired:
                 step.kill()
                 step.wait()
         said = dict(
-            # Lines of two nodes may come as one.
+            # Lines of two nodes may arrive as one line.
             json.JSONDecoder().raw_decode(answer)[0]
             for answer in text.split(_HEALTH)[1:]
         )
@@ -322,7 +322,7 @@ class SlurmJob:
         return names.split() or list(said), said
 
     def _work(self) -> int:
-        """Runs the workers; returns srun's exit code, or 143 where time was up before they started."""
+        """Runs the workers; returns srun's exit code, or 143 if time was up before they started."""
         if self._time_is_up:
             return 128 + signal.SIGTERM
         more = {SPARE_FROM: str(self.division.training_nodes)} if self.division.spares else {}
@@ -341,7 +341,7 @@ class SlurmJob:
                 self._too_few = self._too_few_are_left()
             if told or not (self._time_is_up or self._too_few) or now - step_asked < STEP_S:
                 continue
-            # Not from the signal's handler: a signal to a step that is not there yet would be lost.
+            # Sent here and not in the signal's handler: a signal to a step that does not exist yet is lost.
             step_asked = now
             if self._step_runs():
                 why = "the time limit is near" if self._time_is_up else "a node is lost, and none is spare"
@@ -351,7 +351,7 @@ class SlurmJob:
                 told = True
 
     def _too_few_are_left(self) -> bool:
-        """Whether workers would wait for a lost node in vain, until MS_TOPO_TIMEOUT."""
+        """Whether workers would wait in vain for a lost node, until MS_TOPO_TIMEOUT."""
         fit = self.division.used_nodes - len(set(self._lost()) - set(self.division.left_out))
         return fit < self.division.training_nodes and not self._env.get("MS_WORKER_MIN")
 

@@ -10,13 +10,13 @@ QUESTION_S = 30.0
 
 
 def ask(env: Mapping[str, str], program: str, *arguments: str) -> str | None:
-    """Returns the output of a program of Slurm's; None where it fails."""
+    """Returns the output of a program of Slurm; None if it fails."""
     done = run(env, program, *arguments)
     return done.stdout if done is not None and done.returncode == 0 else None
 
 
 def run(env: Mapping[str, str], program: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """Runs a program of Slurm's; None where it is missing or does not end in time."""
+    """Runs a program of Slurm; None if it is missing or does not end in time."""
     if shutil.which(program, path=env.get("PATH")) is None:
         return None
     command = [program, *arguments]

@@ -1,9 +1,9 @@
 """Puts a job back into the queue whose first node is lost, from another node of it.
 
-With the first node go the batch script and the scheduler. For Slurm, a job that may go on without a node
-(``--no-kill``) still runs then, without its script, until its time limit. So a process beside the first
-worker of two other nodes looks whether the scheduler can be reached, and asks Slurm about the first node
-where it cannot.
+The batch script and the scheduler run on the first node, and are lost with it. A job that may go on without a
+node (``--no-kill``) then still runs for Slurm, without its script, until its time limit. So on two other
+nodes, a process beside the first worker checks whether the scheduler can be reached. If it cannot, the
+process asks Slurm about the first node.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from muster.launch.slurm.questions import ask
 WATCH_S = 20.0
 PARENT_S = 1.0
 FIRST_NODE = "MUSTER_SLURM_FIRST_NODE"
-"""The node of the batch script, for its tasks; only where the job may go back into the queue."""
+"""Names the node of the batch script to its tasks; set only if the job may go back into the queue."""
 
 _WATCHERS = ("1", "2")
-"""SLURM_NODEID of the nodes that watch: two, for one may be lost together with the first node."""
+"""SLURM_NODEID of the nodes that watch: two, because one may be lost together with the first node."""
 
 
 def start_watch(command: Sequence[str], env: dict[str, str]) -> None:
     """Starts the watch beside a worker that is to have one; removes its variable from ``env``."""
     watched = env.pop(FIRST_NODE, "")
     if watched and env.get("SLURM_NODEID") in _WATCHERS and env.get("SLURM_LOCALID", "0") == "0":
-        nowhere = subprocess.DEVNULL  # the step would wait for the end of its output
+        nowhere = subprocess.DEVNULL  # otherwise the step would wait for the end of its output
         subprocess.Popen(
             command, env={**env, FIRST_NODE: watched}, stdin=nowhere, stdout=nowhere, stderr=nowhere
         )
@@ -57,7 +57,7 @@ def watch_first_node(env: Mapping[str, str]) -> int:
 
 
 def why_not_reached(host: str, port: int) -> str:
-    """Why this node cannot connect to the scheduler; "" where it can."""
+    """Returns why this node cannot connect to the scheduler; "" if it can."""
     try:
         with socket.create_connection((host, port), timeout=10.0):
             return ""

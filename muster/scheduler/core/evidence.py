@@ -102,8 +102,8 @@ def _conclude(job: Job, number: int) -> None:
     gathering.obstacles |= dict.fromkeys(gathering.awaited, NO_ANSWER)
     asked = gathering.told.keys() | gathering.obstacles.keys()
     members = [claim.candidate.node_id for claim in job.ledger.living_members()]
-    # Evidence of a hang has the collectives of all ranks, because they show what is waited for. An operator
-    # gets only what was asked for.
+    # Evidence of a hang has the collectives of all ranks, because they show for what the ranks wait. An
+    # operator gets only the requested workers.
     shown = members if not gathering.ticket else [node_id for node_id in members if node_id in asked]
     others = sorted(asked - set(members), key=natural_key)
     ranks = tuple(_of_ranks(job, gathering, [*shown, *others]))

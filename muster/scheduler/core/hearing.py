@@ -110,7 +110,7 @@ def quiesced_reported(job: Job, event: events.QuiescedReported, now: float) -> N
 
 def peer_suspected(job: Job, event: events.PeerSuspected, now: float) -> None:
     """Handles a failed collective: either the peer is lost, or the group is built again."""
-    if event.rank < 0:  # Nobody is at fault, but a member that has finished may be the one that is missing.
+    if event.rank < 0:  # No peer is suspected, but the missing one may be a member that has finished.
         node_id = job.member_behind(event.session, event.generation)
         if node_id is not None:
             job.current.puzzled.add(node_id)

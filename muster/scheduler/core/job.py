@@ -82,14 +82,14 @@ class Deadlines:
         formed_at: when the newest generation was formed, or ended.
         progress_since: when training last made progress.
         stalled: a stall has been reported.
-        stall_report: when it is reported again.
+        stall_report: when that stall is reported again.
         report: when the missing workers are reported again.
         spares_fill_in: when spares may take the places of missing ordinary workers; 0 if there are still too
             few workers for that.
-        last_call_s: how long the first group waits for more members than it needs, in seconds; 0: as long as
-            for the needed ones.
+        last_call_s: how long the first group waits for more members than it needs, in seconds. 0: as long as
+            it waits for the needed members.
         last_call: when that wait ends; 0 while needed members are missing.
-        hand_over: when a leaving member stops waiting for another one to take the state.
+        hand_over: when a leaving member stops waiting for another member to take the state.
         holders_return: when a suspended job stops waiting for members that held the state; 0 while too few
             workers are in.
         suspicion: when a group whose collectives failed is built again.
@@ -114,7 +114,7 @@ class Deadlines:
     late_at: float = 0.0
 
     def begin_generation(self, now: float) -> None:
-        """Clears what was due in the previous generation."""
+        """Clears the deadlines of the previous generation."""
         self.suspicion, self.hand_over, self.stalled = None, None, False
         self.formed_at = self.progress_since = now
 
@@ -183,7 +183,7 @@ class Job:
     Attributes:
         ledger: what survives a crash; changed by :meth:`commit` and, in recovery, :meth:`apply` alone.
         members: all workers as last heard.
-        deadlines: what is due.
+        deadlines: start times and due times of its phases.
         outbox: the results of the event being handled.
         current: the newest generation.
         probing: rounds of probes, and which workers reach which others.
@@ -294,7 +294,7 @@ class Job:
             return ()
         staying = sum(claim.leaving is None for claim in self.ledger.living_members())
         if staying >= self.needed and self.phase is not Phase.FORMING:
-            return ()  # as the choice below, which would be made at each look at a job
+            return ()  # The choice below has the same result, and is too slow for each request of the status.
         return missing(self.seated(), self.needed, self.settings.rank_table)
 
     def size(self) -> str:
@@ -327,7 +327,7 @@ class Job:
         return self.ledger.claims[node_id]
 
     def member_behind(self, session: events.SessionId, generation: int) -> str | None:
-        """The sender's node id, if it is a member of the newest generation and speaks of that one."""
+        """The sender's node id, if it is a member of the newest generation and its message is about that."""
         claim = self.sender(session)
         if claim is None or generation != self.ledger.generation or self.phase is Phase.ENDED:
             return None
@@ -388,7 +388,7 @@ class Job:
             self.stragglers = self._straggler_watch()
 
     def _straggler_watch(self) -> StragglerWatch:
-        """Starts to compare the step times of the members."""
+        """Returns a new watch over the step times of the newest generation's members."""
         claims = self.ledger.claims
         return StragglerWatch(
             {
@@ -491,7 +491,7 @@ class Job:
         if code is not None:
             self.send(node_id, messages.Refused(code, f"{upper_first(sentence)}."))
         if self.switches_by_steps and self.leaves_now(claim):
-            self.current.broken = sentence  # The others may be in a step that it was to finish with them.
+            self.current.broken = sentence  # The others may be in a step that they cannot finish without it.
         self.note_loss(node_id, sentence)
         self.remove(node_id, sentence)
         self.say(f"{upper_first(sentence)}.")
@@ -528,7 +528,7 @@ class Job:
     def tell_members(self, sentence: str, *, wait: bool = True) -> None:
         """Tells members of an established group why they wait.
 
-        With ``wait`` False, that they no longer have to.
+        With ``wait`` False, tells them that they no longer have to wait.
         """
         number = len(self.ledger.ranks)
         self.send_to_members(

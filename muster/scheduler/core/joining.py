@@ -49,7 +49,7 @@ def joined(job: Job, event: events.Joined, now: float, *, again: bool = False) -
     elif _is_of(job, candidate.node_id, candidate):
         _come_back(job, event)
     else:
-        # The GPU of some worker, perhaps of this one.
+        # Some GPU has failed a check, perhaps the one of this worker.
         has_failed = event.gpu_fault or job.ledger.refused_gpus
         refusal = gpus.check(job, event) if has_failed else None
         refusal = refusal or check_place(job.ledger, job.settings, candidate)

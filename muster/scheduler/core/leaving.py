@@ -77,7 +77,7 @@ def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
     if node_id is None or job.phase is Phase.ENDED:
         return
     if now < job.deadlines.forgiving_until:
-        # The end of the process itself: messages sent before it may be lost with the stream.
+        # The process itself may have ended, and its last messages may be lost with the stream.
         job.members.has_spoken(node_id, now)
         job.members.detach(event.session)
         name = upper_first(job.name(node_id))
@@ -90,7 +90,7 @@ def session_lost(job: Job, event: events.SessionLost, now: float) -> None:
     killed = silent_s <= 2 * interval_s and not event.may_return
     if killed:
         job.lose(node_id, f"is lost: its stream ended ({event.detail})")
-    elif silent_s < patience_s:  # As for a worker that pauses: it may still be alive.
+    elif silent_s < patience_s:  # The worker may still be alive, as during a pause.
         job.members.detach(event.session)
         name = upper_first(job.name(node_id))
         left_s = patience_s - silent_s

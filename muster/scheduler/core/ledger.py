@@ -187,7 +187,7 @@ class Ledger:
         return self.retired.get(node_id, {}).get(incarnation)
 
     def snapshot(self) -> records.Snapshot:
-        """One record that, applied to an empty ledger, gives this one; the job has not ended."""
+        """Returns a record that gives this ledger if applied to an empty one; the job must not have ended."""
         return records.Snapshot(
             opened=_maybe(self.opened),
             claims=tuple(
@@ -518,7 +518,8 @@ def natural_key(text: str) -> NaturalKey:
 def _key(text: str) -> NaturalKey:
     key = []
     for index, part in enumerate(_NUMBER.split(text)):
-        # The group of the pattern: digits. They are compared as numbers of any length, without int().
+        # The odd parts are the pattern's group: digits. They are compared as numbers of any length, without
+        # int().
         if index % 2:
             digits = part.lstrip("0")
             key.append((1, len(digits), digits, part))

@@ -111,7 +111,7 @@ class Members:
         by_node: the workers, in the order in which they came.
         nodes: node ids by stream.
         words: the workers that are heard as often as members, in the order in which they were last heard.
-        early: the workers without a place, which are heard less often, in the same order.
+        early: the workers without a place, which are heard less often, in the order of their last messages.
         lacking: node ids of living newcomers that have not moved.
         quiesced: node ids of living members that have stopped for a planned change.
         came: how many workers have come so far.

@@ -29,8 +29,8 @@ period.
 
 
 RETURN_S = 5.0
-"""How long a suspended job in which nobody holds the state waits for the members that did, in seconds. Longer
-than the pauses between a worker's attempts to connect.
+"""How long a suspended job in which no worker holds the state waits for the members that did, in seconds.
+Longer than the pauses between a worker's attempts to connect.
 """
 
 
@@ -139,8 +139,8 @@ def _advance_building(job: Job, now: float) -> bool:
     if job.current.broken or ledger.lost.keys() - ledger.arriving:
         return regroup(job, now, _departure(job))
     if (ledger.lost or ledger.finished) and ledger.formed is not None:
-        # A worker that has finished has done the last step before a planned switch, and one that was still to
-        # arrive has no part in it. The others still have to do it.
+        # A finished worker has done the last step before a planned switch, and a worker that had not arrived
+        # yet takes no part in that step. The others still have to do it.
         return regroup(job, now, _departure(job), ledger.formed.switch_after_step)
     if len(job.current.built) == len(job.ledger.ranks):
         job.commit(records.GroupEstablished(job.ledger.generation))
@@ -159,7 +159,7 @@ def _advance_building(job: Job, now: float) -> bool:
     if not timed_out(job, now):
         return False
     if absent(ledger, job.members, job.current.built, ledger.living_members()):
-        # A member that trains and one that hangs look alike, so this is reported as in a running job.
+        # A training member and a hanging member look alike, so this is reported as in a running job.
         job.deadlines.phase_since = now
         return False
     return end(job, False, f"The group was not built in time: {awaited(job)}.")
@@ -296,7 +296,7 @@ def _planned(job: Job) -> str:
 
 
 def _hand_over_overdue(job: Job, now: float) -> bool:
-    """Lets leaving members that hold the state go if nobody has taken it in time; they save it."""
+    """Lets leaving members that hold the state go if no other member took it in time; they save it."""
     stateless = job.members.stateless()
     if not job.ledger.is_handing_over(stateless):
         job.deadlines.hand_over = None
@@ -362,7 +362,7 @@ def _remark_on_state(job: Job, chosen: Collection[messages.Candidate], stateless
 
 
 def _release_idle(job: Job, chosen: Collection[str]) -> None:
-    """Dismisses, once some have finished, workers that have neither a place nor the state."""
+    """Once a member has finished, dismisses the workers that have neither a place nor the state."""
     for node_id, claim in list(job.ledger.claims.items()):
         if node_id not in chosen and claim.leaving is None:
             sentence = "The job is finishing and needs no more workers."
@@ -388,7 +388,7 @@ def _suspend(job: Job, reason: str) -> bool:
     for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
         job.dismiss(claim, job.farewell(claim.leaving or ""), "left as planned")
     sentence = _suspension(job)
-    wait_s = job.settings.topo_timeout_s  # The worker puts it into words itself.
+    wait_s = job.settings.topo_timeout_s  # Not in the sentence: the worker adds it to its own message.
     stateless = job.stateless()
     members = [claim.candidate.node_id for claim in ledger.living_members()]
     heard = [node_id for node_id in members if job.members.session_of(node_id) is not None]

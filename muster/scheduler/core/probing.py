@@ -198,7 +198,7 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
         _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
         return True
     if _too_few_left(job, (candidate for candidate, _ in out)):
-        # Whoever is at fault: the job goes on as long as enough members reach each other.
+        # The job goes on as long as enough members reach each other, regardless of who is at fault.
         out, _ = _who_goes(job, present, between, single, leaving_by_size)
     if may_expel(job, (candidate for candidate, _ in out), sentence):
         for candidate, barred in out:
@@ -224,7 +224,7 @@ def _who_goes(
     single: Collection[Accusation],
     rule: Rule,
 ) -> tuple[list[tuple[messages.Candidate, str]], frozenset[BrokenPair]]:
-    """The workers that leave by a rule, what is barred for each of them, and the pairs to remember."""
+    """The workers that leave by a rule, each with the id of worker or host to bar; the pairs to remember."""
     gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
     if between:
         hosts = _parties(job, members, lambda one: one.host.id)
@@ -236,8 +236,7 @@ def _who_goes(
         pairs |= more
     claims = [claim.candidate for claim in seated_claims(job)]
     out = [one for one in claims if one.host.id in gone or one.node_id in unreachable]
-    # If no worker of this host stays, the next one to come from there has to prove that it reaches the
-    # others.
+    # If no worker of this host stays, the next worker from there has to prove that it reaches the others.
     staying = {one.host.id for one in claims if one not in out}
     return [(one, one.node_id if one.host.id in staying else one.host.id) for one in out], pairs
 
@@ -245,7 +244,7 @@ def _who_goes(
 def _workers_beside(
     job: Job, members: Collection[messages.Candidate], single: Collection[Accusation]
 ) -> Split:
-    """The hosts of these workers in parts: each of the workers, and all others on their host together."""
+    """Divides the hosts of these workers into parts: each of the workers alone, and the others together."""
     # A node id may equal the id of a host.
     units = {node_id: f"worker {node_id}" for pair in single for node_id in pair}
     concerned = {one.host.id for one in members if one.node_id in units}
@@ -282,9 +281,10 @@ def _leaving_and_pairs(
 
 
 def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
-    """With how many different others a party's path was broken.
+    """Returns the number of different parties to which a party's path was broken.
 
-    The count of a worker includes those of its host; of the others, a host and a worker on it count once.
+    The count of a worker includes the broken paths of its host. If a path to another host and a path to a
+    worker on that host were broken, they count once.
     """
     host, _ = name
     peers = {peer for one, peer in pairs if one in (name, (host, ""))}
@@ -348,7 +348,7 @@ def _say_once(job: Job, sentence: str) -> bool:
 
 
 def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
-    """Reports once for which member the others wait, also to all members, whose launchers show it."""
+    """Reports once, also to all members, which member the others wait for; their launchers show it."""
     job.probing.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
     if _say_once(job, sentence):
         job.tell_members(sentence)
@@ -428,7 +428,7 @@ def _place(job: Job, node_id: str) -> tuple[int, int, int]:
 
 
 def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
-    """Reports the members that others wait for, and expels those that have been reported for long."""
+    """Reports the members for which others wait, and expels those that were reported for a long time."""
     limit_s = job.settings.hang_timeout_s
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.probing.hangs}
     names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])
@@ -527,9 +527,7 @@ party repeatedly.
 """
 
 MANY = 2
-"""A party whose paths to this many others are broken, while those others reach each other, is the one at
-fault.
-"""
+"""A party is at fault if its paths to this many others are broken while those others reach each other."""
 
 Accusation = tuple[str, str]
 
@@ -593,13 +591,14 @@ def leaving(
 ) -> frozenset[str]:
     """Chooses the parties that must leave so that all that stay reach each other.
 
-    A party leaves that accuses many others which nobody else accuses. So does a party of a lone pair (a
-    broken pair whose parties are in no other) that was in such pairs with many others before. Of the rest,
-    the largest set that holds the training state stays; among equal sets, the one with the lowest ranks. It
-    does not matter which of a pair accused the other; otherwise a party would gain by not answering.
+    A party leaves if it accuses many others that nobody else accuses. A lone pair is a broken pair whose
+    parties are in no other broken pair. A party of a lone pair leaves if it was in lone pairs with many
+    others before. Of the rest, the largest set that holds the training state stays; among equal sets, the
+    one with the lowest ranks. It does not matter which party of a pair accused the other; otherwise a party
+    would gain by not answering.
 
     Args:
-        parties: all there are, by name.
+        parties: all parties, by name.
         accusations: pairs of names; the first could not reach the second.
         others: for each party, the number of different others with which it has been in a lone pair
             (including this round), or had broken paths when it left.
@@ -618,7 +617,7 @@ def leaving_by_size(
     others: Mapping[str, int] | None = None,
     split: Split = WHOLE,
 ) -> frozenset[str]:
-    """Chooses the parties that must leave so that the largest set stays, whoever is at fault.
+    """Chooses the parties that must leave so that the largest set stays, regardless of who is at fault.
 
     Takes the arguments of :func:`leaving`, and ignores ``others``.
     """
@@ -633,7 +632,7 @@ def leaving_by_size(
 
 
 def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:
-    """Parties that accuse many others, while nobody else accuses those, and those do not accuse back."""
+    """Parties that accuse many others which nobody else accuses and which do not accuse them in turn."""
     accused_by: dict[str, set[str]] = {}
     for accuser, accused in accusations:
         accused_by.setdefault(accused, set()).add(accuser)
@@ -669,7 +668,10 @@ def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> f
 def repeaters(
     parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int]
 ) -> frozenset[str]:
-    """Returns the party of each lone pair that was in lone pairs with many others, more than its peer."""
+    """Returns, of each lone pair, the party that was in lone pairs with many others and more than its peer.
+
+    Returns nothing if these parties hold the training state and no other party does.
+    """
     found = set()
     for pair in lone_pairs(accusations):
         less, more = sorted(pair, key=lambda name: others.get(name, 0))
@@ -702,7 +704,7 @@ def worth(names: frozenset[str], parties: Mapping[str, Party]) -> tuple[bool, in
 def best(
     names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
 ) -> frozenset[str]:
-    """Finds the best set in which all reach each other, with or without the party of most broken pairs."""
+    """Finds the best set in which all reach each other, with or without the party in most broken pairs."""
     pairs = _broken(names, accusations)
     if not pairs:
         return names
@@ -757,7 +759,11 @@ def failures(
 def accusations(
     current: ProbeRound, members: dict[events.SessionId, messages.Candidate]
 ) -> tuple[set[Accusation], set[Accusation]]:
-    """Failed pairs by party: hosts of which no worker got through to the other, else single workers."""
+    """Failed pairs: two hosts if no worker of one got through to the other; single workers otherwise.
+
+    Returns:
+        The pairs of hosts, and the pairs of workers.
+    """
     through: dict[Accusation, bool] = {}
     between, single = set(), set()
     for session, target, _ in failures(current, members):

@@ -17,18 +17,18 @@ ROUND_PAUSE_S = 5.0
 """The shortest time from one round of probes to the next, in seconds."""
 
 LONGEST_ROUND_PAUSE_S = 60.0
-"""What :data:`ROUND_PAUSE_S` grows to while rounds find that all members reach each other."""
+"""The limit to which the pause grows while rounds find that all members reach each other, in seconds."""
 
 TOGETHER_S = 1.0
-"""Two probes that begin within this time count as simultaneous: a process that was paused begins later."""
+"""Two probes that begin within this many seconds count as simultaneous; a paused process begins later."""
 
 LONG_S = 2.5
-"""A running worker is heard at least this often; one that is not heard while it is probed may be paused."""
+"""A running worker is heard at least this often, in seconds; one not heard during a probe may be paused."""
 
 CANDIDATES_AT_ONCE = 32
 
 PROBES_EACH = 32
-"""How many others a worker probes if no path may be left out; at least one on each other host."""
+"""How many workers a worker probes if no path may be left out; at least one on each other host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ def progress_report(job: Job, now: float) -> str:
     stalled_s = now - job.deadlines.progress_since
     if job.phase is Phase.BUILDING and not job.switches_by_steps:
         return f"No progress for {stalled_s:.0f} s: {awaited(job)}."
-    # The members that train, with their ranks there: while the next generation is awaited, these are not its
-    # members.
+    # These are the members of the generation that trains, with their ranks in it. The next generation, which
+    # is being built, may have others.
     standings = [
         RankProgress(rank, job.ledger.claims[node_id].candidate, contact)
         for node_id, rank in job.trained.items()
@@ -58,9 +58,10 @@ NAMED_AT_MOST = 4
 
 
 def absent(ledger: Ledger, members: Members, built: Collection[str], among: Iterable[Claim]) -> list[Claim]:
-    """Members of a job that has trained whose thread has not come to build yet, because it is busy elsewhere.
+    """Members whose training thread is busy elsewhere and has not come to build yet.
 
-    Before the first training, all members start to build immediately, and none has a reason to be elsewhere.
+    None before any group was established: then all members start to build immediately, and none has a
+    reason to be elsewhere.
     """
     if not ledger.ever_established:
         return []

@@ -50,7 +50,7 @@ def process_paused(job: Job, event: events.ProcessPaused, now: float) -> None:
 
 
 def held_up(job: Job, event: events.HeldUp, now: float) -> None:
-    """Handles a time without a journal: what was sent during it is handled now.
+    """Handles a time without a journal: messages that were sent during it are handled only now.
 
     Members that are gone stay gone.
     """
@@ -62,14 +62,14 @@ def held_up(job: Job, event: events.HeldUp, now: float) -> None:
 
 
 def receive_backlog(job: Job, event: events.ReceiveBacklog, now: float) -> None:
-    """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
+    """Handles a backlog: silence does not count while the scheduler has not read what workers have sent."""
     unread = [node_id for session in event.sessions if (node_id := job.members.nodes.get(session))]
     if unread and job.phase is not Phase.ENDED:
-        # It checks again when a worker has been silent for too long from now on, and at the latest soon
-        # after.
+        # From now on a worker may be silent for its whole patience again, before the scheduler checks once
+        # more; streams may return until soon after that.
         job.deadlines.forgiving_until = now + job.patience.waiting_s + job.heartbeat_interval_s
         job.members.excuse(math.inf, now)
-        job.deadlines.excuse(job.settings.node_timeout_s)  # The time since which nothing was read.
+        job.deadlines.excuse(job.settings.node_timeout_s)  # Nothing was read during that time.
         job.outbox.mention(
             f"The scheduler is behind: what {count(len(unread), 'worker')} sent is not read yet; "
             f"its workers have {job.settings.node_timeout_s:g} s to be heard again."

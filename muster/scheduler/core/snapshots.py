@@ -5,13 +5,14 @@ changes (``SnapshotWord``). A member drops the snapshot that counts only after i
 counts. So nothing here is journaled: after a restart, the members report everything again, and none of them
 can have dropped the snapshot that counted before.
 
-The newest snapshot that all have is not the minimum of the newest of each: a member that hears too late
-misses a step at which others take one. So the step of the next snapshot is chosen here. It is later than all
-known steps, and the distance grows each time some member has missed it.
+The newest snapshot that all have is not the minimum of each member's newest snapshot: a member that hears
+too late misses a step at which others take one. So the step of the next snapshot is chosen here. It is later
+than all known steps, and the distance grows each time some member has missed it.
 
-A member that reports falsely can at most keep newer snapshots from counting, or make one count of which it
-does not keep its own part. A step counts only if each of the others has reported that it keeps it. And while
-a member claims that some snapshot counts for which this is not seen here, no other snapshot is given up.
+A member that reports falsely can do two things at most: keep newer snapshots from counting, or make a
+snapshot count although it does not keep its own part. A snapshot counts only if each of the others has
+reported that it keeps it. While a member claims that a snapshot counts and the reports do not confirm this,
+no other snapshot is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from muster.wire import messages
 
 MOST_STEPS_AHEAD = 65_536
-"""The furthest that the chosen step may be beyond all known ones."""
+"""The largest distance of the chosen step from all known steps."""
 
 LAST_STEP = 2**63 - 1
 
@@ -35,7 +36,7 @@ class SnapshotAgreement:
         members: node ids of its members.
 
     Attributes:
-        word: what was sent to the members; None if nothing was sent yet.
+        word: the last word that was sent to the members; None if none was sent yet.
         taken_at: when the snapshot that counts was taken, according to the member whose report made it count.
     """
 
@@ -56,7 +57,7 @@ class SnapshotAgreement:
     def word_for(self, node_id: str) -> messages.SnapshotWord | None:
         """Returns the word to send to a member on a new stream.
 
-        None if there is nothing to send, or it takes no snapshots.
+        None if there is nothing to send, or the member takes no snapshots.
         """
         return self.word if node_id in self._reports else None
 
@@ -69,7 +70,7 @@ class SnapshotAgreement:
             step: the steps that it has finished.
 
         Returns:
-            What is to be sent to all members, if that has changed.
+            The word to send to all members if it has changed; None otherwise.
         """
         if report.generation != self._generation or node_id not in self._members:
             return None
@@ -119,8 +120,8 @@ class SnapshotAgreement:
         newest = max((step for step, by in self._held.items() if by == len(self._members)), default=-1)
         if newest > self._complete:
             self._ahead = max(1, self._ahead // 2)
-            # A member that has taken a newer one was told to, by this scheduler or an earlier one: that
-            # snapshot may become complete.
+            # A member takes a snapshot only if this scheduler or an earlier one has told all to do so, so a
+            # newer snapshot may still become complete.
             under_way = any(step > newest for step in self._taken)
             self._tell(newest, newest + 1 if under_way else self._beyond())
         if self._has_lapsed():

@@ -10,9 +10,9 @@ between two reports of a member, at least one second. The smaller a rank's slowd
 takes until it is reported (``LEVELS``), and it must exceed what the ranks' own variation between intervals
 would explain. One long step does not make a straggler: the longest step of a window is ignored.
 
-If a link is slow, all ranks wait and none computes longer. The sender on that link then has data that cannot
-be sent for far longer than on the slowest link of any other rank. Links within hosts are compared only with
-each other, and so are links between hosts.
+If a link is slow, all ranks wait and none computes longer. The data of the sender on that link then stays
+unsent for far longer than data on the slowest link of any other rank. Links within hosts are compared only
+with each other, and so are links between hosts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LEVELS = ((5, 1.5), (8, 1.3), (16, 1.2))
 """Pairs of a window's length in intervals and the slowdown from which on a rank is reported in it."""
 
 STAYS, FORGOTTEN_AFTER = 0.5, 5
-"""Part of a level's slowdown that keeps a reported rank reported; and after how many intervals without it the
-rank is no longer reported.
+"""The part of a level's slowdown with which a reported rank stays reported, and the number of intervals below
+it after which the rank is no longer reported.
 """
 
 SIEVE = 0.04
@@ -53,17 +53,17 @@ SLOW_SHARE = 0.75
 """The share of a window's intervals in which a rank must be slow."""
 
 CONFIRMED = 0.5
-"""The share of a rank's excess for which the others must wait."""
+"""The share of a rank's excess time for which the other ranks must wait."""
 
 LINKS_COMPARED = 2
 """How many other links there must be for a link to be called slow."""
 
 TIMES_OTHERS = 3.0
-"""How many times as long as on other links data must wait on a slow link."""
+"""A link is slow if data waits on it this many times as long as on other links."""
 
 ONE_OFF_STEPS, ONE_OFF_S, ONE_OFF_SHOWN_S = 5.0, 2.0, 30.0
-"""When a single step is reported (in usual steps, and in seconds), and for how many seconds the report is
-shown.
+"""The length from which on a single step is reported, in usual steps and in seconds, and for how many seconds
+the report is shown.
 """
 
 NAMED_AT_MOST = 8
@@ -397,7 +397,7 @@ class StragglerWatch:
     # ------------------------------------------------------------ single steps
 
     def _look_for_one_offs(self, interval: Mapping[str, Tally], now: float) -> None:
-        """Reports a rank of which a single step took very long, if that is the only finding."""
+        """Reports a rank if a single step of it took very long and nothing else was found."""
         longest = {node_id: max(tally.computed_most, tally.data_most) for node_id, tally in interval.items()}
         (worst, most_s), (_, next_s) = nlargest(2, longest.items(), key=lambda each: each[1])
         if most_s > max(ONE_OFF_S, 2 * next_s):
@@ -428,10 +428,10 @@ def in_words(finding: Holdup, who: str, peer: str, seconds: float) -> str:
     """Describes a finding in a sentence.
 
     Args:
-        finding: what was found.
+        finding: the finding.
         who: the rank, in words.
         peer: the other end of a link, in words.
-        seconds: for how long it has been so.
+        seconds: how long the rank or link has been slow.
     """
     excess, times = _seconds(finding.excess_s), f"{finding.slowdown:.1f} times as long"
     if finding.kind == ONE_OFF:

@@ -50,9 +50,9 @@ class JobView:
 
     ``nccl_traffic``: NCCL's traffic between hosts, sealed or plain; empty if NCCL is not known to be used.
     ``evidence``: which evidence of the last hang there is, and where it is stored (known to the driver);
-    empty if there is none. ``steps``: the total number of steps, and ``remaining_s`` the time until then at
-    the current pace; 0 if not known. ``epoch``: that of the member that is least far, from 1, and ``epochs``
-    the total number of them; 0 if not known.
+    empty if there is none. ``steps``: the total number of steps. ``remaining_s``: how long the remaining
+    steps take at the current pace, in seconds. ``epoch``: the epoch of the member that is furthest behind,
+    counted from 1. ``epochs``: the total number of epochs. These four are 0 if not known.
     """
 
     job_id: str

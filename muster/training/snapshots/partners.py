@@ -9,16 +9,16 @@ from muster.wire import messages
 
 
 def partners(members: Sequence[messages.Member], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """By rank, the partners that keep a copy of its parts; the same result on all ranks.
+    """Returns, by rank, the partners that keep a copy of its parts; the same result on all ranks.
 
-    Partners are on other hosts, each on a different one, and, if there are enough, in other failure domains,
-    as named by the hosts' topology labels. Every rank keeps copies for equally many others, or nearly so. On
-    a single host partners are other processes.
+    Partners are on other hosts, each on a different host. If there are enough hosts, they are in other
+    failure domains, as named by the hosts' topology labels. Every rank keeps copies for the same number of
+    others, or nearly so. On a single host, partners are other processes.
 
     Args:
         members: the members of the generation, in order of rank.
-        copies: number of partners of each rank. With fewer other hosts a rank gets one on each of them; a
-            rank that is alone gets none.
+        copies: number of partners of each rank. If there are fewer other hosts, a rank gets one partner on
+            each of them; a rank that is alone gets none.
 
     Raises:
         ValueError: ``copies`` is less than 1.
@@ -37,7 +37,7 @@ def _by_rotation(
 ) -> tuple[tuple[int, ...], ...] | None:
     """Chooses partners at equal distances in the order of labels and hosts; None: some would share a host.
 
-    A rotation gives each rank as many ranks to keep copies for as it has partners. Partners are outside the
+    In such a rotation, each rank keeps copies for as many ranks as it has partners. Partners are outside the
     rank's host, or label, if that has no more ranks than the shortest distance.
     """
     order = sorted(range(len(members)), key=lambda rank: (members[rank].host.topology, domain[rank], rank))
@@ -54,7 +54,7 @@ def _by_rotation(
 def _one_by_one(
     members: Sequence[messages.Member], domain: Sequence[str], count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Chooses the partners with the least to keep, where a host has too many ranks for a rotation."""
+    """Chooses the partners that keep the fewest copies, if a host has too many ranks for a rotation."""
     idlest: dict[str, list[tuple[int, int]]] = {}  # heaps of (number of ranks it keeps copies for, rank)
     for rank, name in enumerate(domain):
         idlest.setdefault(name, []).append((0, rank))

@@ -1,7 +1,7 @@
 """Decides to which snapshot all ranks of a new generation go back, and which rank sends which part to which.
 
 Every rank tells all others what it holds (:func:`encode`, one ``all_gather`` over the new group), and all
-come to the same decision from the same data. Nothing of this is journaled, nor known to the scheduler.
+make the same decision from the same data. None of this is journaled or known to the scheduler.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Holding(NamedTuple):
 
     Attributes:
         part: the part.
-        announced: its owner's checksum, from 0 to 2**64 - 1: as this rank has announced it for its own part,
-            or as it was received with another's.
+        announced: the owner's checksum, from 0 to 2**64 - 1: announced by this rank for its own part, or
+            received with another rank's part.
         found: the checksum of the present contents in memory.
         is_own: whether the holder is the owner, in the same process.
     """
@@ -44,8 +44,8 @@ class Told(NamedTuple):
     """A rank's report to the others on the snapshots that it holds.
 
     Attributes:
-        agreed: the newest snapshot that it knows to be complete on all ranks, or the one that it
-            was to keep when it last entered a generation; None: there is none.
+        agreed: the newest snapshot that it knows to be complete on all ranks, or the snapshot that it had to
+            keep when it last entered a generation; None: there is none.
         holdings: the parts that it holds.
     """
 
@@ -69,8 +69,8 @@ class Restoration(NamedTuple):
         world_size: the world size of the generation in which it was taken.
         needs: by new rank, the old ranks whose parts it loads.
         handings: the parts to send, in the same order on all ranks.
-        keep: the snapshot to keep until one of the new generation counts (``Retention.enter``): that which
-            was known to be complete everywhere; it may be older than ``snapshot``.
+        keep: the snapshot to keep until one of the new generation counts (``Retention.enter``). It was known
+            to be complete everywhere, and may be older than ``snapshot``.
     """
 
     snapshot: SnapshotId
@@ -81,12 +81,12 @@ class Restoration(NamedTuple):
 
 
 class PartsMissing(NamedTuple):
-    """The decision that no snapshot is complete: the job takes its last durable checkpoint.
+    """The decision that no snapshot is complete, so that the job takes its last durable checkpoint.
 
     Attributes:
-        snapshot: the newest that counted, or else the newest that there was; None: nobody holds anything.
+        snapshot: the newest snapshot that counted, or else the newest of all; None: no rank holds any.
         world_size: the world size of the generation in which it was taken.
-        ranks: the old ranks of whose parts there is no copy, or none with its owner's checksum.
+        ranks: the old ranks whose parts are missing: there is no copy, or none with its owner's checksum.
     """
 
     snapshot: SnapshotId | None = None
@@ -95,13 +95,13 @@ class PartsMissing(NamedTuple):
 
 
 Needs = Callable[[int, int], Sequence[Sequence[int]]]
-"""From the old and the new world size: by new rank, the old ranks whose parts it needs."""
+"""Takes the old and the new world size; returns, by new rank, the old ranks whose parts it needs."""
 
 
 def overlapping(then: int, now: int) -> tuple[tuple[int, ...], ...]:
-    """By new rank, the old parts that overlap its share, if each rank's share is an equal piece of one line.
+    """Returns, by new rank, the old parts that overlap its share, if all shares are equal pieces of a line.
 
-    At an unchanged world size each rank needs the part of its own number.
+    At an unchanged world size, each rank needs the part with its own number.
     """
     return tuple(tuple(range(rank * then // now, -(-(rank + 1) * then // now))) for rank in range(now))
 
@@ -110,7 +110,7 @@ def overlapping(then: int, now: int) -> tuple[tuple[int, ...], ...]:
 
 
 def encode(told: Told) -> bytes:
-    """Encodes what one rank tells, in at most :data:`MAX_BYTES`.
+    """Encodes one rank's report, in at most :data:`MAX_BYTES`.
 
     Raises:
         ValueError: the rank holds more than :data:`MAX_HOLDINGS` parts.
@@ -126,7 +126,7 @@ def encode(told: Told) -> bytes:
 
 
 def decode(data: bytes) -> Told:
-    """Decodes what one rank has told; zeros behind it are padding.
+    """Decodes one rank's report; zeros after it are padding.
 
     Raises:
         ValueError: :func:`encode` has not made ``data``.
@@ -150,14 +150,15 @@ def decode(data: bytes) -> Told:
 
 
 def decide(told: Sequence[Told], needs: Needs = overlapping) -> Restoration | PartsMissing:
-    """Decides for all ranks: the newest snapshot with all its parts, and which rank sends which to which.
+    """Decides for all ranks: the newest snapshot with all its parts, and who sends which part to which rank.
 
-    A copy counts if its contents have its owner's checksum. Where copies of one part were announced with
-    different checksums, those count that agree with the owner's own copy; without that, none. A rank that
-    loads a part checks it again: a copy that has changed since ends the generation, and all decide again.
+    A copy counts if its contents have its owner's checksum. If copies of one part were announced with
+    different checksums, only those count that agree with the owner's own copy; without that copy, none
+    counts. A rank that loads a part checks it again. If the copy has changed since, the generation ends, and
+    all decide again.
 
     Args:
-        told: what each rank of the new generation has told, in order of rank.
+        told: the report of each rank of the new generation, in order of rank.
         needs: which parts each new rank loads.
     """
     holders = _holders(told)
@@ -190,7 +191,7 @@ def _missing(
 
 
 def _holders(told: Sequence[Told]) -> dict[PartKey, tuple[int, ...]]:
-    """For each part that any rank has reported, the ranks with a copy that counts."""
+    """Returns, for each part that any rank has reported, the ranks with a copy that counts."""
     copies: dict[PartKey, list[tuple[int, Holding]]] = {}
     for rank, each in enumerate(told):
         for holding in each.holdings:
@@ -214,7 +215,7 @@ def _handings(
     world_size: int,
     wanted: Sequence[Sequence[int]],
 ) -> Iterable[Handing]:
-    """The parts to send, each from the holder that sends the fewest so far."""
+    """Yields the parts to send, each from the holder that sends the fewest parts so far."""
     load: dict[int, int] = {}
     for target, ranks in enumerate(wanted):
         for rank in ranks:

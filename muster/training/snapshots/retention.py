@@ -1,15 +1,16 @@
-"""Decides which snapshots a rank takes, keeps and drops, of its own and for others.
+"""Decides which snapshots a rank takes, keeps and drops, both its own and those that it keeps for others.
 
 A snapshot counts once the scheduler has said that it is complete everywhere: every member's part is complete
-in its own memory and in its partners'. Copies finish at different paces, so:
+in the member's own memory and in the memory of its partners. Copies finish at different paces, so:
 
 * A rank drops a snapshot that counts only after it has heard that a newer one counts. It keeps at most two of
-  its own, the one that counts and one under way, and as many of each rank whose partner it is.
-* All ranks must take the same snapshots. The first of a generation is taken as it begins. Each further one is
-  named by the scheduler: the first step due from ``next`` on. A rank that hears that too late, or has no
-  room, lets the step pass and reports it; the scheduler then names a later one, and the ranks that have taken
-  the missed one give it up.
-* A rank that does not hear the scheduler takes only the snapshot that was named, and needs no more memory.
+  its own: the one that counts and the one in progress. It keeps as many for each rank whose partner it is.
+* All ranks must take the same snapshots. The first one is taken when a generation begins. The scheduler names
+  each further one: it is taken at the first step due from ``next`` on. A rank that hears this too late, or
+  has no room, lets the step pass and reports it. The scheduler then names a later step, and the ranks that
+  have taken the missed snapshot drop it.
+* A rank that does not hear from the scheduler takes only the snapshot that was named, and needs no more
+  memory.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Retention:
 
     @property
     def kept(self) -> tuple[PartKey, ...]:
-        """All parts that are to be in this rank's memory, including those under way."""
+        """All parts that this rank keeps in memory, including those in progress."""
         return tuple(sorted(self._kept))
 
     def enter(
@@ -75,8 +76,8 @@ class Retention:
     ) -> RetentionChange:
         """Begins a generation: all but ``keep`` is dropped, and the first snapshot is taken at once.
 
-        All ranks must have decided on ``keep`` together, even if nobody has to go back to it: if each kept
-        what it alone has heard of, there might be no complete snapshot left.
+        All ranks must have agreed on ``keep``, even if no rank has to go back to it. If each rank kept the
+        snapshot that it has heard of, there might be no complete snapshot left.
 
         A generation that is entered again takes no more snapshots: redone steps have the same numbers as
         before, and other ranks may hold parts of either.
@@ -86,7 +87,7 @@ class Retention:
             rank: this rank in it.
             world_size: its number of ranks.
             step: number of finished steps, after a restoration if there was one.
-            keep: the snapshot that ``restoration.decide`` says is to be kept; None: none.
+            keep: the snapshot to keep, as ``restoration.decide`` has chosen; None: none.
         """
         self._is_over = generation == self._generation
         self.agreed = keep
@@ -96,7 +97,7 @@ class Retention:
             gone = [self._own(self._taken)] if self._taken is not None else []
             self._taken, self._is_complete, self._passed = None, False, step
             return RetentionChange(drop=self._drop(part for part in gone if part.snapshot != keep))
-        # Others may have entered before, and sent theirs.
+        # Parts of this generation stay: other ranks may have entered it earlier and sent their parts.
         older = (part for part in self._kept if part.snapshot.generation < generation)
         drop = self._drop(part for part in older if part.snapshot != keep)
         return RetentionChange(self._take(step), drop)
@@ -104,7 +105,7 @@ class Retention:
     def at_step(self, step: int, word: messages.SnapshotWord | None) -> RetentionChange:
         """Decides between two steps what to take and to drop, by the scheduler's newest message.
 
-        A part to drop may still be being copied or sent: that must end before its memory is used again.
+        A part to drop may still be copied or sent; this must end before its memory is used again.
 
         Args:
             step: number of finished steps.
@@ -120,21 +121,21 @@ class Retention:
         return RetentionChange(drop=drop)
 
     def completed(self, part: PartKey) -> None:
-        """Notes, if the part is still wanted, that this rank's own part is here and at all its partners."""
+        """Notes that this rank's own part, if still wanted, is complete here and at all its partners."""
         if self._is_under_way(part):
             self._is_complete = True
 
     def failed(self, part: PartKey) -> RetentionChange:
-        """Notes that this rank's own part cannot be completed: no memory, say, or a partner is gone."""
+        """Notes that this rank's own part cannot be completed, for example because a partner is gone."""
         if not self._is_under_way(part) or self._is_complete:
             return RetentionChange()
         return RetentionChange(drop=self._give_up())
 
     def accept(self, part: PartKey, agreed: SnapshotId | None) -> RetentionChange:
-        """Makes room for another rank's part, whose header has come.
+        """Makes room for another rank's part, whose header has arrived.
 
-        Of that rank, this part and the one that counts for it are kept from then on. The part may be offered
-        in an exchange only once it is complete. A part that comes too late to be of use is itself dropped.
+        Of that rank's parts, this one and the one that counts for it are kept from then on. The part may be
+        offered in an exchange only once it is complete. A part that comes too late to be of use is dropped.
 
         Args:
             part: the part.
@@ -163,7 +164,7 @@ class Retention:
             self._passed,
         )
 
-    # ------------------------------------------------------------ one under way
+    # ------------------------------------------------------------ one in progress
 
     def _own(self, step: int) -> PartKey:
         return PartKey(SnapshotId(self._generation, step), self._world_size, self._rank)
@@ -172,7 +173,7 @@ class Retention:
         return self._taken is not None and part == self._own(self._taken)
 
     def _may_take(self, step: int) -> bool:
-        """Whether to take a snapshot at this step: the scheduler wants one by now, and none is under way."""
+        """Whether to take a snapshot at this step: one is wanted by now, and none is in progress."""
         if self._is_over or self._taken is not None or self._next is None:
             return False
         return self._passed < self._next <= step
