@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,22 +19,19 @@ INSTALLED_FIRST = ["test-lowest", "test-torch-oldest", "test-frameworks"]
 INSTALL = "NOX_ARGS=--install-only"
 
 
-def ci(
-    folder: Path, fails: str = "", before: str = ":"
-) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def ci(folder: Path, fails: str = "") -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Runs it where make fails for what begins with these words; returns how it ended, and what was made.
 
     Args:
         folder: where it runs.
         fails: the words.
-        before: what each make does first.
     """
     tools = folder / "tools"
     tools.mkdir()
     (folder / ".ci").mkdir()
     shutil.copy2(ROOT / ".ci" / "run", folder / ".ci" / "run")
     (tools / "make").write_text(
-        f'#!/bin/sh\necho "$*" >> {folder}/asked\n{before}\ncase "$*" in "$FAILS"*) [ -z "$FAILS" ] ;; esac\n'
+        f'#!/bin/sh\necho "$*" >> {folder}/asked\ncase "$*" in "$FAILS"*) [ -z "$FAILS" ] ;; esac\n'
     )
     (tools / "id").write_text("#!/bin/sh\necho 1000\n")  # an ordinary user: no packages are installed
     for tool in tools.iterdir():
@@ -62,28 +58,6 @@ def test_each_part_is_run_once_and_only_listed_skips_are_allowed(tmp_path: Path)
             assert (ROOT / line.rpartition("PYTEST_ARGS=--allowed-skips ")[2]).is_file(), line
     for part in PARTS:
         assert f"== make {part} " in ran.stdout and " took " in ran.stdout
-
-
-@pytest.mark.parametrize(("failed", "good"), [(1, True), (3, True), (4, False)])
-def test_up_to_three_tests_that_failed_are_run_once_more_alone(
-    tmp_path: Path, failed: int, good: bool
-) -> None:
-    """The stand-in for make says which failed; one for Python notes what it runs then, which passes."""
-    names = [f"tests/test_x.py::test_{number}[a b]" for number in range(failed)]
-    cache = tmp_path / ".pytest_cache/v/cache"
-    cache.mkdir(parents=True)
-    (tmp_path / "failed").write_text(json.dumps(dict.fromkeys(names, True)))
-    python = tmp_path / ".nox/torch/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/again\n')
-    python.chmod(0o755)
-    ran, asked = ci(tmp_path, "test-torch PYTEST_ARGS", f"cp {tmp_path}/failed {cache}/lastfailed")
-    assert (ran.returncode == 0) is good, ran.stdout + ran.stderr
-    assert (tmp_path / "again").exists() is good
-    if good:
-        assert set(names) < set((tmp_path / "again").read_text().splitlines())
-        assert ran.stdout.rstrip().endswith(names[-1])
-        assert asked[-1] == "docs"
 
 
 @pytest.mark.parametrize("part", PARTS)
