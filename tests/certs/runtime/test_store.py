@@ -410,6 +410,9 @@ def test_a_peer_is_judged_by_dates_and_identity(pki: Pki, server: Credentials) -
         server.peer(pem(certificate(pki.authority, key=rsa.generate_private_key(65537, 1024))))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:PKCS.12 bundle could not be parsed as DER:UserWarning"
+)  # read as BER then
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_damage_to_a_p12_is_a_typed_error(pki: Pki, tmp_path: Path, data: st.DataObject) -> None:
