@@ -73,12 +73,11 @@ class LastStacks:
             directory: the directory for the files.
             say: shows a sentence to the user.
         """
-        heard = set()
+        heard: set[tuple[str, int]] = set()
         for worker in workers:
             if worker.returncode is None and (noted := worker.noted()) != self._noted.get(worker.pid):
                 self._noted[worker.pid] = noted
-                if (first := worker.words().first) is not None:
-                    heard.add((first.node_id, first.incarnation))
+                heard |= worker.words().lost
         for lost in heard - self._lost:
             self._lost.add(lost)
             for worker in workers:

@@ -22,7 +22,8 @@ class LastWords:
         error: a line on what ended it; empty: it did not say, for example because it was killed.
         consequence: whether other processes caused this error.
         left: whether it left the job as it was asked to.
-        first: the worker that the scheduler saw go first.
+        first: the worker that the scheduler saw go first; None once the others have gone on without it.
+        lost: node ids and incarnations of all workers that the scheduler ever saw go first.
         group: the established group, as :meth:`describe_group` takes it; empty: none yet.
         waits: a sentence on the workers for which the job waits; empty: it does not wait.
         phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
@@ -35,6 +36,7 @@ class LastWords:
     consequence: bool = False
     left: bool = False
     first: FirstLoss | None = None
+    lost: frozenset[tuple[str, int]] = frozenset()
     group: Mapping[str, Any] = field(default_factory=dict)
     waits: str = ""
     phase: str = ""
@@ -50,6 +52,7 @@ class LastWords:
 def read_words(text: str) -> LastWords:
     """Reads the notes of a worker, one JSON object per line; skips other and truncated lines."""
     places: set[tuple[str, int]] = set()
+    lost: set[tuple[str, int]] = set()
     said: dict[str, Any] = {}
     for line in text.splitlines():
         try:
@@ -59,6 +62,7 @@ def read_words(text: str) -> LastWords:
             first = facts.get("first", said.get("first"))
             if first is not None and not isinstance(first, FirstLoss):
                 first = FirstLoss(**first)
+                lost.add((first.node_id, first.incarnation))
             said |= {**facts, "first": first}
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -68,6 +72,7 @@ def read_words(text: str) -> LastWords:
         bool(said.get("consequence")),
         bool(said.get("left")),
         said.get("first"),
+        frozenset(lost),
         said["group"] if isinstance(said.get("group"), dict) else {},
         str(said.get("waits", "")),
         str(said.get("phase", "")),

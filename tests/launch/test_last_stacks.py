@@ -11,7 +11,6 @@ import pytest
 
 from muster.launch.last_stacks import KEPT_AT_MOST, LastStacks
 from muster.launch.report import LastWords
-from muster.wire.messages import FirstLoss
 from muster.worker.stacks.mailbox import YOUNG_S, age_s
 from tests.launch.launching import place
 from tests.waiting import wait_for
@@ -112,7 +111,7 @@ def test_where_nothing_can_be_written_nothing_is_promised(tmp_path: Path) -> Non
 
 
 class Lost:
-    """This process as a worker of which another has heard that it is lost."""
+    """This process as a worker of which another has heard that it is lost, and has gone on since."""
 
     pid, label, returncode = os.getpid(), "1", None
 
@@ -126,8 +125,8 @@ class Lost:
         return 1
 
     def words(self) -> LastWords:
-        first = FirstLoss("1", 7, "rank 1 is lost", 0)
-        return LastWords(frozenset({("1", 7)}), error=self._error, first=first)
+        me = frozenset({("1", 7)})
+        return LastWords(me, error=self._error, lost=me)
 
 
 @pytest.mark.parametrize(("error", "asked"), [("", True), ("RefusedError: Rank 1 is lost.", False)])

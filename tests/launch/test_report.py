@@ -125,7 +125,8 @@ def test_what_a_worker_has_noted_is_read_in_order() -> None:
     assert read.places == {("a", 1), ("a", 7)}
     assert (read.error, read.consequence, read.left) == (BOOM, True, False)
     assert read.first == FirstLoss("b", 2, "b left")
-    assert read_words(text + '\n{"first": null}').first is None, "they went on"
+    went_on = read_words(text + '\n{"first": null}')
+    assert went_on.first is None and went_on.lost == read.lost == {("b", 2)}
 
 
 @pytest.mark.parametrize(
