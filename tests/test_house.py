@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def modules() -> list[Path]:
 def parsed(path: Path) -> ast.Module:
     """A module's tree, which several tests look through."""
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_collector() -> Iterator[None]:
+    """Keeps the collector from walking 300 MB of trees, here and in what this process tests later."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 # ---------------------------------------------------------------- one name
