@@ -35,7 +35,7 @@ help: ## List the targets
 train: $(TRAIN_READY) ## Train on this machine: a scheduler and WORKERS=2 workers
 	@$(BIN)/python -m muster train -n $(WORKERS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-test: $(DEV_READY) ## Run all tests, linters and type checks
+test: $(DEV_READY) ## Run the tests, and check style and import rules
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 # In environments of their own, so that make test runs the same with and without them: sessions of noxfile.py.

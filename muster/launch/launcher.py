@@ -49,9 +49,7 @@ SCHEDULER_LINGER_S = 2.0
 """How long the scheduler may take to end after its workers, in seconds."""
 
 SETTLE_S = 2.0
-"""How long the launcher waits after a failure for the scheduler's report which worker failed first, in
-seconds.
-"""
+"""How long the launcher waits, after a failure, to learn from the scheduler who failed first, in seconds."""
 
 LOOK_S = 0.02
 """How often the launcher checks for that report, in seconds."""
