@@ -25,7 +25,10 @@ from tests.deploy.machines import WAIT_S, Machine, as_user, block, can_make_mach
 from tests.deploy.test_deploy import DEPLOY, named, unit
 from tests.launch.launching import free_port
 
-pytestmark = pytest.mark.skipif(not can_make_machines(), reason="needs root, mounts and unshare")
+pytestmark = [
+    pytest.mark.system,  # half a minute of a core
+    pytest.mark.skipif(not can_make_machines(), reason="needs root, mounts and unshare"),
+]
 
 Make = Callable[..., Machine]
 Process = subprocess.Popen[str]

@@ -19,6 +19,7 @@ from tests.scheduler.processes import PASSWORD, ROOT, Pki
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.system,  # many processes on several hosts
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces cannot be made here"),
 ]
 

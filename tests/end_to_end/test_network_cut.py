@@ -21,6 +21,7 @@ WAIT_S = 100.0
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.system,  # many processes on several hosts
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces cannot be made here"),
     pytest.mark.timeout(240, method="signal"),
 ]
