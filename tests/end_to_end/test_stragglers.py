@@ -1,4 +1,7 @@
-"""Four real workers of which one is slow: it is named, with the kind, and nobody else is."""
+"""Four real workers of which one is slow: it is named, with the kind, and nobody else is.
+
+How soon is a matter of the core's tests: here the rest of the machine's load would decide.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,6 @@ from tests.scheduler.processes import Pki, Scheduler, scheduler
 
 WORKERS, SLOW = 4, "2"
 BURST_S = 0.3
-MOST_STEPS = 100
-"""Named within 50 steps on a machine that does nothing else; this one may be busy."""
 
 pytestmark = pytest.mark.system
 
@@ -86,6 +87,5 @@ def test_who_is_slow_is_named_and_nobody_else(
         ends = {str(stragglers[0]["rank"]), str(stragglers[0]["peer_rank"])}
         assert SLOW in ends
         assert stragglers[0]["slowdown"] >= 1.2
-        assert max(worker["step"] for worker in shown["workers"]) <= MOST_STEPS
         assert all(worker["step_seconds"]["computed"] > 0 for worker in shown["workers"])
         assert sched.log.count("up: it") + sched.log.count("up: data") == 1
