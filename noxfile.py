@@ -154,7 +154,7 @@ def test_torch(session: nox.Session) -> None:
 @nox.session(name="test-system", venv_backend="none", requires=["torch"])
 def test_system(session: nox.Session) -> None:
     """Run what takes minutes: three at a time, the slow first, and then one by one what needs the machine."""
-    waits = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "system and not alone")
+    waits = ("-n", "3", "--dist", "loadfile", "-m", "system and not alone")
     failed: CommandFailed | None = None
     for arguments in ((*waits, *marked("system")), ("-m", "system and alone", *marked("alone"))):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import importlib.metadata
 import logging
 import os
@@ -22,6 +23,10 @@ settings.load_profile("muster")
 # Tests start hundreds of processes: without bytecode on disk each would compile its modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Several tests at a time have several ranks each: threads of numpy and torch would wait for cores in loops.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
 ONE_JOB = "tests/attacks/on_one_job"
 
 
@@ -39,7 +44,21 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Takes the place of ``--dist loadfile``."""
-    return _AttacksTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by their number of tests, with those marked as slow at the end
+    return _AttacksTogether(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spares the garbage collector the thousands of tests, which stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

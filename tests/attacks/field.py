@@ -187,7 +187,7 @@ def field(directory: Path) -> Iterator[Field]:
     }
     with scheduler(**env, **more) as running:
         proxy = Proxy(running.port)
-        victims = start_victims(directory, env, proxy.port, 1_000_000, 0.03)
+        victims = start_victims(directory, env, proxy.port, 1_000_000, 0.1)
         try:
             made = Field(directory, pki, running, proxy, victims)
             made.metrics_port = int(more["MS_METRICS_PORT"])

@@ -90,7 +90,7 @@ def test_the_majority_goes_on_and_the_cut_side_ends(trained: Trained) -> None:
     trained.await_steps(trained.alpha, 2)
     told = [event for worker in trained.alpha for event in worker.follow() if event["what"] == "interrupted"]
     assert len(told) == 2
-    assert max(event["t"] for event in told) - cut < NODE_TIMEOUT_S + 2
+    assert max(event["t"] for event in told) - cut < NODE_TIMEOUT_S + 5
     assert "(node 2 on host beta) is lost" in trained.scheduler_log.read_text()
 
     # No split brain: a worker that is cut off ends with the reason, and has finished no step by itself.

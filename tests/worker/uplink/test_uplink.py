@@ -25,6 +25,8 @@ from tests.scheduler.processes import WAIT_S, Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 from tests.worker.uplink.hosts import Host, Member, host
 
+pytestmark = pytest.mark.slow
+
 NODE_TIMEOUT_S = "20"
 SOON = {"MS_NODE_TIMEOUT": "8"}
 """Of a worker that takes an uplink that is silent for two seconds for one that stands still."""
