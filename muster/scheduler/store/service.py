@@ -113,7 +113,7 @@ class _Link:
     dropped: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def close(self, error: SchedulerError) -> None:
-        """Ends the stream; answers that are being sent have ``FAREWELL_S`` seconds to be delivered."""
+        """Ends the stream; answers that wait to be sent have ``FAREWELL_S`` seconds to be delivered."""
         self.closed = self.closed or error
         self.wake.set()
         asyncio.get_running_loop().call_later(FAREWELL_S, self.dropped.set)
@@ -284,8 +284,6 @@ class StoreService:
         while True:
             await link.wake.wait()
             link.wake.clear()
-            if link.closed is not None:
-                return
             while link.waiting:
                 if len(link.waiting[0].values) > self._limits.quotas.turn_keys:
                     await self._write_long(served, link, context)
@@ -299,6 +297,8 @@ class StoreService:
                     size += _size(answer)
                 link.waiting_bytes -= size
                 await context.write(wire.encode_answers(answers, served.store.number))
+            if link.closed is not None:  # after the answers to what has been carried out
+                return
 
     async def _write_long(self, served: _Served, link: _Link, context: Context) -> None:
         """Writes one long answer, and encodes it in several turns."""

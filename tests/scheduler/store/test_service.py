@@ -414,6 +414,21 @@ async def ask_all(by: Conversation, operation: pb.StoreOperation) -> None:
     assert [answer.id for answer in (await by.replies.get()).answers] == [operation.id]
 
 
+def test_an_answer_that_waits_for_its_turn_when_the_generation_ends_is_still_sent() -> None:
+    async def test() -> None:
+        async with served("a", "b") as rig:
+            asker = Conversation(rig, "a")
+            assert (await asker.replies.get()).HasField("opened")
+            await ask_all(asker, pb.StoreOperation(id=1, kind=GET, keys=[b"k"]))
+            asker.say(operations=[pb.StoreOperation(id=2, kind=SET, keys=[b"k"], values=[b"v"])])
+            await asyncio.sleep(0)  # the value is set, and the answer is sent in the next turn of the loop
+            rig.jobs.suspend(1, "too few are left")
+            await asyncio.gather(asker.task, return_exceptions=True)
+            assert [answer.id for answer in asker.replies.get_nowait().answers] == [2]
+
+    go(test())
+
+
 def test_agents_that_come_and_go_are_not_kept_for_ever() -> None:
     async def test() -> None:
         async with served("a") as rig:
