@@ -46,7 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     """Takes the place of ``--dist loadfile``."""
     if config.getoption("dist") != "loadfile":
         return None
-    config.option.loadscopereorder = False  # by their number of tests, with those marked as slow at the end
+    config.option.loadscopereorder = False  # else files with many tests begin, and slow ones end last
     return _AttacksTogether(config, log)
 
 

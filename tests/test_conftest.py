@@ -1,4 +1,4 @@
-"""A skip that nobody allowed fails the run."""
+"""What ``tests/conftest.py`` adds to pytest: slow files begin, and a skip without leave fails the run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,30 @@ def test_skips():
     pass
 """
 MODULE = "import pytest\npytest.skip('no such library', allow_module_level=True)\n"
+SLOW = "import pytest\n\n@pytest.mark.slow\ndef test_alone():\n    pass\n"
+
+
+def run_pytest(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the tests in a directory with this project's conftest, and with none of its settings."""
+    pytest_there = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(directory)]
+    return subprocess.run(
+        [*pytest_there, "-p", "tests.conftest", *options, str(directory)],
+        cwd=directory,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_a_file_with_a_slow_test_begins_before_one_with_many_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_many.py").write_text("".join(f"def test_{each}():\n    pass\n\n" for each in range(9)))
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    run = run_pytest(
+        tmp_path, "-v", "-n", "1", "--dist", "loadfile", "-W", "ignore::pytest.PytestUnknownMarkWarning"
+    )
+    assert re.findall(r"PASSED.* (test_\w+)\.py", run.stdout) == ["test_slow"] + 9 * ["test_many"], run.stdout
 
 
 @pytest.mark.parametrize(
@@ -40,16 +64,7 @@ def test_a_skip_without_leave_fails_the_run(
     (tmp_path / "test_one.py").write_text(TESTS)
     (tmp_path / "test_two.py").write_text(MODULE)
     (tmp_path / "allowed.txt").write_text(allowed)
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path)]
-    run = subprocess.run(
-        [*pytest_here, "-p", "tests.conftest", "--allowed-skips", "allowed.txt", *parallel, str(tmp_path)],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    run = run_pytest(tmp_path, "--allowed-skips", "allowed.txt", *parallel)
     assert run.returncode == code, run.stdout + run.stderr
     assert ("not in the list of allowed skips" in run.stdout) == bool(code)
 
