@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 ROOT = str(Path(__file__).parents[2])
 ROOMS = (
@@ -193,9 +194,9 @@ def _run(
 
 def _try(target: Target, data: bytes, coverage: Coverage, outcome: Outcome) -> bool:
     outcome.cases += 1
-    threads = set(threading.enumerate())  # one of an earlier test may end meanwhile
+    threads: set[threading.Thread] = set()
     try:
-        with coverage.watch():
+        with _noting_threads(threads), coverage.watch():
             target.run(data)
         outcome.accepted += 1
     except target.allowed as error:
@@ -208,6 +209,24 @@ def _try(target: Target, data: bytes, coverage: Coverage, outcome: Outcome) -> b
             at = at.tb_next
         where = f"{Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}" if at is not None else "?"
         outcome.findings.setdefault(f"{type(error).__name__} at {where}: {str(error)[:200]}", data)
-    if not threads.issuperset(threading.enumerate()):
-        outcome.findings.setdefault("a thread was left behind", data)
+    for thread in threads:
+        if thread.is_alive():
+            outcome.findings.setdefault(f"a thread was left behind: {thread.name}", data)
     return coverage.grown()
+
+
+@contextmanager
+def _noting_threads(noted: set[threading.Thread]) -> Iterator[None]:
+    """Notes the threads that the calling thread starts, and those that they start.
+
+    What other threads start is not noted: one of an earlier test may go on in the same process.
+    """
+    caller, start = threading.current_thread(), threading.Thread.start
+
+    def note_and_start(thread: threading.Thread) -> None:
+        if threading.current_thread() in {caller, *noted}:
+            noted.add(thread)
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", note_and_start):
+        yield

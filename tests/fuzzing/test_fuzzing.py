@@ -7,6 +7,7 @@ import functools
 import random
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,45 @@ def test_a_decoder_that_crashes_is_found() -> None:
     outcome = fuzz(Target("brittle", brittle, (ValueError,), (b"abcd",)), seed=1, cases=300)
     assert [finding.split(" at ")[0] for finding in outcome.findings] == ["IndexError"]
     assert outcome.refused > 0
+
+
+@pytest.mark.parametrize("who", ["the decoder", "a thread of the decoder's"])
+def test_a_thread_that_a_decoder_leaves_behind_is_found(who: str) -> None:
+    ended = threading.Event()
+
+    def brittle(data: bytes) -> None:
+        left = threading.Thread(target=ended.wait, name="left")
+        if who == "the decoder":
+            left.start()
+        else:
+            between = threading.Thread(target=left.start)
+            between.start()
+            between.join()
+
+    outcome = fuzz(Target("brittle", brittle, (), (b"a",)), seed=1, cases=1)
+    ended.set()
+    assert list(outcome.findings) == ["a thread was left behind: left"]
+
+
+def test_a_thread_that_somebody_else_starts_meanwhile_is_no_finding() -> None:
+    asked, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def start_another() -> None:
+        asked.wait()
+        threading.Thread(target=ended.wait).start()
+        begun.set()
+
+    other = threading.Thread(target=start_another)
+    other.start()
+
+    def decode(data: bytes) -> None:
+        asked.set()
+        begun.wait()
+
+    outcome = fuzz(Target("sound", decode, (), (b"a",)), seed=1, cases=1)
+    ended.set()
+    other.join()
+    assert not outcome.findings
 
 
 def test_what_reaches_new_lines_is_kept() -> None:

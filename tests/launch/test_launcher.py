@@ -287,6 +287,11 @@ def test_what_was_started_again_leaves_nothing_open_in_the_launcher(here: Place,
         HELPERS
         + """
 counts = pathlib.Path("counts")
+begun = counts.read_text().count("\\n") if counts.exists() else 0
+print("start", begun, flush=True)
+log = pathlib.Path("muster-runs/latest/worker_0.log")
+while f"start {begun}" not in log.read_text():  # the launcher reads once it has closed this process's end
+    time.sleep(0.01)
 with counts.open("a") as file:
     print(len(os.listdir(f"/proc/{os.getppid()}/fd")), file=file)
 sys.exit(len(counts.read_text().split()) < 6)

@@ -6,8 +6,10 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import spiffe
 
 from muster.bench.identities.agent import AgentEntry, StandInAgent
 from muster.certs.config import load_config
@@ -46,9 +48,19 @@ class Workload:
 
 
 @pytest.fixture
-def workload(tmp_path: Path) -> Iterator[Workload]:
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workload]:
+    opened: list[spiffe.X509Source] = []
+
+    class Source(spiffe.X509Source):
+        def __init__(self, **settings: Any) -> None:
+            opened.append(self)
+            super().__init__(**settings)
+
+    monkeypatch.setattr(spiffe, "X509Source", Source)
     with StandInAgent() as agent:
         yield Workload(tmp_path, agent)
+    for each in opened:  # a process keeps its source; in one of tests it would start threads for ever
+        each.close()
 
 
 def test_a_process_gets_its_certificate_and_authorities_without_a_file_or_a_password(
