@@ -16,7 +16,7 @@ from muster.launch.report import LastWords
 from muster.wire.files import open_own
 from muster.wire.redaction import without_secrets
 from muster.worker.stacks.handler import VARIABLE
-from muster.worker.stacks.kernel import threads_of
+from muster.worker.stacks.kernel import is_ending, threads_of
 from muster.worker.stacks.mailbox import Mailbox
 
 KEPT_AT_MOST = 8
@@ -82,8 +82,8 @@ class LastStacks:
             self._lost.add(lost)
             for worker in workers:
                 words = worker.words()
-                ends = worker.returncode is not None or worker.has_ended() or bool(words.error) or words.left
-                if not ends and lost in words.places:
+                ended = worker.returncode is not None or worker.has_ended() or is_ending(worker.pid)
+                if not (ended or words.error or words.left) and lost in words.places:
                     kept = self.keep(worker.pid, worker.label, directory)
                     say(f"worker {worker.label} (pid {worker.pid}) is alive, but lost to the others{kept}")
 

@@ -113,10 +113,10 @@ def test_where_nothing_can_be_written_nothing_is_promised(tmp_path: Path) -> Non
 class Lost:
     """This process as a worker of which another has heard that it is lost, and has gone on since."""
 
-    pid, label, returncode = os.getpid(), "1", None
+    label, returncode = "1", None
 
-    def __init__(self, error: str) -> None:
-        self._error = error
+    def __init__(self, error: str = "", pid: int = 0) -> None:
+        self._error, self.pid = error, pid or os.getpid()
 
     def has_ended(self) -> bool:
         return False
@@ -135,3 +135,26 @@ def test_one_that_has_said_what_ends_it_is_left_alone(tmp_path: Path, error: str
     stacks.look([Lost(error)], tmp_path, said.append)
     stacks.close()
     assert bool(said) == asked == any(tmp_path.iterdir())
+
+
+ENDS = """
+import ctypes, os, threading
+threading.Thread(target=threading.Event().wait).start()
+os.write(1, b"ready\\n")
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_one_that_is_ending_is_not_said_to_be_alive(tmp_path: Path) -> None:
+    """A killed process has closed its connections some time before it can be collected."""
+    stacks, said = LastStacks(), list[str]()
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            main = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+            wait_for(lambda: main.read_text().rpartition(")")[2].split()[0] == "Z")
+            stacks.look([Lost(pid=process.pid)], tmp_path, said.append)
+        finally:
+            process.kill()
+    stacks.close()
+    assert not said and not any(tmp_path.iterdir())

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_THREADS = 64
+PF_EXITING = 0x4
+"""The flag of a thread that ends, in Linux's include/linux/sched.h."""
+
 _STATES = {
     "R": "runs",
     "S": "sleeps",
@@ -37,6 +40,15 @@ def threads_of(pid: int) -> Iterator[str]:
         yield f"and {len(tasks) - MOST_THREADS} threads more"
     if unreadable:
         yield "the kernel's stacks (/proc/PID/stack) may be read by root alone"
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process's main thread ends or has ended.
+
+    A killed process closes its connections before its parent can collect it. False if it cannot be read.
+    """
+    fields = (_read(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
+    return len(fields) > 6 and bool(int(fields[6]) & PF_EXITING)
 
 
 def _state(task: Path) -> str:
