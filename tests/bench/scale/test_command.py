@@ -23,7 +23,7 @@ def test_a_sweep_measures_each_size(tmp_path: Path) -> None:
     large = reports[1]
     assert 0 <= large["last_join_to_all_assigned_s"] <= large["first_join_to_all_built_s"]
     assert large["died"] == 2
-    assert large["generation_after"] == 2  # they die together: one new generation
+    assert large["generation_after"] in (2, 3)  # each death may be noticed by itself
     assert large["heartbeats_per_s"] > 3
     assert large["machine"]["cores"] >= 1
     table = plot_scale.table(reports)
@@ -64,7 +64,7 @@ def test_workers_that_uplinks_carry_form_the_same_group_on_few_connections(tmp_p
     assert main(["scale", *options, "--dying", "10", "--limit-s", "60", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["uplinks"]
-    assert (report["died"], report["generation_after"]) == (2, 2)
+    assert report["died"] == 2 and report["generation_after"] in (2, 3)  # noticed in two processes
     assert report["heartbeats_per_s"] > 10  # of 40
     assert report["load_cpu_share_of_one_core"] > 0
 

@@ -23,7 +23,8 @@ from muster.communicators.tcp.endpoint import Endpoint
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
-WAIT_S = 20.0
+WAIT_S = 60.0
+"""Far beyond what anything takes: a machine that stands still for seconds is no fault of the code."""
 
 
 class Office:
@@ -49,7 +50,7 @@ class World:
     backends: list[TcpBackend]
     memberships: list[Membership]
 
-    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = 10.0) -> list[Any]:
+    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = WAIT_S) -> list[Any]:
         """Connects some ranks at once; returns each one's communicator or error."""
         chosen = range(len(self.backends)) if ranks is None else ranks
         return together(
@@ -97,7 +98,7 @@ def together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * WAIT_S)
     return results
 
 
