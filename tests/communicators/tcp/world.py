@@ -20,6 +20,7 @@ from muster.communicators import create_backend
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import Endpoint
+from muster.errors import WorkerError
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
@@ -61,6 +62,21 @@ class World:
                 for rank in chosen
             ]
         )
+
+    def fail_to_connect(self) -> list[Any]:
+        """Connects all ranks, which must fail; each one's error. The first ends the others' wait, too."""
+        errors: list[Exception] = []
+
+        def enter(rank: int) -> None:
+            try:
+                self.backends[rank].connect(
+                    self.memberships[rank], timeout_s=WAIT_S, cancelled=lambda: next(iter(errors), None)
+                )
+            except WorkerError as error:
+                errors.append(error)
+                raise
+
+        return together([lambda rank=rank: enter(rank) for rank in range(len(self.backends))])  # type: ignore[misc]
 
     def next(self) -> None:
         """Enters the next generation, with a new unique id."""
