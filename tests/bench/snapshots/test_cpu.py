@@ -25,7 +25,7 @@ def can_make_hosts() -> bool:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "loss"), [("sharded", "kill"), ("sharded", "cut"), ("parallel", "kill")])
 def test_a_host_is_lost_and_every_state_is_that_of_the_run_that_lost_nobody(
     kind: str, loss: str, tmp_path: Path
