@@ -23,7 +23,7 @@ def test_both_backends_are_measured_and_the_ratio_is_judged(tmp_path: Path, limi
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr

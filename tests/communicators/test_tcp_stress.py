@@ -113,7 +113,7 @@ def test_every_generation_forms(
     formed, end = 0, time.monotonic() + ATTACK_S
     try:
         while time.monotonic() < end:
-            communicators = world.connect(timeout_s=20.0)
+            communicators = world.connect()
             assert not [each for each in communicators if isinstance(each, Exception)], communicators
             for each in communicators:
                 each.close()
@@ -126,4 +126,4 @@ def test_every_generation_forms(
         world.close()
     print(f"{formed} generations under {sum(attacker.attacks for attacker in attackers)} attacks")
     assert formed > 3
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == "muster.tcp"]

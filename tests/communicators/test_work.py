@@ -20,7 +20,7 @@ def test_work_runs_in_order_and_is_waited_for_on_close() -> None:
     queue, seen, gate = WorkQueue("test"), list[int](), threading.Event()
 
     def wait_first() -> None:
-        gate.wait(10)
+        gate.wait(60)
         seen.append(0)
 
     first = queue.put(wait_first)
@@ -58,7 +58,7 @@ def test_finished_work_is_done() -> None:
 
 
 def assert_set(event: threading.Event) -> None:
-    assert event.wait(30)
+    assert event.wait(60)
 
 
 class Signalled:
@@ -88,7 +88,7 @@ class Signalled:
             if sys._current_frames()[main].f_code.co_name in ("wait", "_wait"):
                 break
         signal.pthread_kill(self._taker.ident or 0, signal.SIGUSR1)
-        if not self._handled.wait(5):  # a wait that hangs must end for the test to say so
+        if not self._handled.wait(30):  # a wait that hangs must end for the test to say so
             self._over.set()
             self._free()
 

@@ -82,7 +82,7 @@ def launched(row: Row, folder: Path) -> Outcome:
         | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join([str(ROOT), *sys.path]), MARK: name},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
     )
     text = launch.stdout + launch.stderr
     lost = re.search(r"\[scheduler\] (\S+)Z WARNING lost ", text)
@@ -95,9 +95,19 @@ def launched(row: Row, folder: Path) -> Outcome:
         noticed_s,
         text.count("starting it again"),
         text.count("held by a living process"),
-        sum(f"{MARK}={name}" in each for each in map(_environment, Path("/proc").glob("[0-9]*"))),
+        _left(name),
         text,
     )
+
+
+def _left(name: str) -> int:
+    """How many of a job's processes live on, though they had time to end: some end after the launch."""
+    until = time.monotonic() + 20
+    while left := sum(f"{MARK}={name}" in each for each in map(_environment, Path("/proc").glob("[0-9]*"))):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return left
 
 
 def _environment(process: Path) -> str:

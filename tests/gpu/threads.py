@@ -41,7 +41,7 @@ class _Later:
 
 class _Meeting:
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=100)
         self.slots: list[Any] = [None] * size
 
 

@@ -27,7 +27,7 @@ class _Meeting:
     """Where the ranks of one group meet."""
 
     def __init__(self, size: int, groups: dict[Any, _Meeting], lock: threading.Lock) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=100)
         self.slots: list[Any] = [None] * size
         self.groups, self.lock = groups, lock
 

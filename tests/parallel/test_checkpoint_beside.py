@@ -41,7 +41,7 @@ class Both:
         self.case = Case("gpt_fused_tied")
         self.plan = plan_for(self.case, (RANKS,), 1)
         self.done: list[tuple[int, float]] = []
-        self.meeting = threading.Barrier(RANKS, timeout=60.0)
+        self.meeting = threading.Barrier(RANKS, timeout=100.0)
         self.others = set(writers(os.getpid()))  # of another test in this process
 
     def once(self, rank: int, limit: int, *signals: int) -> None:
@@ -88,7 +88,7 @@ def test_what_is_written_beside_is_what_a_synchronous_save_writes(
     assert size_bytes == sum(path.stat().st_size for path in (tmp_path / "beside").iterdir())
     assert "could not write its parts of the checkpoint" in caplog.text
     assert "members have changed while it was written" in caplog.text
-    assert "\n" not in "".join(caplog.messages)
+    assert all("\n" not in each.getMessage() for each in caplog.records if each.name.startswith("muster"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "sync"]  # no half one
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("beside", "sync")]
     assert names[0] == names[1]

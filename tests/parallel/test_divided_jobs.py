@@ -49,7 +49,6 @@ def check_losses(text: str, least: int, tolerance: float = 1e-10) -> None:
         assert abs(float(loss) - want[int(step) - 1]) < tolerance, (step, loss, want)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("split", [(), ("--split",)])
 def test_a_killed_rank_is_replaced_and_losses_stay_those_of_one_process(
     tmp_path: Path, split: tuple[str, ...]
@@ -62,7 +61,6 @@ def test_a_killed_rank_is_replaced_and_losses_stay_those_of_one_process(
         assert "divided: True" in text
 
 
-@pytest.mark.timeout(120)
 def test_the_big_vocabulary_is_divided_and_trains(tmp_path: Path) -> None:
     small = ("--words", "65536", "--width", "64", "--layers", "1", "--tokens", "16", "--steps", "4")
     code, out, err = Place(tmp_path).run(

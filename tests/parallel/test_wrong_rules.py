@@ -115,7 +115,6 @@ def break_more(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_rule_is_caught(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, op, axis, change = WRONG[which]

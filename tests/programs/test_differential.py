@@ -49,7 +49,7 @@ def both(prefixes: tuple[str, ...]) -> Iterator[tuple[list[Any], list[Any]]]:
             del kept
         finally:
             served.stdin.close()
-            served.wait(30)
+            served.wait(60)
 
 
 def outcome(call: Callable[[], object]) -> object:
@@ -148,7 +148,7 @@ def test_all_kinds_of_wait_end_alike_by_what_another_client_does() -> None:
                     each.start()
                 change(stores[0], name)
                 for each in waits:
-                    each.join(30)
+                    each.join(60)
                 assert got == [b"1"] * (CLIENTS - 1), name
 
 
@@ -171,7 +171,7 @@ def test_clones_and_the_barrier_of_torch() -> None:
             for each in threads:
                 each.start()
             for each in threads:
-                each.join(30)
+                each.join(60)
             assert len(done) == CLIENTS
 
 

@@ -70,7 +70,7 @@ def test_what_python_writes_is_there_when_the_write_returns(variable: str) -> No
         assert stands.stdout is not None
         ports = stands.stdout.readline().split()
         said = subprocess.run(
-            [sys.executable, "-c", READS, variable, *ports], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", READS, variable, *ports], capture_output=True, text=True, timeout=200
         )
         stands.communicate("")
     assert said.stdout.splitlines() == [

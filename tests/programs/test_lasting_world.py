@@ -118,7 +118,7 @@ def says(program: str, *arguments: str) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.stdout == "well\n", done.stdout + done.stderr

@@ -37,14 +37,14 @@ def test_a_program_ends_when_gloo_s_threads_have_let_go_of_what_is_over() -> Non
     """One that wants the interpreter's lock later aborts the process."""
     command = [sys.executable, "-c", LETS_GO]
     env = os.environ | {"MUSTER_STORE": "127.0.0.1:1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "has let go"
 
 
 def test_a_helper_of_a_program_that_lives_on_has_no_agent_and_goes_on_without() -> None:
     command = [sys.executable, "-c", "import torch; print('goes on')"]
     env = os.environ | {"MUSTER_STORE": "127.0.0.1:1", "MS_IN_PLACE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "goes on\n", done.stderr
 
 

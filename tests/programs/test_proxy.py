@@ -259,7 +259,7 @@ def test_the_kernel_knows_whose_a_connection_is(
     """Torch's client is an IPv6 socket with mapped addresses."""
     wanted = pwd.getpwnam("nobody").pw_uid if os.getuid() == 0 else os.getuid()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(30)
+        listener.settimeout(60)
         port = listener.getsockname()[1]
         child = subprocess.Popen([sys.executable, "-c", CONNECT, str(port), str(wanted), family])
         connection, _ = listener.accept()
@@ -267,4 +267,4 @@ def test_the_kernel_knows_whose_a_connection_is(
             if not netlink:
                 monkeypatch.setattr(socket, "AF_NETLINK", 255)  # no such family
             assert peer_uid(connection) == wanted
-        assert child.wait(30) == 0
+        assert child.wait(60) == 0

@@ -14,7 +14,7 @@ from muster.communicators.membership import Membership, Peer
 from muster.wire import messages
 from tests.communicators.tcp.world import together
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Words:
@@ -128,7 +128,7 @@ class Job:
 
         def run(rank: int, process: Process) -> Any:
             membership = Membership("job", self.generation, "world", rank, tuple(peers), ids)
-            communicator = process.backend.connect(membership, timeout_s=10, cancelled=lambda: None)
+            communicator = process.backend.connect(membership, timeout_s=WAIT_S, cancelled=lambda: None)
             process.session = RankSession(communicator, tuple(members), words)
             return body(process)
 

@@ -355,7 +355,7 @@ def test_ranks_stay_alike_after_a_capture_that_failed_in_the_backward_pass(weigh
 @pytest.mark.parametrize(("steps_before", "fails"), [(0, False), (2, False), (5, False), (5, True)])
 def test_a_newcomer_and_a_survivor_capture_in_the_same_step(steps_before: int, fails: bool) -> None:
     alone, both = _Meeting(1), _Meeting(2)
-    joined = threading.Barrier(2, timeout=30)
+    joined = threading.Barrier(2, timeout=100)
 
     def member(communicator: graphs.GraphCommunicator, steps: int) -> tuple[Any, Any]:
         module = Uncapturable() if fails else linear_net()

@@ -146,6 +146,7 @@ def test_each_sample_counts_once_when_a_member_dies() -> None:
         assert found == sampler.batch().indices.tolist()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("row", [loaders.Row("fork", 2, True), loaders.Row("forkserver", 2, False)], ids=str)
 def test_a_killed_worker_takes_its_loaders_processes_along(row: loaders.Row, tmp_path: Path) -> None:
     """None of them keeps what it has inherited, and none is left; tests/gpu/loaders.py tries them all."""

@@ -218,12 +218,13 @@ def printed(folder: Path, source: str, *options: str, killed: str = "") -> list[
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(set(re.findall("rank . (?:step|ends with).*", done.stdout)))
 
 
+@pytest.mark.timeout(700)
 def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Path) -> None:
     """Also one whose members are killed and replaced: who comes draws what the lost rank would have drawn."""
     whole, resumed = printed(tmp_path, ""), printed(tmp_path, "latest")

@@ -19,7 +19,7 @@ from muster.training.part_copy import CHUNK_BYTES, HeldCopies, PartCopy
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from tests.communicators.tcp.world import Office, World, make_world
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Two:

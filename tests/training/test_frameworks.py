@@ -76,5 +76,6 @@ def test_lightning_s_trainer_is_found_among_the_callers(
         warnings.simplefilter("always")
         loops.Loop(trainer).advance(lambda: warn_if_data_is_not_divided(2))
         warn_if_data_is_not_divided(2)  # outside of the loop
-    assert [each.category for each in caught] == [DataNotDividedWarning] * warns
-    assert all("Lightning knows of this process alone" in str(each.message) for each in caught)
+    ours = [each for each in caught if each.category is DataNotDividedWarning]  # others' garbage may warn
+    assert len(ours) == warns
+    assert all("Lightning knows of this process alone" in str(each.message) for each in ours)

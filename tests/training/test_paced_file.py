@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ def test_no_more_is_written_than_the_bound_allows(tmp_path: Path, monkeypatch: p
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", sleep)
+    # The module's own clock, not the process's: threads of other tests sleep, too.
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("muster.training.paced_file.time", clock)
     write_safetensors(tmp_path / "file", {"x": np.zeros(10_000_000, "u1")}, {}, mbytes_per_s=5.0)
     assert now[0] == pytest.approx(102.0, abs=0.01)

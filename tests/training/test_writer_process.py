@@ -23,6 +23,7 @@ from muster.training.loop import ElasticLoop
 from muster.training.sampler import ShardedSampler
 from muster.training.state import TrainingState
 from tests.fakes import ElasticWorld
+from tests.training.test_loop import said
 
 SLOW_MBYTES_PER_S = 1e-5
 """A file takes minutes with that: what is to happen before it is whole has the time."""
@@ -113,7 +114,7 @@ def test_the_write_before_is_awaited_and_each_is_reported(
     from tests.training.test_checkpoint import Launch
 
     state, launch = make(1), Launch(5)
-    folder = folder_of(state, session=launch, mbytes_per_s=0.02)
+    folder = folder_of(state, session=launch, mbytes_per_s=0.005)
     folder.save_beside()
     state.step = 2
     folder.save_beside()
@@ -138,7 +139,7 @@ def test_a_writer_that_is_killed_is_a_sentence_and_the_next_checkpoint_is_writte
     (pid,) = writers(os.getpid())
     os.kill(pid, signal.SIGKILL)
     folder.wait()
-    (message,) = caplog.messages
+    (message,) = said(caplog)
     assert "was killed by SIGKILL" in message
     assert "\n" not in message
     assert left(tmp_path) == []
@@ -161,7 +162,7 @@ def test_a_full_disk_is_a_sentence_and_training_goes_on(
     state.step = 2
     folder.save_beside()
     folder.wait()
-    (message,) = caplog.messages
+    (message,) = said(caplog)
     assert "could not be written: File too large" in message
     assert "Training goes on" in message
     assert left(tmp_path) == ["step_000000001.safetensors"]

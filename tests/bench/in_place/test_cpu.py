@@ -20,7 +20,7 @@ def test_the_kinds_are_those_of_the_program() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_others_stay_and_every_step_is_that_of_the_run_in_which_nobody_is_killed(
     kind: str, tmp_path: Path

@@ -508,7 +508,7 @@ def test_a_close_that_nobody_aborts_ends_at_the_deadline(
     closed = hanging(comm, monkeypatch, nccl)
     closed.timeout_s = 0.01
     closed.close()
-    assert nccl.freed.wait(10)
+    assert nccl.freed.wait(60)
     threads_end("muster-nccl-abort")
 
 
@@ -700,7 +700,7 @@ class SlowDevices:
         monkeypatch.setattr(nccl_handles, "load_bindings", lambda: LoadedNccl(polls=0))
 
     def _use(self, index: int) -> None:
-        self.ready.wait(30)
+        self.ready.wait(60)
         self.used.append((index, threading.current_thread().name))
 
 
@@ -744,7 +744,7 @@ def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.Monkey
     begun.load()  # returns, though the device is not there yet
     assert devices.used == []
     threading.Timer(0.05, devices.ready.set).start()
-    comm = backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
+    comm = backend.connect(membership([""]), timeout_s=60, cancelled=lambda: None)
     name = threading.current_thread().name
     assert [used for used in devices.used if used[1] != name] == [(2, "muster-nccl-warm-up")]
     assert devices.used[0] == (2, "muster-nccl-warm-up")
@@ -774,5 +774,5 @@ def test_what_fails_beforehand_is_told_when_connecting(monkeypatch: pytest.Monke
     backend = NcclBackend(device_index=7, warm_up=begun)
     begun.load()
     with pytest.raises(CommunicatorError, match="GPU 7 cannot be used on this host: no such device"):
-        backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
+        backend.connect(membership([""]), timeout_s=60, cancelled=lambda: None)
     backend.close()

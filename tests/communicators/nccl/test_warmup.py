@@ -41,7 +41,7 @@ def test_the_context_is_made_beside_the_caller(
     ordinal: int, status: int, calls: list[tuple[str, int]]
 ) -> None:
     driver = Driver(status)
-    WarmUp(ordinal, driver.load).end(10)
+    WarmUp(ordinal, driver.load).end(60)
     assert driver.calls == calls
     [thread] = driver.threads
     assert thread is not threading.current_thread() and thread.daemon and not thread.is_alive()
@@ -55,7 +55,7 @@ def test_a_machine_without_a_driver_goes_on() -> None:
         asked.append(name)
         raise OSError(f"{name}: cannot open shared object file")
 
-    WarmUp(0, load).end(10)
+    WarmUp(0, load).end(60)
     assert asked == [LIBRARY]
 
 
@@ -64,8 +64,8 @@ def test_the_library_is_loaded_by_the_same_thread_once_it_is_wanted(monkeypatch:
     monkeypatch.setattr(warmup, "use_device", lambda index: used.append((index, threading.current_thread())))
     warm_up = WarmUp(3, driver.load)
     warm_up.load()
-    warm_up.end(10)
-    warm_up.end(10)
+    warm_up.end(60)
+    warm_up.end(60)
     [thread] = driver.threads
     assert used == [(3, thread)]
 
@@ -73,5 +73,5 @@ def test_the_library_is_loaded_by_the_same_thread_once_it_is_wanted(monkeypatch:
 def test_a_process_that_ends_before_it_joins_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     monkeypatch.setattr(warmup, "use_device", used.append)
-    WarmUp(3, Driver().load).end(10)
+    WarmUp(3, Driver().load).end(60)
     assert used == []

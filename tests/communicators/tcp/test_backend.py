@@ -36,7 +36,7 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire.variables import TABLE
-from tests.communicators.tcp.world import JOB, Office, World, make_world, together
+from tests.communicators.tcp.world import JOB, WAIT_S, Office, World, make_world, together
 from tests.waiting import wait_for
 
 SHORT_S = 0.7
@@ -142,6 +142,11 @@ def test_data_may_go_in_tls_records_or_in_plaintext(office: Office, size: int) -
         made.close()
 
 
+def sending_threads() -> set[threading.Thread]:
+    """Those of this process; others, of earlier tests, may begin and end at any time."""
+    return {thread for thread in threading.enumerate() if thread.name == "muster-tcp-send"}
+
+
 @pytest.mark.parametrize("seal", [True, False])
 def test_one_connection_of_openssl_is_used_by_one_thread_at_a_time(
     office: Office, seal: bool, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +154,7 @@ def test_one_connection_of_openssl_is_used_by_one_thread_at_a_time(
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(4)))
     made = make_world([office.credentials()] * 2, seal=seal)
     communicators = made.connect()
-    before = {thread.ident for thread in threading.enumerate()}
+    before = sending_threads()
     sums = [np.ones(1 << 19) for _ in communicators]
     together(
         [
@@ -157,7 +162,7 @@ def test_one_connection_of_openssl_is_used_by_one_thread_at_a_time(
             for each, array in zip(communicators, sums, strict=True)
         ]
     )
-    more = {thread.ident for thread in threading.enumerate()} - before
+    more = sending_threads() - before
     together([each.close for each in communicators])
     made.close()
     assert all((array == 2).all() for array in sums)
@@ -195,7 +200,7 @@ def test_garbage_silence_and_half_handshakes_disturb_nobody(world: World) -> Non
 def hello_over_tls(world: World, context: ssl.SSLContext, hello: bytes) -> bytes:
     """Says hello to rank 0 and returns what it answers before it hangs up."""
     with (
-        socket.create_connection(address_of(world, 0), timeout=5) as raw,
+        socket.create_connection(address_of(world, 0), timeout=WAIT_S) as raw,
         context.wrap_socket(raw) as sock,
     ):
         sock.sendall(hello)
@@ -223,7 +228,10 @@ def test_a_right_hello_without_the_unique_id_gets_a_challenge_but_never_in(
     mine = world.memberships[1]
     hello = Hello(mine.generation, 1, 0, group_label(mine, "world"), b"n" * 32)
     context = client_ssl_context(office.credentials(node="n1"))
-    with socket.create_connection(address_of(world, 0), timeout=5) as raw, context.wrap_socket(raw) as sock:
+    with (
+        socket.create_connection(address_of(world, 0), timeout=WAIT_S) as raw,
+        context.wrap_socket(raw) as sock,
+    ):
         sock.sendall(hello.encode())
         assert len(sock.recv(REPLY.size)) == REPLY.size
         sock.sendall(b"p" * 64)
@@ -248,7 +256,7 @@ def test_the_wrong_certificate_gets_no_challenge(
 
 def test_certificates_of_another_authority_do_not_meet(office: Office, tmp_path: Path) -> None:
     made = make_world([office.credentials(), Office(tmp_path).credentials()])
-    errors = made.connect(timeout_s=SHORT_S)
+    errors = made.fail_to_connect()
     made.close()
     kinds = {type(error) for error in errors}
     assert SecurityError in kinds
@@ -257,14 +265,14 @@ def test_certificates_of_another_authority_do_not_meet(office: Office, tmp_path:
 
 def test_the_dialer_refuses_an_impostor_at_the_address(office: Office) -> None:
     made = make_world([office.credentials(node="somebody-else"), office.credentials(node="n1")])
-    errors = made.connect(timeout_s=SHORT_S)
+    errors = made.fail_to_connect()
     made.close()
     assert any(isinstance(error, SecurityError) and "somebody-else" in str(error) for error in errors)
 
 
 def test_members_with_other_unique_ids_do_not_meet(world: World) -> None:
     world.memberships[1] = replace(world.memberships[1], unique_ids=world.backends[1].mint_unique_ids(1))
-    errors = world.connect(timeout_s=SHORT_S)
+    errors = world.fail_to_connect()
     assert all(isinstance(error, (SecurityError, FormationTimeoutError)) for error in errors)
     assert any("unique id" in str(error) for error in errors)
 
@@ -300,7 +308,7 @@ def test_who_waits_for_long_is_let_go_and_comes_again(world: World, early: int) 
 def test_connecting_can_be_cancelled(world: World) -> None:
     change = SettingsError("the generation is over")
     with pytest.raises(SettingsError, match="over"):
-        world.backends[0].connect(world.memberships[0], timeout_s=30, cancelled=lambda: change)
+        world.backends[0].connect(world.memberships[0], timeout_s=WAIT_S, cancelled=lambda: change)
 
 
 def test_a_hello_for_another_rank_is_refused(world: World, office: Office) -> None:

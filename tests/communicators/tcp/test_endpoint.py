@@ -290,7 +290,7 @@ def test_a_flood_of_refusals_does_not_flood_the_log(
     said = [record for record in caplog.records if record.name == "muster.tcp"]
     windows = 1 + (time.monotonic() - begun) // 10  # of each kind there may be so many lines in ten seconds
     assert 2 <= len(said) <= 8 * windows
-    assert all(len(record.getMessage()) < 300 for record in caplog.records)
+    assert all(len(record.getMessage()) < 300 for record in said)
 
 
 def test_a_process_without_descriptors_waits_and_then_goes_on() -> None:
@@ -312,12 +312,12 @@ os.close(lowest)
 for client in clients[:-1]:
     client.close()
 clients[-1].sendall(b"x" * 84)
-clients[-1].settimeout(20)
+clients[-1].settimeout(60)
 assert clients[-1].recv(1) == b""
 endpoint.close()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
 

@@ -19,7 +19,7 @@ from muster.errors import (
 )
 from tests.communicators.tcp.world import Office, World, make_world, together
 
-WAIT_S = 20
+WAIT_S = 60
 SMALL, LARGE = 5, 8 * SMALL_BYTES
 
 

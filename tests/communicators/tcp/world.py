@@ -20,10 +20,12 @@ from muster.communicators import create_backend
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import Endpoint
+from muster.errors import WorkerError
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
-WAIT_S = 20.0
+WAIT_S = 60.0
+"""Far beyond what anything takes: a machine that stands still for seconds is no fault of the code."""
 
 
 class Office:
@@ -49,7 +51,7 @@ class World:
     backends: list[TcpBackend]
     memberships: list[Membership]
 
-    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = 10.0) -> list[Any]:
+    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = WAIT_S) -> list[Any]:
         """Connects some ranks at once; returns each one's communicator or error."""
         chosen = range(len(self.backends)) if ranks is None else ranks
         return together(
@@ -60,6 +62,21 @@ class World:
                 for rank in chosen
             ]
         )
+
+    def fail_to_connect(self) -> list[Any]:
+        """Connects all ranks, which must fail; each one's error. The first ends the others' wait, too."""
+        errors: list[Exception] = []
+
+        def enter(rank: int) -> None:
+            try:
+                self.backends[rank].connect(
+                    self.memberships[rank], timeout_s=WAIT_S, cancelled=lambda: next(iter(errors), None)
+                )
+            except WorkerError as error:
+                errors.append(error)
+                raise
+
+        return together([lambda rank=rank: enter(rank) for rank in range(len(self.backends))])  # type: ignore[misc]
 
     def next(self) -> None:
         """Enters the next generation, with a new unique id."""
@@ -97,7 +114,7 @@ def together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * WAIT_S)
     return results
 
 

@@ -80,7 +80,7 @@ class Rank:
         settings = {
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_FAMILY": "AF_INET",
-            "MS_NCCL_ACCEPT_TIMEOUT": "30",
+            "MS_NCCL_ACCEPT_TIMEOUT": "200",
         }
         self.process = subprocess.Popen(
             [str(program)],

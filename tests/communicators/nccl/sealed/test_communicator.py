@@ -26,8 +26,8 @@ def test_thirty_two_requests_are_in_flight_and_one_more_waits(driver: Path) -> N
         meet(receiver, sender)
         assert receiver.ask("post 0 1000 40 5") == "posted 32"
         assert sender.ask("post 0 1000 40 5") == "posted 32"
-        assert receiver.ask("wait 20") == "done 32"
-        assert sender.ask("wait 20") == "done 32"
+        assert receiver.ask("wait 60") == "done 32"
+        assert sender.ask("wait 60") == "done 32"
         assert move(receiver, sender, 50000, step=301, count=200) == BOTH_OK
 
 
@@ -48,7 +48,7 @@ def test_a_message_that_is_too_large_ends_both_with_the_reason(driver: Path) -> 
         meet(receiver, sender)
         assert receiver.ask("post 0 100 1 1") == "posted 1"
         assert sender.ask("post 0 200 1 1") == "posted 1"
-        answer = receiver.ask("wait 20")
+        answer = receiver.ask("wait 60")
         assert answer.startswith("error 5 NCCL's encrypted connection with 127.0.0.1:"), answer
         assert "200 bytes where this rank receives at most 100; let all ranks call the same" in answer
 
@@ -97,7 +97,7 @@ def test_what_was_sent_before_an_orderly_close_arrives_all_of_it(driver: Path) -
     with ranks(driver, {}, {}) as (receiver, sender):
         meet(receiver, sender)
         assert sender.ask("post 0 20000 8 5") == "posted 8"
-        assert sender.ask("wait 20") == "done 8"
+        assert sender.ask("wait 60") == "done 8"
         assert sender.ask("close 0") == "ok"
         assert receiver.ask("move 0 20000 0 8 8 0 5") == "ok"
         answer = receiver.ask("move 0 20000 0 1 1 0 5")
@@ -110,7 +110,7 @@ def test_an_empty_message_before_an_orderly_close_arrives_also_without_ciphers(p
     with ranks(plain_driver, {}, {"MS_NCCL_CONNECTIONS": "1"}) as (receiver, sender):
         meet(receiver, sender)
         assert sender.ask("post 0 0 1 5") == "posted 1"
-        assert sender.ask("wait 20") == "done 1"
+        assert sender.ask("wait 60") == "done 1"
         assert sender.ask("close 0") == "ok"
         assert receiver.ask("move 0 0 0 1 1 0 5") == "ok"
 
@@ -136,11 +136,11 @@ def test_a_close_during_messages_ends_the_other_side_with_a_reason(driver: Path,
             for rank in (receiver, sender):
                 assert rank.ask(f"post {turn} {size} {begun} 3").startswith("posted")
             assert leaves.ask(f"close {turn}") == "ok"
-            answer = stays.ask("wait 30")
+            answer = stays.ask("wait 60")
             assert answer.startswith(("done", "error 6 NCCL's encrypted connection with 127.0.0.1:")), answer
             while answer.startswith("done"):  # all had arrived: then the next one fails
                 answer = stays.ask(f"post {turn} 1000 1 3")
-                answer = stays.ask("wait 30") if answer == "posted 1" else answer
+                answer = stays.ask("wait 60") if answer == "posted 1" else answer
             assert answer.startswith("error 6"), answer
             for rank in (leaves, stays):
                 assert rank.ask("abandon") == "ok"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.communicators.nccl.sealed.kit import BOTH_OK, OTHER_SECRET, SECRET, Rank, meet, move, ranks
 from tests.communicators.nccl.sealed.relay import ANSWER, FINISH, HELLO, Counted, Relay, flip, port_of
 
-SHORT = {"MS_NCCL_ACCEPT_TIMEOUT": "1"}
+SHORT = {"MS_NCCL_ACCEPT_TIMEOUT": "5"}
+"""Long enough for a peer to come though the machine stands still for seconds."""
 ONE = {"MS_NCCL_CONNECTIONS": "1"}
 
 
@@ -131,9 +132,9 @@ def test_a_recorded_hello_is_answered_at_its_own_listener_and_comes_no_further(d
             sender.tell(f"connect {relay.handle} 3")
             assert sender.hear() == "nobody"
             hello = relay.seen[0][:HELLO]
-        receiver.tell("accept 0 1")
         with socket.create_connection(("127.0.0.1", port_of(handle))) as replay:
             replay.sendall(hello)
+            receiver.tell("accept 0 5")
             assert len(replay.recv(ANSWER, socket.MSG_WAITALL)) == ANSWER
             replay.sendall(bytes(FINISH))
             assert replay.recv(1) == b""
