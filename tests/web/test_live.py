@@ -50,7 +50,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 @pytest.fixture(scope="module")
 def running(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
     audit = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-    env = {**pki.env(), "MS_WORKER_NUM": "", "MS_AUDIT_LOG": str(audit)}
+    env = {**pki.env(), "MS_WORKER_NUM": "", "MS_AUDIT_LOG": str(audit), "MS_NODE_TIMEOUT": "600"}
     with scheduler("--serve", **env) as started:
         yield started
 
