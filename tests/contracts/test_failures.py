@@ -70,9 +70,7 @@ def test_a_pair_that_disagrees_is_told_on_both_sides(
 
 
 @pytest.mark.parametrize("call", ["sum10", "big"])
-def test_a_deadline_names_the_rank_waited_for(
-    agents: Agents, strict: Kit, call: str, tmp_path: Path
-) -> None:
+def test_a_deadline_names_the_rank_waited_for(agents: Agents, strict: Kit, call: str, tmp_path: Path) -> None:
     plan = [(call, tmp_path), (call, tmp_path), ("hang", tmp_path)]
     shown = agents.fresh(strict.name, 3, hang_or_call, per_rank=plan, timeout_s=2.0)
     for kind, text in shown[:2]:

@@ -111,6 +111,7 @@ def test_an_agent_that_gives_nothing_is_named_at_the_start_and_waited_for(
     assert f"Workload API at {workload.address} gave no certificate in 1.5 s: " in caught.value.message
     assert len(caught.value.message) < 400
     workload.agent.change(workload.socket, mode="serve")
+    monkeypatch.setattr(workload_api, "FIRST_S", 100.0)
     assert workload.follow().credentials.identity.node == "n1"
 
 

@@ -367,9 +367,7 @@ def test_a_wait_says_nothing_of_the_steps_once_the_scheduler_could_decide_nothin
 def test_how_long_a_group_takes_to_stand_says_nothing_of_the_steps(connector: ScriptedConnector) -> None:
     """Else nobody would be probed while the next one is built: its time would be over before it is late."""
     calls, pace = LateCalls(), Pace()
-    made = client(
-        connector, threads=Fast(), calls=calls, pace=pace, late_again_s=1e9, goodbye_timeout_s=0.01
-    )
+    made = client(connector, threads=Fast(), calls=calls, pace=pace, late_again_s=1e9, goodbye_timeout_s=0.01)
     line = build(made, connector)
     line.hear("late")
     stand(made, line)
