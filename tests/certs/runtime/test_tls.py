@@ -164,7 +164,7 @@ def open_files() -> set[tuple[str, str]]:
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            name = os.readlink(each)
+            name = str(each.readlink())
             if name.startswith("/") and not name.startswith("/proc/"):
                 found.add((each.name, name))
     return found
