@@ -69,16 +69,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
     """What one test has Muster log is not in the next one's log."""
-    before = {logger: logger.level for logger in _own_loggers()}
+    before = {logger: (logger.level, logger.propagate, logger.handlers[:]) for logger in _own_loggers()}
     yield
     for logger in _own_loggers():
-        logger.setLevel(before.get(logger, logging.NOTSET))
+        level, logger.propagate, logger.handlers[:] = before.get(logger, (logging.NOTSET, True, []))
+        logger.setLevel(level)
 
 
 def _own_loggers() -> list[logging.Logger]:
     known = dict(logging.root.manager.loggerDict)
     return [
-        each for name, each in known.items() if name.startswith("muster") and isinstance(each, logging.Logger)
+        each
+        for name, each in known.items()
+        if name.startswith(("muster", "scheduler")) and isinstance(each, logging.Logger)
     ]
 
 

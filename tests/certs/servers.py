@@ -40,7 +40,7 @@ def grpc_server(
         try:
             yield port
         finally:
-            server.stop(0).wait(10)
+            server.stop(0).wait(60)
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def socket_server(handle: Callable[[socket.socket], None]) -> Iterator[int]:
                 while True:
                     connection, _ = listener.accept()
                     with connection, contextlib.suppress(OSError):
-                        connection.settimeout(10)
+                        connection.settimeout(60)
                         handle(connection)
 
         thread = threading.Thread(target=serve)
@@ -63,7 +63,7 @@ def socket_server(handle: Callable[[socket.socket], None]) -> Iterator[int]:
         finally:
             # close() alone does not wake a thread in accept().
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -14,8 +14,8 @@ from muster.communicators.base import Backend, Communicator
 from muster.communicators.membership import Membership, Peer
 from tests.contracts.kits import JOB, Kit, kit
 
-HANG_S = 60.0
-FORM_S = 20.0
+HANG_S = 120.0
+FORM_S = 60.0
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, CommunicatorError, MembershipChanged
 from tests.contracts.agents import Place
 from tests.contracts.kits import NumpyArray, reference, values
+from tests.waiting import wait_for
 
 SIZES = (0, 1, 7, 5000, 120_001)
 """Empty, tiny, uneven, small enough to go at once, and large enough for rings (in most dtypes)."""
@@ -231,11 +233,11 @@ def caught(place: Place, call: str) -> tuple[str, str]:
     return "", ""
 
 
-def aborted_while_waiting(place: Place, size: int) -> tuple[str, str, str]:
-    """Rank 0 hangs in a collective that nobody joins, and another thread aborts it."""
+def aborted_while_waiting(place: Place, size: int, over: Path) -> tuple[str, str, str]:
+    """Rank 0 hangs in a collective that nobody joins, and another thread aborts it; then ``over`` exists."""
     comm = place.comm
     if comm.rank != 0:
-        threading.Event().wait(0.3)  # stays for as long as rank 0 hangs, but does not join in
+        wait_for(over.exists)  # stays for as long as rank 0 hangs, but does not join in
         return "", "", ""
     change = MembershipChanged("node-1 left", generation=place.membership.generation)
     thread = threading.Timer(0.05, lambda: comm.abort(change))
@@ -249,6 +251,7 @@ def aborted_while_waiting(place: Place, size: int) -> tuple[str, str, str]:
             shown.append(str(error))
     thread.join()
     comm.abort(change)
+    over.touch()
     return type(change).__name__, shown[0], shown[1]
 
 

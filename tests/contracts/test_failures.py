@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +10,7 @@ from muster.errors import CommunicatorError
 from tests.contracts import bodies
 from tests.contracts.agents import Agents, Failure, Place
 from tests.contracts.kits import Kit
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -69,25 +70,30 @@ def test_a_pair_that_disagrees_is_told_on_both_sides(
 
 
 @pytest.mark.parametrize("call", ["sum10", "big"])
-def test_a_deadline_names_the_rank_waited_for(agents: Agents, strict: Kit, call: str) -> None:
-    plan = [(call,), (call,), ("hang",)]
-    shown = agents.fresh(strict.name, 3, hang_or_call, per_rank=plan, timeout_s=0.3)
+def test_a_deadline_names_the_rank_waited_for(agents: Agents, strict: Kit, call: str, tmp_path: Path) -> None:
+    plan = [(call, tmp_path), (call, tmp_path), ("hang", tmp_path)]
+    shown = agents.fresh(strict.name, 3, hang_or_call, per_rank=plan, timeout_s=2.0)
     for kind, text in shown[:2]:
         assert kind == "CollectiveTimeoutError", text
         assert "rank 2 (node node-2" in text
 
 
-def hang_or_call(place: Place, call: str) -> tuple[str, str]:
-    if call != "hang":
-        return bodies.caught(place, call)
-    threading.Event().wait(0.8)  # the others' deadline is 0.3 s
-    return "", ""
+def hang_or_call(place: Place, call: str, over: Path) -> tuple[str, str]:
+    if call == "hang":
+        wait_for(lambda: len(list(over.iterdir())) == 2)  # the others have run into their deadline
+        return "", ""
+    said = bodies.caught(place, call)
+    (over / str(place.comm.rank)).touch()
+    return said
 
 
 @pytest.mark.parametrize("size", [2, 3], indirect=True)
 @pytest.mark.parametrize("elements", [10, 1_000_000])
-def test_abort_ends_a_collective_that_hangs(agents: Agents, backend: Kit, size: int, elements: int) -> None:
-    results = agents.fresh(backend.name, size, bodies.aborted_while_waiting, elements, may_fail=True)
+def test_abort_ends_a_collective_that_hangs(
+    agents: Agents, backend: Kit, size: int, elements: int, tmp_path: Path
+) -> None:
+    hang = bodies.aborted_while_waiting
+    results = agents.fresh(backend.name, size, hang, elements, tmp_path / "over", may_fail=True)
     first = results[0]
     assert not isinstance(first, Failure), first.trace
     assert "node-1 left" in first[1]

@@ -62,7 +62,7 @@ def browser(*more: str, binary: str = CHROMIUM) -> Iterator[Any]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, Service(DRIVER))
     try:
-        driver.set_page_load_timeout(30)
+        driver.set_page_load_timeout(100)
         yield driver
     finally:
         driver.quit()
@@ -82,7 +82,7 @@ def with_certificate(directory: Path, p12: Path, password: bytes, authority: Pat
         ["certutil", *where, "-A", "-n", "authority", "-t", "CT,,", "-a", "-i", str(authority)],
         ["pk12util", *where, "-i", str(p12), "-W", password.decode(), "-K", ""],
     ):
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, check=True, capture_output=True, timeout=100)
     policy = directory / "policy.json"
     choice = json.dumps({"pattern": origin, "filter": {}})
     policy.write_text(json.dumps({"AutoSelectCertificateForUrls": [choice]}))

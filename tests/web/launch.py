@@ -56,7 +56,7 @@ class Launch:
 @contextlib.contextmanager
 def launch(directory: Path, workers: int, *script: str, **settings: str) -> Iterator[Launch]:
     """Starts a job with a scheduler and certificates, waits until it trains, and ends it."""
-    env = environment(XDG_RUNTIME_DIR=str(directory), MS_NODE_TIMEOUT="5", **settings)
+    env = environment(XDG_RUNTIME_DIR=str(directory), MS_NODE_TIMEOUT="20", **settings)
     train = (str(ROOT / "train.py"), "--epochs", "1000000", "--batch-size", "96", "--checkpoint-dir", "")
     keys = ("certs", "init", "--dir", "keys", "--password-file", "password")
     subprocess.run(

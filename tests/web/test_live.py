@@ -50,7 +50,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 @pytest.fixture(scope="module")
 def running(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
     audit = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-    env = {**pki.env(), "MS_WORKER_NUM": "", "MS_AUDIT_LOG": str(audit)}
+    env = {**pki.env(), "MS_WORKER_NUM": "", "MS_AUDIT_LOG": str(audit), "MS_NODE_TIMEOUT": "600"}
     with scheduler("--serve", **env) as started:
         yield started
 
@@ -244,10 +244,7 @@ def test_so_many_windows_and_no_more(page: Web, inside: Visitor) -> None:
     assert inside.ask("jobs").status == 200
     for connection in held:
         connection.close()
-    for _ in range(100):
-        if inside.ask("jobs").status == 200 and _streams(inside):
-            return
-    raise AssertionError("no place became free")
+    wait_for(lambda: inside.ask("jobs").status == 200 and _streams(inside), lambda: "no place became free")
 
 
 def _streams(inside: Visitor) -> bool:

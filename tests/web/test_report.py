@@ -51,7 +51,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, *arguments],
         cwd=tmp_path,
-        env=environment(MS_NODE_TIMEOUT="2"),
+        env=environment(MS_NODE_TIMEOUT="20"),
         capture_output=True,
         text=True,
         timeout=100,

@@ -57,7 +57,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
 
 

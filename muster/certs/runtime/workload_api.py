@@ -19,13 +19,18 @@ from muster.certs.runtime.material import Material
 from muster.version import how_to_install
 
 if TYPE_CHECKING:
-    from spiffe import X509Source
+    from spiffe import WorkloadApiClient, X509Source
 
 FIRST_S = 30.0
 """Time limit for the first answer, in seconds: the agent may not know a new workload at once."""
 
 RETRY_S = 2.0
 """Seconds after a refusal until the API is asked again."""
+
+CLIENTS_KEPT = 5
+"""How many of the latest clients stay open. An attempt that is given up has a thread of the library's that
+may only then make its call, and gRPC crashes the process if the client is closed by then.
+"""
 
 logging.getLogger("spiffe").setLevel(logging.CRITICAL + 1)  # what is wrong is said here, once
 
@@ -44,6 +49,7 @@ class WorkloadApi:
         self.socket = socket
         self._lock = threading.Lock()
         self._source: X509Source | None = None
+        self._clients: list[WorkloadApiClient] = []
         self._updates = 0
         self._why = "it has not answered yet"
         self._not_before = 0.0
@@ -68,7 +74,9 @@ class WorkloadApi:
     def close(self) -> None:
         """Closes the connection to the API."""
         with self._lock:
-            self._drop()
+            if self._source is not None:
+                self._drop()
+                self._clients.pop().close()
 
     def updates(self) -> int:
         """The number of updates that the API has sent; asks it again if it has refused this process."""
@@ -101,7 +109,7 @@ class WorkloadApi:
 
     def _open(self, timeout_s: float) -> X509Source | None:
         """Returns the source; opens it if there is none, or the last one was refused."""
-        from spiffe import X509Source
+        from spiffe import WorkloadApiClient, X509Source
 
         if self._source is not None and not self._source.is_closed():
             return self._source
@@ -110,8 +118,11 @@ class WorkloadApi:
         if time.monotonic() < self._not_before:
             return None
         self._not_before = time.monotonic() + RETRY_S
+        while len(self._clients) >= CLIENTS_KEPT:
+            self._clients.pop(0).close()
         try:
-            self._source = X509Source(socket_path=self.socket, timeout_in_seconds=timeout_s)
+            self._clients.append(WorkloadApiClient(self.socket))
+            self._source = X509Source(workload_api_client=self._clients[-1], timeout_in_seconds=timeout_s)
         except Exception as error:  # the library, gRPC and the parser of certificates have their own
             self._why = " ".join(str(error).split())[:200]
             return None

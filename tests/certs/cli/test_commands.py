@@ -481,7 +481,7 @@ def test_revocations_at_once_lose_none(directory: Path) -> None:
             assert each.stdin is not None
             each.stdin.write("go\n")
             each.stdin.flush()
-        assert [each.communicate(timeout=60) and each.returncode for each in processes] == [0, 0, 0, 0]
+        assert [each.communicate(timeout=100) and each.returncode for each in processes] == [0, 0, 0, 0]
     revoked = {f"{entry.serial_number:x}" for entry in open_authority(directory, PASSWORD).revoked()}
     assert revoked == {serial for mine in serials for serial in mine}
 

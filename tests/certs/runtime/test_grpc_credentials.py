@@ -59,7 +59,7 @@ class Feed:
 
 
 def open_channel(port: int, worker: Credentials) -> grpc.Channel:
-    found = preflight("127.0.0.1", port, worker, job="job", timeout_s=10)
+    found = preflight("127.0.0.1", port, worker, job="job", timeout_s=60)
     return grpc.secure_channel(
         f"127.0.0.1:{port}", channel_credentials(worker, found.server_leaf_pem), list(client_options())
     )
@@ -73,7 +73,7 @@ def rotating(server: Credentials) -> Iterator[tuple[int, RotatingServerCredentia
         port = running.add_secure_port("127.0.0.1:0", credentials.credentials)
         running.start()
         yield port, credentials
-        running.stop(0).wait(10)
+        running.stop(0).wait(60)
 
 
 def test_a_stream_lives_through_a_rotation_and_new_connections_see_the_new_certificate(
@@ -83,17 +83,17 @@ def test_a_stream_lives_through_a_rotation_and_new_connections_see_the_new_certi
     feed = Feed()
     with open_channel(port, worker) as channel:
         method: Any = channel.stream_stream("/echo/Echo")
-        stream = method(iter(feed), timeout=30)
+        stream = method(iter(feed), timeout=60)
         assert next(stream) == b"muster://job/worker"
         # Another authority signs the new certificate, and old and new clients are trusted.
         fresh = load_credentials(own_pki.path("server.p12"), PASSWORD, own_pki.ca)
         credentials.update(dataclasses.replace(fresh, ca_pem=fresh.ca_pem + worker.ca_pem))
         theirs = dataclasses.replace(worker, ca_pem=fresh.ca_pem)
-        found = preflight("127.0.0.1", port, theirs, job="job", timeout_s=10)
+        found = preflight("127.0.0.1", port, theirs, job="job", timeout_s=60)
         assert found.server_leaf_pem == fresh.leaf_pem
         with open_channel(port, theirs) as second:
             other: Any = second.stream_stream("/echo/Echo")
-            assert list(other(iter([b"new"]), timeout=30)) == [b"muster://job/worker", b"new"]
+            assert list(other(iter([b"new"]), timeout=60)) == [b"muster://job/worker", b"new"]
         feed.put(b"still here")
         assert next(stream) == b"still here"
         feed.put(None)
@@ -110,7 +110,7 @@ def test_the_server_demands_a_certificate(
         with grpc.secure_channel(f"127.0.0.1:{port}", credentials, list(client_options())) as channel:
             method: Any = channel.stream_stream("/echo/Echo")
             with pytest.raises(grpc.RpcError) as caught:
-                next(method(iter([b"x"]), timeout=10))
+                next(method(iter([b"x"]), timeout=60))
             code: grpc.StatusCode = caught.value.code()
             assert code == grpc.StatusCode.UNAVAILABLE
 
@@ -121,7 +121,7 @@ def test_a_node_bound_worker_is_seen_as_such(
     bound = load_credentials(pki.path("node7.p12"), PASSWORD, pki.ca)
     with open_channel(rotating[0], bound) as channel:
         method: Any = channel.stream_stream("/echo/Echo")
-        assert next(method(iter([]), timeout=30)).decode() == Identity("job", "worker", "node7").uri()
+        assert next(method(iter([]), timeout=60)).decode() == Identity("job", "worker", "node7").uri()
 
 
 SERVE = """
@@ -158,7 +158,7 @@ def test_the_configured_ciphers_are_in_force_in_grpc(own_pki: Pki) -> None:
         def speaks(cipher: str) -> bool:
             context = client_ssl_context(dataclasses.replace(worker, cipher_list=(cipher,)))
             context.maximum_version = ssl.TLSVersion.TLSv1_2
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
                 try:
                     context.wrap_socket(plain).close()
                 except (ssl.SSLError, ConnectionError):
@@ -168,7 +168,7 @@ def test_the_configured_ciphers_are_in_force_in_grpc(own_pki: Pki) -> None:
         spoken = [
             speaks(f"ECDHE-ECDSA-{kind}") for kind in ("AES256-GCM-SHA384", "AES128-GCM-SHA256", "AES128-SHA")
         ]
-        process.communicate("", timeout=30)
+        process.communicate("", timeout=60)
     assert spoken == [True, False, False]
     assert process.returncode == 0
 

@@ -30,7 +30,7 @@ IP = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
 SCHEDULER = ("muster://job/scheduler",)
 
 
-def check(port: int, credentials: Credentials, host: str = "127.0.0.1", timeout_s: float = 10) -> Preflight:
+def check(port: int, credentials: Credentials, host: str = "127.0.0.1", timeout_s: float = 60) -> Preflight:
     return preflight(host, port, credentials, job="job", timeout_s=timeout_s)
 
 
@@ -49,7 +49,7 @@ def call(port: int, credentials: Credentials, found: Preflight, host: str = "127
     ) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             method: Any = channel.unary_unary("/nobody/Home")
-            method(b"", timeout=10)
+            method(b"", timeout=60)
         code: grpc.StatusCode = caught.value.code()
         return code
 
@@ -234,7 +234,7 @@ def test_a_server_that_stops_in_between_is_no_refusal(server: Credentials, worke
         thread.start()
         with pytest.raises(ConnectionRefusedError):
             check(port, worker)
-        thread.join(10)
+        thread.join(60)
 
 
 def test_what_may_pass_is_an_os_error(worker: Credentials, server: Credentials) -> None:

@@ -233,7 +233,7 @@ def test_an_authoritys_own_certificate_is_no_leaf(pki: Pki, tmp_path: Path) -> N
 def test_expired_and_not_yet_valid(pki: Pki, tmp_path: Path) -> None:
     old = p12(tmp_path / "old.p12", certificate(pki.authority, start=NOW - 3 * DAY, end=NOW - DAY))
     new = p12(tmp_path / "new.p12", certificate(pki.authority, start=NOW + DAY, end=NOW + 3 * DAY))
-    here = f"here it is {NOW:%Y-%m-%d}"
+    here = f"here it is ({NOW:%Y-%m-%d}|{datetime.datetime.now(datetime.UTC):%Y-%m-%d})"
     with pytest.raises(errors.ExpiredError, match=f"expired at {NOW - DAY:%Y-%m-%d} .*; {here}"):
         load(old, pki)
     with pytest.raises(errors.NotYetValidError, match=f"not valid before {NOW + DAY:%Y-%m-%d} .*; {here}"):

@@ -111,7 +111,37 @@ def test_an_agent_that_gives_nothing_is_named_at_the_start_and_waited_for(
     assert f"Workload API at {workload.address} gave no certificate in 1.5 s: " in caught.value.message
     assert len(caught.value.message) < 400
     workload.agent.change(workload.socket, mode="serve")
+    monkeypatch.setattr(workload_api, "FIRST_S", 100.0)
     assert workload.follow().credentials.identity.node == "n1"
+
+
+def test_a_client_is_closed_long_after_its_attempt_was_given_up(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may only then make its call, and gRPC crashes a process that calls on a closed channel."""
+    made: list[spiffe.WorkloadApiClient] = []
+    closed: list[spiffe.WorkloadApiClient] = []
+
+    class Client(spiffe.WorkloadApiClient):
+        def __init__(self, socket: str) -> None:
+            made.append(self)
+            super().__init__(socket)
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(spiffe, "WorkloadApiClient", Client)
+    monkeypatch.setattr(workload_api, "RETRY_S", 0.0)
+    workload.agent.change(workload.socket, mode="silent")
+    with workload_api.WorkloadApi(workload.address) as api:
+        while len(made) < workload_api.CLIENTS_KEPT + 3:
+            api.updates()
+        assert closed == made[: -workload_api.CLIENTS_KEPT]
+        workload.agent.change(workload.socket, mode="serve")
+        monkeypatch.setattr(workload_api, "RETRY_S", 10.0)
+        assert api.newest()
+    assert closed[-1] is made[-1]
 
 
 @pytest.mark.parametrize("mode", ["refuse", "rubbish", "huge"])

@@ -23,7 +23,7 @@ from tests.scheduler.processes import Pki, Scheduler, channel, environment, run_
 from tests.scheduler.serve.test_metrics import read
 from tests.waiting import wait_for
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 FLOOD = 300
 URI = ("muster://default/worker",)
 

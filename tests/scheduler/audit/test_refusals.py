@@ -126,7 +126,7 @@ def test_failed_handshakes_have_been_thinned_already(tmp_path: Path) -> None:
 def test_an_insider_who_keeps_joining_does_not_fill_the_audit_log(pki: Pki, tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
     with (
-        scheduler(**pki.env(), MS_AUDIT_LOG=str(audit)) as running,
+        scheduler(**pki.env(), MS_AUDIT_LOG=str(audit), MS_NODE_TIMEOUT="600") as running,
         channel(running.target, pki.credentials("client")) as over,
     ):
         members = form(over)

@@ -132,7 +132,7 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_drain_names_job_and_directory_and_asks_on_a_terminal(publish: Publish) -> None:
-    with scheduler(MS_JOB_ID="night") as asked, channel(asked.target) as line:
+    with scheduler(MS_JOB_ID="night", MS_NODE_TIMEOUT="600") as asked, channel(asked.target) as line:
         launch = publish("night", asked.port)
         stream = Stream(line)
         stream.put(join("7", job_id="night"))

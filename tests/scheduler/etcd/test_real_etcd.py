@@ -115,7 +115,7 @@ def test_one_leads_and_the_next_reads_what_it_wrote(rig: Rig) -> None:
         began = asyncio.get_running_loop().time()
         waiting = asyncio.ensure_future(leads(new))
         after = await waiting
-        assert asyncio.get_running_loop().time() - began < LEASE_S + 10
+        assert asyncio.get_running_loop().time() - began < LEASE_S + 60
         for late in (BATCHES[1], ()):
             with pytest.raises(DeposedError, match="new does"):
                 await journal.append(JOB, late)

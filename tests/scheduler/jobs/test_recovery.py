@@ -24,7 +24,7 @@ from tests.scheduler.processes import (
 
 
 def recovery(path: Path) -> dict[str, str]:
-    return {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(path), "MS_NODE_TIMEOUT": "20"}
+    return {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(path), "MS_NODE_TIMEOUT": "60"}
 
 
 def come_back(over: grpc.Channel, index: int, *, rank: int, built: bool = True) -> Stream:

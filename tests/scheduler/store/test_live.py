@@ -30,7 +30,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @pytest.fixture(scope="module")
 def running(pki: Pki) -> Iterator[Scheduler]:
-    with scheduler(MS_WORKER_NUM="2", MS_NODE_TIMEOUT="60", **pki.env()) as served:
+    with scheduler(MS_WORKER_NUM="2", MS_NODE_TIMEOUT="600", **pki.env()) as served:
         yield served
 
 

@@ -18,7 +18,7 @@ from muster.scheduler.store.key_value_store import Quotas
 from muster.scheduler.store.service import GONE_KEPT, StoreLimits
 from muster.wire.v1 import store_pb2 as pb
 from tests.scheduler.store.rig import OPEN, Rig, served
-from tests.waiting import go
+from tests.waiting import LIMIT_S, go
 
 SET, GET, ADD, WAIT = pb.STORE_KIND_SET, pb.STORE_KIND_GET, pb.STORE_KIND_ADD, pb.STORE_KIND_WAIT
 SECRET = b"the-value-that-nobody-may-see"
@@ -503,7 +503,7 @@ def test_a_certificate_that_is_revoked_ends_its_stream() -> None:
             await ask(link, SET, b"k", b"v")
 
             rig.access.revoked = lambda caller: "it was revoked"  # type: ignore[method-assign]
-            looked = asyncio.get_running_loop().time() + 10
+            looked = asyncio.get_running_loop().time() + LIMIT_S
             with pytest.raises(StoreEndedError, match="it was revoked"):
                 while asyncio.get_running_loop().time() < looked:
                     await ask(link, GET, b"k")

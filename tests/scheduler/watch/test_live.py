@@ -69,7 +69,7 @@ def beat(step: int, **more: object) -> rendezvous_pb.WorkerMessage:
 
 @pytest.fixture
 def running(pki: Pki) -> Iterator[Scheduler]:
-    with scheduler(**pki.env(), MS_TOPO_TIMEOUT="20", MS_NODE_TIMEOUT="5") as started:
+    with scheduler(**pki.env(), MS_NODE_TIMEOUT="600") as started:
         yield started
 
 

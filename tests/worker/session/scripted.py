@@ -27,7 +27,7 @@ from muster.worker.session.streams import Stream
 from tests.worker.session.machine import assignment as make_assignment
 from tests.worker.session.machine import profile
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 class Line:

@@ -42,7 +42,7 @@ def run(code: str, **env: str) -> str:
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def test_closing_ends_a_reader_that_waits(pki: Pki) -> None:
         reader = threading.Thread(target=read)
         reader.start()
         end()
-        reader.join(20)
+        reader.join(100)
         assert not reader.is_alive()
         assert isinstance(ended[0], OSError)
 
@@ -119,7 +119,7 @@ class Channel:
     def close(self):
         real.close()
 
-signal.alarm(20)
+signal.alarm(60)
 real = grpc.insecure_channel("127.0.0.1:1")
 messages, end = stream_on(Channel(), SimpleQueue())
 end()
@@ -130,6 +130,6 @@ stopped.join()
 
 
 def test_the_interpreter_ends_though_a_thread_of_grpc_was_stopped_while_it_held_a_lock() -> None:
-    done = subprocess.run([sys.executable, "-c", LOCKED], env=environment(), check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LOCKED], env=environment(), check=False, timeout=100)
     assert done.returncode != -signal.SIGALRM, "it hung"
     assert done.returncode == 0

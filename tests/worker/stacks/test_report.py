@@ -13,9 +13,16 @@ from muster.wire.messages import Collective
 from muster.worker.stacks.handler import VARIABLE
 from muster.worker.stacks.mailbox import YOUNG_S, Mailbox, age_s
 from muster.worker.stacks.report import own_report, program_report
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 CALL = Collective(7, "all_reduce", "world", "float32", 16, False)
+
+
+class Patient(Mailbox):
+    """Waits as long for an answer as a busy host takes."""
+
+    def ask(self, pid: int, wait_s: float = LIMIT_S) -> str | None:
+        return super().ask(pid, wait_s)
 
 
 def waits_for(over: threading.Event) -> None:
@@ -73,7 +80,7 @@ def test_a_program_without_handler_is_described_by_the_kernel_alone_and_lives() 
 
 
 def test_a_program_that_a_shell_has_started_is_found() -> None:
-    mailbox = Mailbox()
+    mailbox = Patient()
     script = (
         f"import os, sys, time; sys.path[:0] = {sys.path!r}\n"
         "from muster.worker.stacks.handler import answer_signal\n"

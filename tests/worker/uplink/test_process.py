@@ -15,6 +15,7 @@ from muster.worker.uplink.batches import MAX_WAITING
 from muster.worker.uplink.door import make_door
 from muster.worker.uplink.frames import UplinkFrameKind, frame
 from muster.worker.uplink.process import Uplink
+from tests.waiting import LIMIT_S
 
 
 def test_a_worker_that_was_let_go_while_too_much_of_its_own_waited_is_seen_to_end() -> None:
@@ -23,7 +24,7 @@ def test_a_worker_that_was_let_go_while_too_much_of_its_own_waited_is_seen_to_en
 
     def dial(outbox: SimpleQueue[bytes | None]) -> Stream:
         def replies() -> Iterator[bytes]:
-            sent.wait(30)
+            sent.wait(LIMIT_S)
             closed = pb.ToHost(items=[pb.ToWorkers(workers=[1], closed=pb.Closed(code=3, detail="no"))])
             yield closed.SerializeToString()
             while outbox.get() is not None:
@@ -45,10 +46,10 @@ def test_a_worker_that_was_let_go_while_too_much_of_its_own_waited_is_seen_to_en
             await _taken(own)
             sent.set()
             own.shutdown(socket.SHUT_WR)
-            while data := await asyncio.wait_for(loop.sock_recv(own, 4096), 30):
+            while data := await asyncio.wait_for(loop.sock_recv(own, 4096), LIMIT_S):
                 assert data
             outer.close()
-            await asyncio.wait_for(uplink, 30)
+            await asyncio.wait_for(uplink, LIMIT_S)
 
     asyncio.run(test())
 
@@ -85,7 +86,7 @@ def test_a_door_that_nobody_holds_any_more_is_not_read_again() -> None:
             assert not uplink.done()
             assert inner.reads < 10
             own.close()
-            await asyncio.wait_for(uplink, 30)
+            await asyncio.wait_for(uplink, LIMIT_S)
 
     asyncio.run(test())
 
