@@ -176,7 +176,7 @@ class prometheus:  # noqa: N801
 
 
 def _get(url: str) -> Any:
-    return urllib.request.urlopen(url, timeout=10)
+    return urllib.request.urlopen(url, timeout=WAIT_S)
 
 
 def api(port: int, path: str) -> Any:
@@ -214,7 +214,7 @@ def until(true: Callable[[], bool], meanwhile: Callable[[], object] = bool) -> N
 
 
 def _tries() -> Iterator[int]:
-    deadline, count = time.monotonic() + 60, 0
+    deadline, count = time.monotonic() + WAIT_S, 0
     while time.monotonic() < deadline:
         yield count
         count += 1
