@@ -12,7 +12,7 @@ from tests.end_to_end.workers import Worker, company
 from tests.scheduler.processes import Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 
-ENV = {"MS_NODE_TIMEOUT": "1"}
+ENV = {"MS_NODE_TIMEOUT": "2"}
 ASKS_AS_NEWCOMER = "this worker has lost its place and asks for one as a newcomer"
 
 pytestmark = pytest.mark.timeout(240, method="signal")
