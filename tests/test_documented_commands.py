@@ -268,7 +268,7 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=110,
+            timeout=200,
         )
         assert done.returncode == 0, done.stdout
         return done.stdout
@@ -443,7 +443,7 @@ def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_harm_is_done_to_a_job(shell: Shell) -> None:
     (shell.folder / "train.py").write_text(STEPS)
     init, variables, passwords, where, start, workers, kill, replace, leave, drain, stop, *scheduler = to_run(

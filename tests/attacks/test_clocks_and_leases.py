@@ -21,6 +21,7 @@ from tests.attacks.test_clocks_disks_orphans import DAY_S, JUMPING
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.alone,  # a leader without a processor for seconds loses its lease
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed"),
     pytest.mark.timeout(300),
 ]

@@ -226,7 +226,7 @@ class Splice:
         """Puts it in."""
         yield from islice(data, self._place)
         next(data)
-        yield self._taken.get(timeout=TIMEOUT_S)
+        yield self._taken.get(timeout=60)
         yield from data
 
 

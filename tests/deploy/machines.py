@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.scheduler.processes import ROOT
 
 README = (ROOT / "deploy" / "README.md").read_text()
-WAIT_S = 90.0
+WAIT_S = 200.0
 
 # Everything of this machine, each mount in its place, and then the command in there. The mounts are in a
 # name space of their own, and so end with the command.

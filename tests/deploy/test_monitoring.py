@@ -25,6 +25,9 @@ from tests.web.launch import launch
 
 MONITORING = ROOT / "deploy" / "monitoring"
 DASHBOARD = MONITORING / "grafana-dashboard.json"
+OF_A_BUSY_MACHINE = {"MusterSchedulerDown", "MusterStraggler"}
+"""Alerts that wait for minutes, and may have begun to: an answer took over a second, or one rank was slow."""
+
 needs_prometheus = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs prometheus and promtool"
 )
@@ -108,10 +111,10 @@ def test_a_real_prometheus_sees_a_job_suspended(pki: Pki, tmp_path: Path) -> Non
         until(lambda: value(port, 'muster_job_state{exported_job="default",state="running"}') == 1.0, beat)
         for expr in queries():
             until(lambda expr=expr: bool(ask(port, expr)) or may_be_empty(expr), beat)  # type: ignore[misc]
-        assert value(port, "muster_workers_missing") == 0.0
+        until(lambda: value(port, "muster_workers_missing") == 0.0, beat)
         second.call.cancel()
         until(lambda: "pending" in alerts(port).get("MusterJobSuspended", []))
-        assert value(port, "muster_workers_missing") == 1.0
+        until(lambda: value(port, "muster_workers_missing") == 1.0)
         rules = api(port, "rules")["groups"][0]["rules"]
         assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
 
@@ -129,13 +132,13 @@ def test_a_real_prometheus_scrapes_a_job_that_trains_and_loses_a_worker(tmp_path
         until(lambda: step() > 5 and value(port, "muster_workers_missing") == 0.0)
         for expr in queries():
             until(lambda expr=expr: bool(ask(port, expr)) or may_be_empty(expr))  # type: ignore[misc]
-        until(lambda: alerts(port) == {})
+        until(lambda: alerts(port).keys() <= OF_A_BUSY_MACHINE)
         os.kill(job.pid_of(2), signal.SIGKILL)
         until(lambda: "pending" in alerts(port).get("MusterWorkersMissing", []))
-        assert value(port, "muster_workers_missing") == 1.0
+        until(lambda: value(port, "muster_workers_missing") == 1.0)
         reached = step()
         until(lambda: step() > reached + 5)
-        assert list(alerts(port)) == ["MusterWorkersMissing"]
+        until(lambda: alerts(port).keys() - OF_A_BUSY_MACHINE == {"MusterWorkersMissing"})
 
 
 def may_be_empty(expr: str) -> bool:
@@ -176,7 +179,7 @@ class prometheus:  # noqa: N801
 
 
 def _get(url: str) -> Any:
-    return urllib.request.urlopen(url, timeout=10)
+    return urllib.request.urlopen(url, timeout=WAIT_S)
 
 
 def api(port: int, path: str) -> Any:
@@ -214,7 +217,7 @@ def until(true: Callable[[], bool], meanwhile: Callable[[], object] = bool) -> N
 
 
 def _tries() -> Iterator[int]:
-    deadline, count = time.monotonic() + 60, 0
+    deadline, count = time.monotonic() + WAIT_S, 0
     while time.monotonic() < deadline:
         yield count
         count += 1

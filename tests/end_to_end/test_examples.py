@@ -53,7 +53,7 @@ def run(directory: Path, script: str, *arguments: str, **env: str) -> subprocess
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=200,
     )
 
 

@@ -28,7 +28,7 @@ def test_mpirun(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=90,
+            timeout=200,
         )
         assert done.returncode == 0, done.stdout + done.stderr + sched.log
         reports = [json.loads(line) for line in re.findall(r"\{\"rank\"[^{}]*\}", done.stdout)]

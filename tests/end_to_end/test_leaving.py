@@ -280,7 +280,7 @@ def test_who_has_taken_the_state_is_known_to_hold_it_with_its_first_step(tmp_pat
 
 
 def test_a_leave_is_known_while_the_worker_waits_in_a_collective_for_one_that_blocks(tmp_path: Path) -> None:
-    with job(tmp_path, 2, 1, MS_STALL_TIMEOUT="3") as (running, workers):
+    with job(tmp_path, 2, 1, MS_STALL_TIMEOUT="6") as (running, workers):
         leaver, blocked = workers.start("0"), workers.start("1", BLOCK_AFTER="5")
         blocked.await_line("blocked")
         ask_to_leave("SIGTERM", running, leaver)

@@ -80,7 +80,7 @@ def make(checkout: Path, *arguments: str) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=90)
+        printed, _ = process.communicate(timeout=200)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -75,7 +75,7 @@ def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[st
     command = [sys.executable, "-m", "muster", "run", "--scheduler", "--tail", "all", *words]
     full = environment(SECRETS=str(folder / "secrets"), **env)
     return subprocess.run(
-        command, cwd=folder, env=full, capture_output=True, text=True, timeout=90, check=False
+        command, cwd=folder, env=full, capture_output=True, text=True, timeout=200, check=False
     )
 
 

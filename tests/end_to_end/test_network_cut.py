@@ -16,6 +16,7 @@ from tests.scheduler.processes import Pki
 from tests.waiting import wait_for
 
 NODE_TIMEOUT_S = 3.0
+LATE_S = 30.0  # of a busy machine; TCP alone would notice after a quarter of an hour
 RECONNECT_TIMEOUT_S = 4.0
 WAIT_S = 100.0
 
@@ -41,7 +42,7 @@ class Trained:
             "MS_WORKER_MIN": "2",
             "MS_SCHED_HOST": net["control"].address(),
             "MS_SCHED_PORT": str(PORT),
-            "MS_TOPO_TIMEOUT": "30",
+            "MS_TOPO_TIMEOUT": "60",
             "MS_NODE_TIMEOUT": f"{NODE_TIMEOUT_S:g}",
             "MS_RECONNECT_TIMEOUT": f"{RECONNECT_TIMEOUT_S:g}",
             PACE_VARIABLE: str(self.pace),
@@ -90,7 +91,7 @@ def test_the_majority_goes_on_and_the_cut_side_ends(trained: Trained) -> None:
     trained.await_steps(trained.alpha, 2)
     told = [event for worker in trained.alpha for event in worker.follow() if event["what"] == "interrupted"]
     assert len(told) == 2
-    assert max(event["t"] for event in told) - cut < NODE_TIMEOUT_S + 5
+    assert max(event["t"] for event in told) - cut < NODE_TIMEOUT_S + LATE_S
     assert "(node 2 on host beta) is lost" in trained.scheduler_log.read_text()
 
     # No split brain: a worker that is cut off ends with the reason, and has finished no step by itself.

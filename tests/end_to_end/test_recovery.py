@@ -82,7 +82,7 @@ def await_world(job: Digits, workers: list[WorkerProcess], world: int, generatio
 
 
 def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path: Path) -> None:
-    with digits(tmp_path, 3, 2, epochs=16, pace_s=0.05, MS_NODE_TIMEOUT="1") as job:
+    with digits(tmp_path, 3, 2, epochs=16, pace_s=0.05, MS_NODE_TIMEOUT="2") as job:
         job.begin()
         first, stopped, third = job.workers
         stopped.process.send_signal(signal.SIGSTOP)

@@ -33,7 +33,8 @@ def main_thread(stacks: str) -> str:
 def test_ranks_that_hang_in_a_collective_in_c_in_python_and_in_a_lock_say_where(
     pki: Pki, tmp_path: Path
 ) -> None:
-    env = {"MS_WORKER_NUM": "4", "MS_STALL_TIMEOUT": "1.5", "MS_INCIDENT_DIR": str(tmp_path / "incidents")}
+    env = {"MS_WORKER_NUM": "4", "MS_INCIDENT_DIR": str(tmp_path / "incidents")}
+    env["MS_STALL_TIMEOUT"] = "4"  # all of them hang by then
     with scheduler(**env, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
         workers = hired.form(4)
         for worker, (hang, _) in zip(workers, HANGS, strict=True):
@@ -67,7 +68,7 @@ def test_ranks_that_hang_in_a_collective_in_c_in_python_and_in_a_lock_say_where(
 def test_a_rank_of_an_elastic_loop_that_stands_still_says_where(
     tmp_path: Path,
 ) -> None:
-    env = {"MS_WORKER_NUM": "2", "MS_STALL_TIMEOUT": "1.5", "MS_NODE_TIMEOUT": "60"}
+    env = {"MS_WORKER_NUM": "2", "MS_STALL_TIMEOUT": "3", "MS_NODE_TIMEOUT": "60"}
     with scheduler(**env) as sched:
         blocked = {"0": "-1", "1": "5"}
         started = [

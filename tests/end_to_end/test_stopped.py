@@ -12,7 +12,7 @@ from tests.end_to_end.workers import Worker, company
 from tests.scheduler.processes import Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 
-ENV = {"MS_NODE_TIMEOUT": "1"}
+ENV = {"MS_NODE_TIMEOUT": "2"}
 ASKS_AS_NEWCOMER = "this worker has lost its place and asks for one as a newcomer"
 
 pytestmark = pytest.mark.timeout(240, method="signal")
@@ -26,7 +26,7 @@ def stop_until_lost(worker: Worker, running: Scheduler, node_id: str) -> None:
 
 def test_workers_that_pause_for_less_than_node_timeout_keep_their_places(tmp_path: Path) -> None:
     """In whatever moment the pause begins: with a ping under way, just before a heartbeat."""
-    env = {"MS_NODE_TIMEOUT": "5"}
+    env = {"MS_NODE_TIMEOUT": "8"}
     pki = Pki.make(tmp_path)
     with scheduler(**pki.env(), **env) as running, company(tmp_path, running, pki) as hired:
         workers = hired.form(2, **env)
@@ -34,7 +34,7 @@ def test_workers_that_pause_for_less_than_node_timeout_keep_their_places(tmp_pat
             for worker in workers:
                 worker.process.send_signal(signal.SIGSTOP)
                 worker.tell("worker.all_reduce(1.0).tolist()")
-            time.sleep(4.0)  # the pause: several heartbeats, and room for a machine that is late
+            time.sleep(5.0)  # the pause: several heartbeats, and room for a machine that is late
             for worker in workers:
                 worker.process.send_signal(signal.SIGCONT)
             assert [worker.answer() for worker in workers] == ["ok 2.0", "ok 2.0"]

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.launching import gone
 from tests.scheduler.processes import ROOT, Pki, environment, scheduler
+from tests.waiting import wait_for
 
 STORE = """
 import os, socket, struct, sys, time
@@ -75,7 +77,7 @@ def run(
     pki: Pki,
     *command: str,
     options: tuple[str, ...] = (),
-    timeout_s: float = 100,
+    timeout_s: float = 200,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``muster run --scheduler`` to its end."""
@@ -244,7 +246,7 @@ def test_survivors_are_started_again_in_the_next_generation(pki: Pki, tmp_path: 
     )
     left = [int(pid) for pid in re.findall(r"left (\d+)", done.stdout)]
     assert len(left) == 2
-    assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    wait_for(lambda: all(map(gone, left)))  # once whoever inherits them has looked
 
 
 def test_a_replacement_joins_the_survivors(pki: Pki, tmp_path: Path) -> None:

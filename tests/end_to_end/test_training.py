@@ -101,7 +101,7 @@ class Training:
 @contextlib.contextmanager
 def training(directory: Path, pki: Pki, workers: int, **env: str) -> Iterator[Training]:
     """A scheduler for ``workers`` workers; what still runs at the end is killed."""
-    env = {"MS_WORKER_NUM": str(workers), "MS_TOPO_TIMEOUT": "20", **env}
+    env = {"MS_WORKER_NUM": str(workers), "MS_TOPO_TIMEOUT": "60", **env}
     with scheduler(**env, **pki.env()) as sched:
         job = Training(directory, sched, {**env, **pki.env()})
         try:

@@ -104,7 +104,7 @@ def test_a_script_with_a_rank_table_needs_nothing_but_a_scheduler(tmp_path: Path
         CUDA_VISIBLE_DEVICES="",
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     )
-    done = subprocess.run(["bash", "-c", lines], cwd=tmp_path, env=env, check=False, timeout=90)
+    done = subprocess.run(["bash", "-c", lines], cwd=tmp_path, env=env, check=False, timeout=200)
     logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
     assert done.returncode == 0, logs
     assert "6 is rank 0 of 2\n" in logs["train_0.log"] and "7 is rank 1 of 2\n" in logs["train_1.log"], logs
@@ -167,7 +167,7 @@ def test_pytest_and_a_wrapper_may_be_the_worker_s_command(tmp_path: Path) -> Non
 
 def test_a_wrapper_that_ends_before_its_program_is_named(tmp_path: Path) -> None:
     """What it has left in the background ends with the worker, and the launch says that nobody came."""
-    (tmp_path / "train.py").write_text("import muster\nmuster.init()\n")
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\nimport muster\nmuster.init()\n")
     (tmp_path / "wrapper.sh").write_text(f"{PYTEST} &\n")
     assert "no worker joined the job" in launched(tmp_path, "-n", "2", "--", "bash", "wrapper.sh").stderr
 
@@ -211,7 +211,7 @@ def launched(folder: Path, *options: str, **env: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

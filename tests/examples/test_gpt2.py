@@ -104,7 +104,7 @@ def test_two_workers_train_it_to_its_end(text: Path, tmp_path: Path, parallel: s
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch: 1 step: 4, loss is " in done.stdout

@@ -16,7 +16,7 @@ from tests.parallel.test_divided_jobs import PATH
 TINY = ("--tiny", "--no-compile", "--parallel=auto", "--data=synthetic", "--image-size=32", "--print-every=1")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_resnet_example_trains_as_a_search_divides_it(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "examples.resnet50_cifar10", *TINY, "--batch-size=4", "--steps=4")
     code, out, err = Place(tmp_path).run(

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests import ports
 from tests.waiting import wait_for
 
-DEADLINE_S = 100.0
+DEADLINE_S = 200.0
 
 
 def environment(**variables: str) -> dict[str, str]:

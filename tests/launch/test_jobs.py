@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -558,16 +559,17 @@ def test_a_hang_is_shown_on_the_terminal_once_with_what_helps_and_that_it_is_ove
     launch = here.start(
         *("-n", "2", "--scheduler", "--devices", "none"),
         command=(PYTHON, script),
-        MS_STALL_TIMEOUT="1",
+        MS_STALL_TIMEOUT="2",
         MS_BACKEND="tcp",
     )
     assert launch.stderr is not None
-    said = next(line for line in launch.stderr if b"No progress" in line).decode()
-    assert f"rank {rank} (node {rank} on host" in said and "lags in step 4 with 3 finished" in said
+    # A busy machine may take so long for a step before.
+    said = next(line for line in launch.stderr if b"lags in step 4 with 3 finished" in line).decode()
+    assert "No progress" in said and f"rank {rank} (node {rank} on host" in said
     assert f"rank {1 - rank} called collective 4 of group world" in said and f"rank {rank} did not" in said
     assert "(muster run --min-workers 1 lets the others go on without it, --spares 1 with another" in said
     assert "max-restarts" not in said, "nobody has failed"
-    wait_for(lambda: here.scheduler_log().count("No progress for") >= 3)  # it is said again there
+    wait_for(lambda: here.scheduler_log().count("with 3 finished") >= 2)  # it is said again there
     (here.directory / "woken").touch()
     here.until("through0")
     more = next(launch.stderr).decode()
@@ -620,15 +622,19 @@ while not answers(os.environ):
 
 
 def uplink_of(launch: subprocess.Popen[bytes]) -> int:
-    """Process id of a launch's uplink; 0: it has none now."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == launch.pid and b"muster.worker.uplink" in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-        except (OSError, IndexError):
-            continue
-    return 0
+    """Process id of a launch's uplink, once it has its name."""
+    found: list[int] = []
+
+    def is_found() -> bool:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, IndexError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == launch.pid and b"muster.worker.uplink" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return bool(found)
+
+    wait_for(is_found)
+    return found[0]
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
@@ -638,11 +644,10 @@ def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Pla
     for name in ("in0", "in1"):
         here.until(name)
     uplink = uplink_of(launch)
-    assert uplink
     joins = [line for line in here.scheduler_log().splitlines() if " joined " in line]
     assert len({line.split("peer=")[1].split()[0] for line in joins}) == 1  # one connection
     os.kill(uplink, signal.SIGKILL)
-    wait_for(lambda: here.scheduler_log().count(" is back") == 2)
+    wait_for(lambda: here.scheduler_log().count(" is back") >= 2)
     (here.directory / "end").touch()
     _, err = launch.communicate(timeout=100)
     assert launch.returncode == 0, err
@@ -668,6 +673,5 @@ def test_an_uplink_ends_with_a_launcher_that_is_killed_after_the_workers(here: P
     for name in ("in0", "in1"):
         here.until(name)
     uplink = uplink_of(launch)
-    assert uplink
     launch.kill()
     wait_for(lambda: gone(uplink))

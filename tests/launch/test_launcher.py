@@ -177,11 +177,11 @@ def test_a_worker_that_will_not_end_is_killed_after_the_grace(here: Place) -> No
 
 def test_a_worker_that_is_stopped_ends_when_it_is_asked_to(here: Place) -> None:
     script = here.script(HELPERS + "tell('ready', os.getpid())\nos.kill(os.getpid(), signal.SIGSTOP)\nstay()")
-    launch = here.start("-n", "1", "--grace", "30", command=(PYTHON, script))
+    launch = here.start("-n", "1", "--grace", "3600", command=(PYTHON, script))
     status = Path("/proc", here.until("ready"), "status")
     wait_for(lambda: "State:\tT" in status.read_text())
     launch.send_signal(signal.SIGTERM)
-    _, err = launch.communicate(timeout=20)
+    _, err = launch.communicate(timeout=100)
     assert launch.returncode == 128 + signal.SIGTERM
     assert b"killed" not in err
 
@@ -192,7 +192,7 @@ def test_the_scheduler_is_not_killed_with_a_worker_that_will_not_end(here: Place
         "while 'ready on' not in open('muster-runs/latest/scheduler.log').read():\n    time.sleep(0.01)\n"
         "tell('ready')\nstay()"
     )
-    launch = here.start("-n", "1", "--grace", "2", "--scheduler", command=(PYTHON, script))
+    launch = here.start("-n", "1", "--grace", "5", "--scheduler", command=(PYTHON, script))
     here.until("ready")
     launch.send_signal(signal.SIGINT)
     _, err = launch.communicate(timeout=100)
@@ -251,7 +251,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(here: Place) -> None:
     script = here.script(HELPERS + HELPER_PROCESSES + "tell('pids', ' '.join(map(str, HELPERS)))")
     code, _, _ = here.run("-n", "1", command=(PYTHON, script))
     assert code == 0
-    assert all(gone(int(pid)) for pid in here.until("pids").split())
+    wait_for(lambda: all(gone(int(pid)) for pid in here.until("pids").split()))  # long before ten minutes
 
 
 def test_a_killed_worker_is_not_started_again_before_all_that_it_had_started_is_gone(here: Place) -> None:
@@ -292,8 +292,11 @@ print("start", begun, flush=True)
 log = pathlib.Path("muster-runs/latest/worker_0.log")
 while f"start {begun}" not in log.read_text():  # the launcher reads once it has closed this process's end
     time.sleep(0.01)
+def held():  # it opens files for a moment, too
+    time.sleep(0.01)
+    return len(os.listdir(f"/proc/{os.getppid()}/fd"))
 with counts.open("a") as file:
-    print(len(os.listdir(f"/proc/{os.getppid()}/fd")), file=file)
+    print(min(held() for _ in range(10)), file=file)
 sys.exit(len(counts.read_text().split()) < 6)
 """
     )
@@ -591,24 +594,29 @@ def test_a_guardian_that_is_stopped_does_not_keep_the_launch_from_its_end(here: 
     here.until("ready")
     os.kill(_guardian_of(launch.pid), signal.SIGSTOP)
     launch.send_signal(signal.SIGTERM)
-    launch.communicate(timeout=20)
+    launch.communicate(timeout=100)
     assert launch.returncode == 128 + signal.SIGTERM
 
 
 def _guardian_of(launcher: int) -> int:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*children, str(launcher))}
-    [guardian] = [pid for pid in children if commands[pid] == commands[str(launcher)]]
-    return int(guardian)
+    """The child of a launcher that has its name for good; others have it until they run their programs."""
+
+    def alike() -> list[str]:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*children, str(launcher))}
+        return [pid for pid in children if commands[pid] == commands[str(launcher)]]
+
+    wait_for(lambda: len(alike()) == 1)
+    return int(alike()[0])
 
 
 def test_a_launcher_that_is_only_made_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     with contextlib.ExitStack() as held:
         plan = plan_of(["-n", "2", "--scheduler", "--", "true"], {**os.environ, "MS_SCHED_PORT": ""}, held)
         Launcher(plan, Screen(os.environ))
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == handlers
-    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == children
+    assert set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()) <= set(children)
     assert not list(tmp_path.iterdir())

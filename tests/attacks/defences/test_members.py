@@ -45,7 +45,7 @@ class Field:
 
     def put(self, data: bytes) -> None:
         """Sends bytes as they are, as far as the victim takes them."""
-        view, until = memoryview(data), time.monotonic() + 20
+        view, until = memoryview(data), time.monotonic() + 60
         with contextlib.suppress(Exception):
             while view and time.monotonic() < until:
                 view = view[self._connection.write(view) :]

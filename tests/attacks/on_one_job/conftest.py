@@ -10,6 +10,7 @@ import pytest
 from tests.attacks.field import Field
 from tests.attacks.field import field as make_field
 from tests.scheduler.processes import Stream
+from tests.waiting import wait_for
 
 HERE = Path(__file__).parent
 JUDGE = "test_the_job_went_on.py"
@@ -35,4 +36,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
 
 @pytest.fixture(autouse=True)
 def _remember_attack(field: Field, request: pytest.FixtureRequest) -> None:
+    """Also waits until the spare's place is free: after a standstill, who is cut off keeps it for a while."""
+    if request.path.name != JUDGE:
+        wait_for(lambda: all(worker.rank >= 0 for worker in field.status().workers))
     field.attacks.add(request.node.name)

@@ -31,7 +31,7 @@ from tests.communicators.tcp.world import Office, World, make_world, together
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for
 
-SHORT_S = 1.0
+SHORT_S, LONG_S = 1.0, 20.0
 PARKED_S = 60.0  # so long may one wait that has a place
 
 
@@ -45,13 +45,16 @@ def ports(field: Field) -> list[int]:
 @contextlib.contextmanager
 def connected(port: int, host: str = "127.0.0.1") -> Iterator[socket.socket]:
     """Connects from one of the many addresses of loopback: each has its own share of the victims' logs."""
-    with socket.create_connection(("127.0.0.1", port), SHORT_S, source_address=(host, 0)) as sock:
+    with socket.create_connection(("127.0.0.1", port), LONG_S, source_address=(host, 0)) as sock:
         yield sock
 
 
-def answer(sock: socket.socket | ssl.SSLSocket, data: bytes, size: int = 4096) -> bytes:
+def answer(
+    sock: socket.socket | ssl.SSLSocket, data: bytes, size: int = 4096, wait_s: float = SHORT_S
+) -> bytes:
     """Sends, and returns what comes at once; nothing if the other side hangs up or keeps silent."""
     with contextlib.suppress(OSError):
+        sock.settimeout(wait_s)
         sock.sendall(data)
         return sock.recv(size)
     return b""
@@ -68,7 +71,7 @@ def test_half_handshakes_at_every_port(field: Field, ports: list[int]) -> None:
     before, sockets = field.steps(), []
     for port in ports:
         for index in range(100):
-            sock = socket.create_connection(("127.0.0.1", port), timeout=SHORT_S)
+            sock = socket.create_connection(("127.0.0.1", port), timeout=LONG_S)
             sock.sendall(CLIENT_HELLO[: index % 40])
             sockets.append(sock)
     assert field.status().state == "running"
@@ -126,8 +129,7 @@ def test_a_hello_of_another_generation_gets_no_answer(
     context = client_ssl_context(field.pki.credentials("client"))
     for port in ports[:2]:
         with connected(port) as plain, context.wrap_socket(plain) as sock:
-            sock.settimeout(0.3)
-            assert answer(sock, hello_of(field, generation).encode()) == b""
+            assert answer(sock, hello_of(field, generation).encode(), wait_s=0.3) == b""
 
 
 def endpoints(field: Field, ports: list[int]) -> list[int]:
@@ -327,6 +329,6 @@ def test_a_member_of_the_last_generation_stays_in_it(office: Office) -> None:
         world.next()
         now = world.memberships[0]
         world.memberships[1] = replace(old, generation=now.generation)  # it lies about the generation
-        results = world.connect(timeout_s=SHORT_S)
+        results = world.connect(timeout_s=4.0)
     assert all(isinstance(result, (CommunicatorError, WorkerError)) for result in results)
     assert any("unique id" in str(result) for result in results)

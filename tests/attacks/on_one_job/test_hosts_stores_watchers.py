@@ -34,8 +34,8 @@ def _nothing_is_left(field: Field) -> Iterator[None]:
     files, threads = (len(list((process / kind).iterdir())) for kind in ("fd", "task"))
     yield
     step_on(field)
-    assert len(list((process / "task").iterdir())) <= threads + 16
-    assert len(list((process / "fd").iterdir())) <= files + 64
+    wait_for(lambda: len(list((process / "task").iterdir())) <= threads + 16)
+    wait_for(lambda: len(list((process / "fd").iterdir())) <= files + 64)
 
 
 def step_on(field: Field, steps: int = 1) -> None:

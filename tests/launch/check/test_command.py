@@ -290,7 +290,7 @@ def examined(tmp_path: Path, *, clocks_ahead_s: list[int], hosts: list[str]) -> 
 
 def test_the_check_tells_clocks_that_are_off(tmp_path: Path) -> None:
     [sentence] = examined(tmp_path, clocks_ahead_s=[0, 5000, 0], hosts=["one"] * 3)
-    assert re.match(r"The clock of rank 1 is (4999|5000|5001)\.\d s ahead of the others'", sentence)
+    assert re.match(r"The clock of rank 1 is (499\d|500\d)\.\d s ahead of the others'", sentence)
 
 
 def test_the_check_tells_machines_that_share_a_name(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_everything_that_was_found_is_told(capsys: pytest.CaptureFixture[str]) -
 def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "muster", "check", *arguments],
-        env=environment(**{"MS_TOPO_TIMEOUT": "30", **env}),
+        env=environment(**{"MS_TOPO_TIMEOUT": "60", **env}),
         capture_output=True,
         text=True,
         check=False,
