@@ -17,7 +17,11 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 # A slow machine is no fault of the code: no test is judged by the clock.
-settings.register_profile("muster", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Each run has the same cases, so that none fails by chance; --hypothesis-profile random looks for new ones.
+settings.register_profile(
+    "muster", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile("random", settings.get_profile("muster"), derandomize=False)
 settings.load_profile("muster")
 
 # Tests start hundreds of processes: without bytecode on disk each would compile its modules again.
