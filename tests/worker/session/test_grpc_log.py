@@ -30,7 +30,7 @@ def serve():
 threading.Thread(target=serve, daemon=True).start()
 import grpc
 with grpc.insecure_channel("127.0.0.1:%d" % server.getsockname()[1]) as channel:
-    try: channel.unary_unary("/a/b")(b"", timeout=2)
+    try: channel.unary_unary("/a/b")(b"", timeout=4)
     except grpc.RpcError: pass
 """
 
