@@ -6,18 +6,21 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LIMIT_S = 100.0
 """Far beyond what anything takes: a machine that does much else is no fault of the code."""
 
 
-def wait_for(condition: Callable[[], object], told: Callable[[], str] = lambda: "waited in vain") -> None:
-    """Polls until the condition holds; fails with what ``told`` says after a long time."""
+def wait_for(condition: Callable[[], T], told: Callable[[], str] = lambda: "waited in vain") -> T:
+    """Polls until the condition holds, and returns its value; fails after a long time with ``told()``."""
     deadline = time.monotonic() + LIMIT_S
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, told()
         time.sleep(0.01)
+    return value
 
 
 def threads_end(name: str) -> None:

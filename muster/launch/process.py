@@ -18,6 +18,7 @@ from muster.launch.hardware import prefer_memory_of
 from muster.launch.plan import Recipe
 from muster.wire.files import open_own
 from muster.wire.json_lines import LineContext, json_line, process_lines, wanted, wrapped
+from muster.wire.process_stat import stat_fields
 from muster.wire.redaction import SECRET_WORDS
 from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
 
@@ -91,7 +92,7 @@ def _living(sessions: Collection[int]) -> Iterator[int]:
 
 def _state(pid: int) -> str:
     """Returns the letter of a process's state, as in proc(5); Z: it has ended and is not collected yet."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return stat_fields(f"/proc/{pid}")[0]
 
 
 class Guardian:

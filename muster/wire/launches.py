@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.wire.files import open_own, read_regular
+from muster.wire.process_stat import stat_fields
 
 INCIDENTS = "incidents"
 """The name of the folder in a run's directory that holds the evidence of hangs."""
@@ -202,9 +203,7 @@ def _own_directory(env: Mapping[str, str]) -> Path:
 def _began(pid: int) -> int | None:
     """Returns when a process was started, in ticks since the machine's start; None if it does not exist."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        )
+        fields = stat_fields(f"/proc/{pid}")
         return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from muster.errors import LeaveGranted, LeaveNow, WorkerError
 from muster.wire.json_lines import say, say_uncaught, wanted
+from muster.wire.process_stat import stat_fields
 
 log = logging.getLogger("muster.worker")
 
@@ -108,9 +109,7 @@ def set_title(who: str, script: str) -> None:
     title = f"muster: {who} {Path(script).name}".rstrip().encode()
     try:
         Path("/proc/self/comm").write_bytes(title[:15].rstrip())
-        fields = (
-            Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        )
+        fields = stat_fields()
         begin, end = int(fields[45]), int(fields[46])
         if 0 < begin < end:
             memory = os.open("/proc/self/mem", os.O_WRONLY | os.O_CLOEXEC)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from muster.web.past import load
+from muster.wire.process_stat import stat_fields
 from tests.launch.launching import Place, free_port, gone, place
 from tests.waiting import wait_for
 
@@ -623,18 +624,16 @@ while not answers(os.environ):
 
 def uplink_of(launch: subprocess.Popen[bytes]) -> int:
     """Process id of a launch's uplink, once it has its name."""
-    found: list[int] = []
 
-    def is_found() -> bool:
+    def found() -> int:
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, IndexError):
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parent = int(stat_fields(entry)[1])
                 if parent == launch.pid and b"muster.worker.uplink" in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-        return bool(found)
+                    return int(entry.name)
+        return 0
 
-    wait_for(is_found)
-    return found[0]
+    return wait_for(found)
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])

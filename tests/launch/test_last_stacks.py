@@ -11,6 +11,7 @@ import pytest
 
 from muster.launch.last_stacks import KEPT_AT_MOST, LastStacks
 from muster.launch.report import LastWords
+from muster.wire.process_stat import stat_fields
 from muster.worker.stacks.mailbox import YOUNG_S, age_s
 from tests.launch.launching import place
 from tests.waiting import wait_for
@@ -154,8 +155,8 @@ def test_one_that_is_ending_is_not_said_to_be_alive(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            main = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
-            wait_for(lambda: main.read_text().rpartition(")")[2].split()[0] == "Z")
+            main = f"/proc/{process.pid}/task/{process.pid}"
+            wait_for(lambda: stat_fields(main)[0] == "Z")
             stacks.look([Lost(pid=process.pid)], tmp_path, said.append)
         finally:
             process.kill()

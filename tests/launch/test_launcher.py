@@ -601,13 +601,13 @@ def test_a_guardian_that_is_stopped_does_not_keep_the_launch_from_its_end(here: 
 def _guardian_of(launcher: int) -> int:
     """The child of a launcher that has its name for good; others have it until they run their programs."""
 
-    def alike() -> list[str]:
+    def found() -> int:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*children, str(launcher))}
-        return [pid for pid in children if commands[pid] == commands[str(launcher)]]
+        alike = [int(pid) for pid in children if commands[pid] == commands[str(launcher)]]
+        return alike[0] if len(alike) == 1 else 0
 
-    wait_for(lambda: len(alike()) == 1)
-    return int(alike()[0])
+    return wait_for(found)
 
 
 def test_a_launcher_that_is_only_made_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from muster.bench.launches import ROOT
 from muster.bench.recovery.job import MeasuredJob
+from muster.wire.process_stat import stat_fields
 
 RULES = ROOT / "deploy" / "nftables" / "handshakes.nft"
 SOURCE = "127.0.0.9"
@@ -190,5 +191,5 @@ def _memory_mb(pid: int) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    fields = stat_fields(f"/proc/{pid}")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

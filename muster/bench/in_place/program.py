@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muster.torch
 from muster.bench.recovery.loop import RECORD_VARIABLE, EventFile
 from muster.bench.snapshots.job import digest
+from muster.wire.process_stat import stat_fields
 
 WIDTH, ROWS, BATCH = 32, 40, 8
 
@@ -193,7 +193,7 @@ def _device_type() -> str:
 
 def _begun() -> float:
     """Returns the time on the monotonic clock at which this process began, in seconds."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(stat_fields()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.bench.launches import environment, make_keys
+from muster.wire.process_stat import stat_fields
 
 if TYPE_CHECKING:
     from muster.bench.scale.load import Load
@@ -489,5 +490,5 @@ def resident_bytes(pid: int) -> int:
 
 def cpu_s(pid: int) -> float:
     """Returns the CPU time of a process so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    fields = stat_fields(f"/proc/{pid}")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

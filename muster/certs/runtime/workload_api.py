@@ -76,7 +76,7 @@ class WorkloadApi:
         with self._lock:
             if self._source is not None:
                 self._drop()
-                self._clients.pop().close()
+                self._clients.pop().close()  # the others are of attempts whose threads may yet call
 
     def updates(self) -> int:
         """The number of updates that the API has sent; asks it again if it has refused this process."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from muster.wire.process_stat import stat_fields
+
 MOST_THREADS = 64
 PF_EXITING = 0x4
 """The flag of a thread that ends, in Linux's include/linux/sched.h."""
@@ -47,13 +49,17 @@ def is_ending(pid: int) -> bool:
 
     A killed process closes its connections before its parent can collect it. False if it cannot be read.
     """
-    fields = (_read(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
-    return len(fields) > 6 and bool(int(fields[6]) & PF_EXITING)
+    try:
+        return bool(int(stat_fields(f"/proc/{pid}")[6]) & PF_EXITING)
+    except (OSError, IndexError):
+        return False
 
 
 def _state(task: Path) -> str:
-    fields = (_read(task / "stat") or "").rpartition(")")[2].split()
-    letter = fields[0] if fields else "?"
+    try:
+        letter = stat_fields(task)[0]
+    except (OSError, IndexError):
+        letter = "?"
     return _STATES.get(letter, letter)
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from muster.wire.process_stat import stat_fields
 from muster.worker.stacks.handler import FILE, SIGNAL
 
 ANSWER_S = 2.0
@@ -110,8 +111,8 @@ def age_s(pid: int) -> float:
     Raises:
         OSError: there is no such process.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    begun_ticks = int(stat_fields(f"/proc/{pid}")[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int, most: int = 64) -> list[int]:
