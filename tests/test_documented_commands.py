@@ -17,7 +17,8 @@ import pytest
 
 from tests.end_to_end.test_taught_pages import PAGES as TAUGHT
 from tests.ports import free_port
-from tests.scheduler.processes import ROOT, WAIT_S, environment
+from tests.scheduler.processes import ROOT, environment
+from tests.waiting import LIMIT_S
 
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text()
@@ -314,13 +315,13 @@ class Shell:
         seen = b""
         try:
             while after.encode() not in seen:
-                assert select.select([screen], [], [], WAIT_S)[0], seen
+                assert select.select([screen], [], [], LIMIT_S)[0], seen
                 seen += os.read(screen, 4096)
             process.send_signal(signal.SIGINT)
             with suppress(OSError):  # EIO: the terminal's last user has gone
                 while more := os.read(screen, 4096):
                     seen += more
-            assert process.wait(WAIT_S) == 0, seen
+            assert process.wait(LIMIT_S) == 0, seen
         finally:
             os.close(screen)
             if process.poll() is None:

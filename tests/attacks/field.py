@@ -21,9 +21,9 @@ from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.proxy import Proxy
 from tests.ports import free_port
 from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler
+from tests.waiting import LIMIT_S
 
 WORKERS = 3
-WAIT_S = 100.0
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Field:
     def status(self, name: str = "operator") -> pb.StatusReply:
         """What the scheduler says of the job."""
         with self.channel(name) as over:
-            reply = pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=WAIT_S)
+            reply = pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=LIMIT_S)
         assert isinstance(reply, pb.StatusReply)
         return reply
 

@@ -33,9 +33,9 @@ from tests.attacks.field import environment_of, make_pki, start_victims
 from tests.attacks.on_one_job.test_identity import join
 from tests.disks import small_disk
 from tests.ports import free_port
-from tests.scheduler.processes import ROOT, WAIT_S, Pki, Stream, channel, environment, scheduler
+from tests.scheduler.processes import ROOT, Pki, Stream, channel, environment, scheduler
 from tests.scheduler.serve.test_metrics import read
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 DAY_S = 86_400.0
 JUMPING = """
@@ -58,7 +58,7 @@ def steps(port: int) -> float:
     while True:
         with (
             contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as answer,
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer,
         ):
             [found] = re.findall(r"^muster_step\S* (\S+)$", answer.read().decode(), re.MULTILINE)
             return float(found)
@@ -90,7 +90,7 @@ def test_a_clock_that_jumps_ends_no_membership(pki: Pki, tmp_path: Path) -> None
                     assert not asked_to_join(over)
             shift(tmp_path / "clock", 0.0)
             (tmp_path / "stop").touch()
-            assert [victim.wait(WAIT_S) for victim in victims] == [0] * len(victims)
+            assert [victim.wait(LIMIT_S) for victim in victims] == [0] * len(victims)
             assert running.wait() == 0
         finally:
             for victim in victims:
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_under_the_journal_ends_no_training(
             assert read(metrics)["muster_journal_unwritable"] == 0.0
             wait_for(lambda: steps(metrics) > reached)
             (tmp_path / "stop").touch()
-            assert [victim.wait(WAIT_S) for victim in victims] == [0] * len(victims)
+            assert [victim.wait(LIMIT_S) for victim in victims] == [0] * len(victims)
             assert "Generation 1 is over" not in running.log and "Traceback" not in running.log
     finally:
         for victim in victims:
@@ -408,10 +408,10 @@ def test_of_a_launch_whose_launcher_and_guardian_are_killed_nothing_is_left(
         [guardian] = [pid for pid, c in everybody.items() if pid != launch.pid and c == everybody[launch.pid]]
         for pid in (guardian, launch.pid):
             os.kill(pid, signal.SIGKILL)
-        launch.wait(WAIT_S)
+        launch.wait(LIMIT_S)
         wait_for(lambda: not marked(mark), lambda: f"still there: {marked(mark)}")
     finally:
         for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        launch.wait(WAIT_S)
+        launch.wait(LIMIT_S)

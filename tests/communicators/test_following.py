@@ -37,6 +37,7 @@ from muster.errors import (
 from tests.communicators.tcp.world import JOB, Office, World, make_world, together
 from tests.fakes import FakeCommunicator, Meeting
 from tests.gpu.stand_in import HostArray
+from tests.logs import said
 from tests.waiting import wait_for
 
 SUM = ReduceOp.SUM
@@ -362,16 +363,14 @@ def test_the_first_call_on_the_cpu_is_logged_once(
     make: Callable[[int], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "muster.worker")
-
-    def said() -> list[str]:
-        return [record.message for record in caplog.records if record.name == "muster.worker"]
-
     comm = make(1).ranks[0]
     total(comm, on_gpu(1))
-    assert not said()
+    assert not said(caplog)
     total(comm, on_cpu(1, 2))
     total(comm, on_cpu(1))
-    assert said() == ["all_reduce of 8 bytes on the CPU uses tcp, not NCCL, as all arrays on the CPU do"]
+    assert said(caplog) == [
+        "all_reduce of 8 bytes on the CPU uses tcp, not NCCL, as all arrays on the CPU do"
+    ]
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(make: Callable[[int], Job]) -> None:

@@ -21,6 +21,7 @@ from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.communicators.tcp.handshake import Hello, group_label
 from tests.communicators.tcp.world import Office, World, make_world
+from tests.logs import said
 
 ATTACK_S = 20.0
 ATTACKERS = 4
@@ -126,4 +127,4 @@ def test_every_generation_forms(
         world.close()
     print(f"{formed} generations under {sum(attacker.attacks for attacker in attackers)} attacks")
     assert formed > 3
-    assert not [record for record in caplog.records if record.name == "muster.tcp"]
+    assert not said(caplog, "muster.tcp")

@@ -20,7 +20,8 @@ import yaml
 
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.ports import free_port
-from tests.scheduler.processes import ROOT, WAIT_S, Pki, channel, form, scheduler
+from tests.scheduler.processes import ROOT, Pki, channel, form, scheduler
+from tests.waiting import LIMIT_S
 from tests.web.launch import launch
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -174,12 +175,12 @@ class prometheus:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(WAIT_S)
+        self._process.wait(LIMIT_S)
         self._log.close()
 
 
 def _get(url: str) -> Any:
-    return urllib.request.urlopen(url, timeout=WAIT_S)
+    return urllib.request.urlopen(url, timeout=LIMIT_S)
 
 
 def api(port: int, path: str) -> Any:
@@ -217,7 +218,7 @@ def until(true: Callable[[], bool], meanwhile: Callable[[], object] = bool) -> N
 
 
 def _tries() -> Iterator[int]:
-    deadline, count = time.monotonic() + WAIT_S, 0
+    deadline, count = time.monotonic() + LIMIT_S, 0
     while time.monotonic() < deadline:
         yield count
         count += 1

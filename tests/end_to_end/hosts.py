@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.scheduler.processes import ROOT, environment
+from tests.waiting import LIMIT_S
 
-WAIT_S = 100.0
 PORT = 6667
 _CLUSTERS = itertools.count()
 
@@ -72,7 +72,7 @@ class Host:
             capture_output=True,
             text=True,
             check=False,
-            timeout=WAIT_S,
+            timeout=LIMIT_S,
             cwd=ROOT,
         )
 
@@ -87,7 +87,7 @@ class Host:
         for process in self._started:
             if process.poll() is None:
                 process.kill()  # exec all the way: this is the program itself
-            process.wait(WAIT_S)
+            process.wait(LIMIT_S)
         self._started.clear()
 
     def received_bytes(self, interface: str) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from muster.certs.pki.identity import Identity
-from tests.end_to_end.hosts import PORT, WAIT_S, Cluster, Host, can_make_namespaces, cluster, ip, python
+from tests.end_to_end.hosts import PORT, Cluster, Host, can_make_namespaces, cluster, ip, python
 from tests.scheduler.processes import ROOT, Pki
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = [
     pytest.mark.netns,
@@ -132,8 +132,8 @@ def test_hosts_without_ipv4_form_a_group(net: Cluster, tmp_path: Path) -> None:
     scheduler = job.schedule("control", address)
     for name in ("alpha", "beta"):
         job.work(name, REPORT)
-    assert [worker.wait(WAIT_S) for worker in job.workers] == [0, 0], job.logs()
-    assert scheduler.wait(WAIT_S) == 0, job.logs()
+    assert [worker.wait(LIMIT_S) for worker in job.workers] == [0, 0], job.logs()
+    assert scheduler.wait(LIMIT_S) == 0, job.logs()
     report = json.loads(re.findall(r"\{\"rank\".*\}$", job.log("worker_alpha"), re.M)[0])
     assert report["sum"] == 2.0
     assert all(each.startswith("[fd77:") for each in report["data"])
@@ -149,8 +149,8 @@ def test_a_name_with_both_kinds_of_addresses_is_reached_by_what_a_host_has(
     scheduler = job.schedule("control", "::")
     for host in ("alpha", "beta"):
         job.work(host, REPORT, MS_INTERFACE="10.77.0.0/16")
-    assert [worker.wait(WAIT_S) for worker in job.workers] == [0, 0], job.logs()
-    assert scheduler.wait(WAIT_S) == 0, job.logs()
+    assert [worker.wait(LIMIT_S) for worker in job.workers] == [0, 0], job.logs()
+    assert scheduler.wait(LIMIT_S) == 0, job.logs()
     report = json.loads(re.findall(r"\{\"rank\".*\}$", job.log("worker_beta"), re.M)[0])
     assert all(each.startswith("10.77.") for each in report["data"])
 
@@ -167,11 +167,11 @@ def test_a_scheduler_that_returns_at_another_address_of_its_name_is_found(
         job.work(host, str(tmp_path / "steps.py"), str(stop))
     wait_for(lambda: "rank" in job.log("worker_alpha") and "rank" in job.log("worker_beta"), job.logs)
     first.kill()
-    first.wait(WAIT_S)
+    first.wait(LIMIT_S)
     names.say(net["other"].address())
     second = job.schedule("other", net["other"].address())
     wait_for(lambda: job.log("scheduler_other").count("is back") == 2, job.logs)
     stop.touch()
-    assert [worker.wait(WAIT_S) for worker in job.workers] == [0, 0], job.logs()
-    assert second.wait(WAIT_S) == 0, job.logs()
+    assert [worker.wait(LIMIT_S) for worker in job.workers] == [0, 0], job.logs()
+    assert second.wait(LIMIT_S) == 0, job.logs()
     assert "generation 1" in job.log("worker_alpha")

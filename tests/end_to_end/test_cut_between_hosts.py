@@ -15,7 +15,6 @@ from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, 
 from tests.scheduler.processes import Pki
 from tests.waiting import wait_for
 
-WAIT_S = 100.0
 LATE_S = 10.0
 
 pytestmark = [

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
+from tests.scheduler.processes import Scheduler, environment, scheduler
+from tests.waiting import LIMIT_S
 
 BEGIN = """
 import signal, sys, threading, traceback, muster
@@ -46,7 +47,7 @@ def script(code: str) -> tuple[str, ...]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     """Its exit code and what it wrote to stderr, without the log."""
-    _, errors = process.communicate(timeout=WAIT_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     return process.returncode, [line for line in errors.splitlines() if " muster.worker " not in line]
 
 
@@ -140,7 +141,7 @@ def test_a_loop_of_ones_own_that_is_drained_ends_well_without_catching_anything(
         running.await_log("Generation 1 stands")
         node_id = running.await_log("has joined").partition("Node ")[2].split()[0]
         assert running.command("drain", node_id, "--reason", "maintenance").returncode == 0
-        _, errors = process.communicate(timeout=WAIT_S)
+        _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert "Traceback" not in errors
         assert errors.endswith("muster.worker INFO This worker leaves the job: maintenance.\n")

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from muster.certs.pki.identity import Identity
-from tests.end_to_end.hosts import PORT, WAIT_S, Cluster, Host, can_make_namespaces, cluster, python
+from tests.end_to_end.hosts import PORT, Cluster, Host, can_make_namespaces, cluster, python
 from tests.scheduler.processes import PASSWORD, ROOT, Pki
+from tests.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.netns,
@@ -86,13 +87,13 @@ class Job:
 
     def codes(self) -> list[int]:
         """Waits for the launchers' exit codes."""
-        return [process.wait(WAIT_S) for _, process in self._launched]
+        return [process.wait(LIMIT_S) for _, process in self._launched]
 
     def finish(self) -> None:
         """Waits until all have ended well."""
-        codes = {host.name: process.wait(WAIT_S) for host, process in self._launched}
+        codes = {host.name: process.wait(LIMIT_S) for host, process in self._launched}
         assert set(codes.values()) == {0}, f"{codes}\n{self.logs()}"
-        assert self._scheduler.wait(WAIT_S) == 0, self.logs()
+        assert self._scheduler.wait(LIMIT_S) == 0, self.logs()
 
     def logs(self) -> str:
         """All output."""
@@ -219,7 +220,7 @@ def test_the_tutorials_cluster_script_on_two_hosts(net: Cluster, pki: Pki, tmp_p
         (tmp_path / host.name).mkdir()
         log = tmp_path / host.name / "script.log"
         started.append(host.start(log, *script, *role, **env, LOCAL_WORKERS=str(count)))
-    codes = [process.wait(WAIT_S) for process in started]
+    codes = [process.wait(LIMIT_S) for process in started]
     logs = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.log")}
     assert codes == [0, 0], logs
     workers = sorted(name for name in logs if "device/worker" in name)

@@ -15,9 +15,8 @@ import pytest
 from muster.wire.json_lines import FIELDS, MOST_LINE_BYTES
 from tests.launch.launching import Place, place
 from tests.scheduler.processes import environment, scheduler
+from tests.waiting import LIMIT_S
 from tests.web.processes import web
-
-WAIT_S = 100.0
 
 TRAINS = """
 import os, signal
@@ -119,7 +118,7 @@ def test_the_page_writes_it_and_so_does_who_cannot_start(tmp_path: Path) -> None
         with web(running, MS_LOG_FORMAT="json") as page:
             page.link()
             page.process.send_signal(signal.SIGINT)
-            page.process.wait(WAIT_S)
+            page.process.wait(LIMIT_S)
         shown = [line for line in page.lines if line.startswith("{")]
         assert all(parsed(line) for line in shown)
         running.signal(signal.SIGTERM)
@@ -139,7 +138,7 @@ def test_the_page_writes_it_and_so_does_who_cannot_start(tmp_path: Path) -> None
             env=environment(**wrong),
             capture_output=True,
             text=True,
-            timeout=WAIT_S,
+            timeout=LIMIT_S,
             check=False,
             cwd=tmp_path,
         )

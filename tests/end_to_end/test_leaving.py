@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.workers import Process
-from tests.scheduler.processes import WAIT_S, Scheduler, scheduler
+from tests.scheduler.processes import Scheduler, scheduler
+from tests.waiting import LIMIT_S
 
 STEPS = 200
 EXIT_CODES = {"SIGTERM": 143, "drain": 0}
@@ -38,7 +39,7 @@ class Worker(Process):
             if number is None or line.split()[0] == str(number):
                 self._last = int(line)
                 return self._last
-        raise AssertionError(f"it ended with {self.process.wait(WAIT_S)}:\n{self.log}")
+        raise AssertionError(f"it ended with {self.process.wait(LIMIT_S)}:\n{self.log}")
 
     def await_line(self, line: str) -> None:
         assert self.process.stdout is not None
@@ -56,8 +57,8 @@ class Worker(Process):
         last = steps[-1] if steps else str(self._last)
         if lines and lines[-1].startswith("end "):
             assert lines[-1] == f"end {last} done"
-            return self.process.wait(WAIT_S), f"{last} done"
-        return self.process.wait(WAIT_S), f"{last} left"
+            return self.process.wait(LIMIT_S), f"{last} done"
+        return self.process.wait(LIMIT_S), f"{last} left"
 
 
 class Workers:
@@ -78,7 +79,7 @@ class Workers:
     def close(self) -> None:
         for each in self.all:
             each.process.kill()
-            each.process.communicate(timeout=WAIT_S)
+            each.process.communicate(timeout=LIMIT_S)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,11 @@ from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
 from muster.certs.pki.identity import Identity
 from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, python
 from tests.scheduler.processes import Pki
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 NODE_TIMEOUT_S = 3.0
 LATE_S = 30.0  # of a busy machine; TCP alone would notice after a quarter of an hour
 RECONNECT_TIMEOUT_S = 4.0
-WAIT_S = 100.0
 
 pytestmark = [
     pytest.mark.netns,
@@ -95,7 +94,7 @@ def test_the_majority_goes_on_and_the_cut_side_ends(trained: Trained) -> None:
     assert "(node 2 on host beta) is lost" in trained.scheduler_log.read_text()
 
     # No split brain: a worker that is cut off ends with the reason, and has finished no step by itself.
-    assert [worker.process.wait(WAIT_S) for worker in trained.beta] == [1, 1], trained.logs()
+    assert [worker.process.wait(LIMIT_S) for worker in trained.beta] == [1, 1], trained.logs()
     for worker in trained.beta:
         assert "seems to be cut off" in worker.log.read_text().splitlines()[-1]
         assert {step["generation"] for step in worker.steps()} == {1}
@@ -105,8 +104,8 @@ def test_the_majority_goes_on_and_the_cut_side_ends(trained: Trained) -> None:
     # The network is whole again: the job has lost nothing, and ends well.
     trained.net.plug_in("beta")
     trained.pace.unlink()
-    assert [worker.process.wait(WAIT_S) for worker in trained.alpha] == [0, 0], trained.logs()
-    assert trained.scheduler.wait(WAIT_S) == 0
+    assert [worker.process.wait(LIMIT_S) for worker in trained.alpha] == [0, 0], trained.logs()
+    assert trained.scheduler.wait(LIMIT_S) == 0
     for worker in trained.alpha:
         assert "test accuracy: 0.9" in worker.log.read_text()
         assert [step["step"] for step in worker.steps()] == list(range(1, 60 * 23 + 1))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduler.processes import WAIT_S, Pki, environment
+from tests.scheduler.processes import Pki, environment
+from tests.waiting import LIMIT_S
 
 ON_A_TERMINAL = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY); "
@@ -35,7 +36,7 @@ def declined(directory: Path, *arguments: str, **env: str) -> tuple[int, str]:
         while b"Password of " not in shown:
             shown += os.read(ours, 4096)
         os.write(ours, b"\x03")
-        code = process.wait(WAIT_S)
+        code = process.wait(LIMIT_S)
         while more := _rest(ours):
             shown += more
     finally:

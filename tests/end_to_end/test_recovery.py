@@ -12,9 +12,9 @@ import pytest
 from muster.bench.recovery.cpu import Digits, kill_schedulers, kill_workers
 from muster.bench.recovery.job import WorkerProcess
 from muster.training import checkpoint
+from tests.waiting import LIMIT_S
 
 PACE_S = 0.02
-WAIT_S = 100.0
 
 pytestmark = pytest.mark.timeout(240, method="signal")
 
@@ -56,13 +56,13 @@ def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> Non
         log = job.directory / "scheduler.log"
         job.scheduler.send_signal(signal.SIGSTOP)
         logs = [worker.log for worker in job.workers]
-        job.wait("all gave up", lambda: all("trying again" in each.read_text() for each in logs), WAIT_S)
+        job.wait("all gave up", lambda: all("trying again" in each.read_text() for each in logs), LIMIT_S)
         job.scheduler.send_signal(signal.SIGCONT)
-        job.wait("it has noticed", lambda: "itself stood still for" in log.read_text(), WAIT_S)
-        job.wait("all are back", lambda: log.read_text().count(" is back.") == 3, WAIT_S)
+        job.wait("it has noticed", lambda: "itself stood still for" in log.read_text(), LIMIT_S)
+        job.wait("all are back", lambda: log.read_text().count(" is back.") == 3, LIMIT_S)
         last = [worker.steps()[-1]["step"] for worker in job.workers]
-        job.wait("training", lambda: all(w.steps()[-1]["step"] > max(last) for w in job.workers), WAIT_S)
-        job.finish(WAIT_S)
+        job.wait("training", lambda: all(w.steps()[-1]["step"] > max(last) for w in job.workers), LIMIT_S)
+        job.finish(LIMIT_S)
         assert "has lost its stream while the scheduler stood still" in log.read_text()
         assert " is lost: " not in log.read_text()
         assert {step["generation"] for worker in job.workers for step in worker.steps()} == {1}
@@ -78,7 +78,7 @@ def await_world(job: Digits, workers: list[WorkerProcess], world: int, generatio
             each and each[0]["world"] == world and each[0]["generation"] >= generation for each in last
         )
 
-    job.wait(f"{world} ranks train", there, WAIT_S)
+    job.wait(f"{world} ranks train", there, LIMIT_S)
 
 
 def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path
         before = len(stopped.steps())
         stopped.process.send_signal(signal.SIGCONT)
         await_world(job, [first, stopped, third], 3, generation=3)
-        job.finish(WAIT_S)
+        job.finish(LIMIT_S)
         assert "not heard for" in (job.directory / "scheduler.log").read_text()
         # It trained nothing on the place that it had lost.
         late = stopped.steps()[before:]
@@ -103,7 +103,7 @@ def test_training_ends_well_without_the_scheduler(tmp_path: Path) -> None:
         job.begin()
         job.kill_scheduler()
         job.pace.unlink()
-        job.wait("the end", lambda: not job.living(), WAIT_S, may_end=True)
+        job.wait("the end", lambda: not job.living(), LIMIT_S, may_end=True)
         assert [worker.process.returncode for worker in job.workers] == [0, 0]
         assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
 
@@ -114,10 +114,10 @@ def test_a_loss_without_a_scheduler_ends_with_the_reason_and_the_state_on_disk(t
         job.begin()
         job.kill_scheduler()
         before = max(worker.steps()[-1]["step"] for worker in job.workers)
-        job.wait("training goes on", lambda: job.workers[0].steps()[-1]["step"] > before + 5, WAIT_S)
+        job.wait("training goes on", lambda: job.workers[0].steps()[-1]["step"] > before + 5, LIMIT_S)
         job.workers[2].kill()
         survivors = job.workers[:2]
-        assert [worker.process.wait(WAIT_S) for worker in survivors] == [1, 1], job.tails()
+        assert [worker.process.wait(LIMIT_S) for worker in survivors] == [1, 1], job.tails()
         last = max(worker.steps()[-1]["step"] for worker in survivors)
         for worker in survivors:
             assert "the scheduler, which would know why, has been away" in worker.log.read_text()
@@ -130,7 +130,7 @@ def spared(tmp_path: Path) -> Iterator[Digits]:
     with digits(tmp_path, 3, 3, epochs=12, pace_s=0.05, MS_SPARES="1") as job:
         job.begin()
         job.start_worker("spare", MS_WORKER_SPARE="1")
-        job.wait("the spare waits", lambda: "waits as a spare" in job.workers[3].log.read_text(), WAIT_S)
+        job.wait("the spare waits", lambda: "waits as a spare" in job.workers[3].log.read_text(), LIMIT_S)
         yield job
 
 
@@ -141,13 +141,13 @@ def test_a_spare_disturbs_nobody_and_is_promoted_when_a_member_dies(spared: Digi
     members[1].kill()
     await_world(spared, [members[0], spare, members[2]], 3, generation=2)
     assert spare.steps()[0]["step"] > 1  # it took the state over
-    spared.finish(WAIT_S)
+    spared.finish(LIMIT_S)
     assert spared.count() == {"steps": spared.last_step, "exact": True, "none_twice": True}
 
 
 def test_a_spare_that_is_not_needed_ends_well_with_the_job(spared: Digits) -> None:
     *_, spare = spared.workers
     spared.pace.unlink()
-    spared.wait("the end", lambda: not spared.living(), WAIT_S, may_end=True)
+    spared.wait("the end", lambda: not spared.living(), LIMIT_S, may_end=True)
     assert spare.process.returncode == 0
     assert spare.steps() == []

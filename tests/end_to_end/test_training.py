@@ -19,8 +19,8 @@ from muster.example import datasets
 from muster.training import checkpoint
 from muster.training.sampler import ShardedSampler
 from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
+from tests.waiting import LIMIT_S
 
-WAIT_S = 100.0
 HANG_S = 240  # of one test; a hung one then shows where it hangs
 LINE = re.compile(r"epoch: (\d+) step: (\d+), loss is ([0-9.e-]+)$")
 STEPS_PER_EPOCH = 23
@@ -55,7 +55,7 @@ class Trainer:
         assert self.process.stdout is not None
         while True:
             line = self.process.stdout.readline()
-            assert line, f"it ended with {self.process.wait(WAIT_S)}:\n{self.log.read_text()}"
+            assert line, f"it ended with {self.process.wait(LIMIT_S)}:\n{self.log.read_text()}"
             self.lines.append(line.rstrip())
             if words in line:
                 return
@@ -64,7 +64,7 @@ class Trainer:
         """Reads to the end; returns the exit code."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
-        return self.process.wait(WAIT_S)
+        return self.process.wait(LIMIT_S)
 
     @property
     def losses(self) -> dict[tuple[int, int], float]:
@@ -110,7 +110,7 @@ def training(directory: Path, pki: Pki, workers: int, **env: str) -> Iterator[Tr
             for trainer in job.trainers:
                 if trainer.process.poll() is None:  # it hangs: where, stands in its log
                     trainer.process.send_signal(signal.SIGABRT)
-                    trainer.process.wait(WAIT_S)
+                    trainer.process.wait(LIMIT_S)
                     print(trainer.log.read_text())
                 assert trainer.process.stdout is not None
                 trainer.process.stdout.close()

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.scheduler.processes import Pki, Scheduler, environment
-
-WAIT_S = 100.0
+from tests.waiting import LIMIT_S
 
 
 class Process:
@@ -51,7 +50,7 @@ class Worker(Process):
         """Waits for its next answer."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"it ended with {self.process.wait(WAIT_S)}:\n{self.log}"
+        assert line, f"it ended with {self.process.wait(LIMIT_S)}:\n{self.log}"
         return line.rstrip("\n")
 
     def ask(self, code: str) -> str:
@@ -65,7 +64,7 @@ class Worker(Process):
         """Ends its input and returns its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(WAIT_S)
+        return self.process.wait(LIMIT_S)
 
 
 class Company:
@@ -106,7 +105,7 @@ def company(directory: Path, scheduler: Scheduler, pki: Pki | None = None) -> It
         for worker in hired.workers:
             if worker.process.poll() is None:
                 worker.kill()
-            worker.process.wait(WAIT_S)
+            worker.process.wait(LIMIT_S)
             for stream in (worker.process.stdin, worker.process.stdout):
                 if stream is not None:
                     with contextlib.suppress(OSError):

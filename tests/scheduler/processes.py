@@ -23,10 +23,10 @@ from muster.certs.runtime.store import Credentials, load_credentials
 from muster.wire.log_lines import MORE
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
+from tests.waiting import LIMIT_S
 
 PASSWORD = b"not a secret here"
 ROOT = Path(__file__).parents[2]
-WAIT_S = 100.0
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Scheduler:
         """Waits until the log has a line with these words; returns the line."""
         with self._grown:
             found = self._grown.wait_for(
-                lambda: next((line for line in self._lines if words in line), None), WAIT_S
+                lambda: next((line for line in self._lines if words in line), None), LIMIT_S
             )
         assert found is not None, f"no {words!r} in:\n{self.log}"
         return found
@@ -142,7 +142,7 @@ class Scheduler:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        return self.process.wait(WAIT_S)
+        return self.process.wait(LIMIT_S)
 
     def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs ``python -m scheduler ARGUMENTS`` against this scheduler."""
@@ -156,7 +156,7 @@ def run_scheduler(*arguments: str, env: Mapping[str, str]) -> subprocess.Complet
         env=dict(env),
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=LIMIT_S,
         check=False,
         stdin=subprocess.DEVNULL,
     )
@@ -182,13 +182,13 @@ def scheduler(*arguments: str, port: str = "0", **env: str) -> Iterator[Schedule
     follower = threading.Thread(target=running.follow)
     follower.start()
     try:
-        assert found is not None, f"not ready: {ready!r} {process.wait(WAIT_S)} {running.log}"
+        assert found is not None, f"not ready: {ready!r} {process.wait(LIMIT_S)} {running.log}"
         yield running
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-        process.wait(WAIT_S)
-        follower.join(WAIT_S)
+        process.wait(LIMIT_S)
+        follower.join(LIMIT_S)
         process.stdout.close()
         process.stderr.close()
 
@@ -225,7 +225,7 @@ class Stream:
 
     def __init__(self, over: grpc.Channel) -> None:
         self._out: queue.SimpleQueue[pb.WorkerMessage | None] = queue.SimpleQueue()
-        self.call = pb_grpc.RendezvousStub(over).Session(iter(self._out.get, None), timeout=WAIT_S)
+        self.call = pb_grpc.RendezvousStub(over).Session(iter(self._out.get, None), timeout=LIMIT_S)
 
     def put(self, message: pb.WorkerMessage) -> None:
         self._out.put(message)

@@ -15,7 +15,8 @@ import pytest
 
 from muster.scheduler import systemd
 from tests.ports import free_port
-from tests.scheduler.processes import WAIT_S, environment
+from tests.scheduler.processes import environment
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -68,18 +69,18 @@ def test_a_scheduler_that_is_ready_has_its_port_open(
     manager: tuple[socket.socket, str], tmp_path: Path
 ) -> None:
     channel, name = manager
-    channel.settimeout(WAIT_S)
+    channel.settimeout(LIMIT_S)
     port = free_port()
     with starting(SCHEDULER, name, port, tmp_path / "journal"):
         assert channel.recv(64) == b"READY=1"
-        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S).close()
+        socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S).close()
 
 
 def test_one_that_waits_for_space_is_ready_all_the_same(tmp_path: Path) -> None:
     """Systemd would end it otherwise, which makes no space."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / "notify"))
-        channel.settimeout(WAIT_S)
+        channel.settimeout(LIMIT_S)
         with starting(NO_SPACE, str(tmp_path / "notify"), free_port(), tmp_path / "journal"):
             assert channel.recv(64) == b"READY=1"
 

@@ -13,8 +13,7 @@ from muster.communicators import create_backend
 from muster.communicators.membership import Membership, Peer
 from muster.wire import messages
 from tests.communicators.tcp.world import together
-
-WAIT_S = 60.0
+from tests.waiting import LIMIT_S
 
 
 class Words:
@@ -43,7 +42,7 @@ class Words:
         """Waits until the snapshot of this step counts."""
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self.word is not None and self.word.complete >= step, WAIT_S
+                lambda: self.word is not None and self.word.complete >= step, LIMIT_S
             )
             assert done, (step, self.word, self._reports)
 
@@ -128,7 +127,7 @@ class Job:
 
         def run(rank: int, process: Process) -> Any:
             membership = Membership("job", self.generation, "world", rank, tuple(peers), ids)
-            communicator = process.backend.connect(membership, timeout_s=WAIT_S, cancelled=lambda: None)
+            communicator = process.backend.connect(membership, timeout_s=LIMIT_S, cancelled=lambda: None)
             process.session = RankSession(communicator, tuple(members), words)
             return body(process)
 
@@ -152,7 +151,7 @@ def settle(process: Process, step: int) -> None:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

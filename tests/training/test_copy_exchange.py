@@ -18,8 +18,7 @@ from muster.training.copy_exchange import CopyExchange, OutgoingCopy
 from muster.training.part_copy import CHUNK_BYTES, HeldCopies, PartCopy
 from muster.training.snapshots.parts import PartKey, SnapshotId
 from tests.communicators.tcp.world import Office, World, make_world
-
-WAIT_S = 60.0
+from tests.waiting import LIMIT_S
 
 
 class Two:
@@ -69,7 +68,7 @@ def test_a_copy_is_kept_at_both_ends_when_it_counts_as_complete(world: World) ->
     two = Two(world, 3 * CHUNK_BYTES)
     data = bytes(range(256)) * (CHUNK_BYTES // 100)
     two.send(4, data)
-    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(4))
+    assert two.done.get(timeout=LIMIT_S) == ("completed", two.key(4))
     for held in two.held:
         copy = held.get(two.key(4))
         assert copy is not None
@@ -86,7 +85,7 @@ def test_data_is_read_only_when_it_is_there(world: World) -> None:
     two.exchanges[0].send(OutgoingCopy(copy.key, None, lambda: (there.wait(), copy)[1]))
     room[:] = b"new"
     there.set()
-    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "completed"
     kept = two.held[1].get(two.key(1))
     assert kept is not None
     assert bytes(kept.data) == b"new"
@@ -108,12 +107,12 @@ def test_a_copy_is_prepared_before_it_is_known_whether_it_counts(world: World) -
 
     broken, good = outgoing(1), outgoing(2)
     two.exchanges[0].prepare(broken)
-    assert prepared.wait(WAIT_S)
+    assert prepared.wait(LIMIT_S)
     assert two.exchanges[0].under_way == two.key(1)
     two.exchanges[0].withdraw(broken)
     two.exchanges[0].prepare(good)
     two.exchanges[0].send(good)
-    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(2))
+    assert two.done.get(timeout=LIMIT_S) == ("completed", two.key(2))
     assert [[copy.key for copy in held.all()] for held in two.held] == [[two.key(2)], [two.key(2)]]
     two.close()
     assert two.done.empty()
@@ -129,9 +128,9 @@ def test_a_prepared_copy_whose_reading_failed_is_reported_if_it_counts(world: Wo
     for step, counts in ((1, False), (2, True)):
         outgoing = OutgoingCopy(two.key(step), None, fails)
         two.exchanges[0].prepare(outgoing)
-        assert tried.acquire(timeout=WAIT_S)
+        assert tried.acquire(timeout=LIMIT_S)
         (two.exchanges[0].send if counts else two.exchanges[0].withdraw)(outgoing)
-    assert two.done.get(timeout=WAIT_S) == ("failed", "no such memory")
+    assert two.done.get(timeout=LIMIT_S) == ("failed", "no such memory")
     two.close()
     assert two.done.empty()
 
@@ -144,7 +143,7 @@ def test_an_exchange_ends_with_a_prepared_copy_of_which_nothing_is_known(world: 
         return PartCopy(two.key(1), b"", memoryview(bytearray(b"x")))
 
     two.exchanges[0].prepare(OutgoingCopy(two.key(1), None, finish))
-    assert prepared.wait(WAIT_S)
+    assert prepared.wait(LIMIT_S)
     two.close()
     assert two.done.empty()
     assert not two.held[0].all()
@@ -154,12 +153,12 @@ def test_a_third_copy_finds_room_only_where_one_was_dropped(world: World) -> Non
     two = Two(world, 100)
     for step in (1, 2):
         two.send(step, b"x" * step)
-        assert two.done.get(timeout=WAIT_S)[0] == "completed"
+        assert two.done.get(timeout=LIMIT_S)[0] == "completed"
     two.send(3, b"xyz")
-    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "failed"
     two.held[1].drop([two.key(1)])
     two.send(3, b"xyz")
-    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "completed"
     assert [copy.key.snapshot.step for copy in two.held[1].all()] == [2, 3]
     two.close()
 
@@ -168,7 +167,7 @@ def test_what_is_not_wanted_is_not_kept_and_not_complete(world: World) -> None:
     two = Two(world, 100)
     two.wanted = False
     two.send(1, b"late")
-    what, reason = two.done.get(timeout=WAIT_S)
+    what, reason = two.done.get(timeout=LIMIT_S)
     assert what == "failed"
     assert "did not keep the copy of rank 0's part of step 1" in reason
     assert not two.held[1].all()
@@ -179,10 +178,10 @@ def test_more_bytes_than_were_agreed_on_are_not_taken(world: World) -> None:
     """A member that lies about the size of its part takes no more memory than it said."""
     two = Two(world, 100)
     two.send(1, b"x" * 101)
-    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "failed"
     assert not two.held[1].all()
     two.send(2, b"x" * 100)
-    assert two.done.get(timeout=WAIT_S) == ("completed", two.key(2))
+    assert two.done.get(timeout=LIMIT_S) == ("completed", two.key(2))
     two.close()
 
 
@@ -191,7 +190,7 @@ def test_what_goes_out_is_held_back_to_the_rate(world: World) -> None:
     two = Two(world, 3 * CHUNK_BYTES, mbytes_per_s=2 * CHUNK_BYTES / 1e6)
     begun = time.monotonic()
     two.send(1, bytes(3 * CHUNK_BYTES))
-    assert two.done.get(timeout=WAIT_S)[0] == "completed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "completed"
     assert time.monotonic() - begun > 1.0
     two.close()
 
@@ -209,7 +208,7 @@ def test_a_copy_goes_whole_over_several_lanes(world: World) -> None:
         two.held[1].drop([two.key(step - 2)])
         data = random.Random(step).randbytes(size)
         two.send(step, data)
-        assert two.done.get(timeout=WAIT_S) == ("completed", two.key(step))
+        assert two.done.get(timeout=LIMIT_S) == ("completed", two.key(step))
         for held in two.held:
             copy = held.get(two.key(step))
             assert copy is not None
@@ -232,6 +231,6 @@ def test_a_lane_that_fails_ends_the_others(world: World, monkeypatch: pytest.Mon
     two = Two(world, 9 * CHUNK_BYTES)
     copy = PartCopy(two.key(1), b"{}", memoryview(bytearray(9 * CHUNK_BYTES)), is_own=True)
     two.exchanges[0].send(OutgoingCopy(copy.key, None, lambda: copy))
-    assert two.done.get(timeout=WAIT_S)[0] == "failed"
+    assert two.done.get(timeout=LIMIT_S)[0] == "failed"
     assert two.held[1].get(two.key(1)) is None
     two.close()

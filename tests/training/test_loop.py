@@ -27,6 +27,7 @@ from muster.training.loop import ElasticLoop, Step
 from muster.training.sampler import ShardedSampler
 from muster.training.state import StateMismatchError, TrainingState, share_state
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
+from tests.logs import said
 
 SIZE, BATCH, EPOCHS = 50, 8, 3
 STEPS = EPOCHS * 7
@@ -386,11 +387,6 @@ def test_a_newcomer_with_another_model_is_told_what_differs() -> None:
         two.end(JobEndedError("over"))
         with pytest.raises(MembershipChanged):
             giving.result(60)
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What loops have logged; threads of other tests may log, too."""
-    return [record.getMessage() for record in caplog.records if record.name == "muster.worker"]
 
 
 def end_the_job(error: Exception) -> Action:

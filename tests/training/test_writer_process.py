@@ -23,7 +23,7 @@ from muster.training.loop import ElasticLoop
 from muster.training.sampler import ShardedSampler
 from muster.training.state import TrainingState
 from tests.fakes import ElasticWorld
-from tests.training.test_loop import said
+from tests.logs import said
 
 SLOW_MBYTES_PER_S = 1e-5
 """A file takes minutes with that: what is to happen before it is whole has the time."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.scheduler.processes import ROOT, WAIT_S, environment
+from tests.scheduler.processes import ROOT, environment
+from tests.waiting import LIMIT_S
 from tests.web.processes import Web, web
 
 STARTING_S = 100.0
@@ -79,7 +80,7 @@ def launch(directory: Path, workers: int, *script: str, **settings: str) -> Iter
     finally:
         process.terminate()
         try:
-            process.wait(WAIT_S)
+            process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(WAIT_S)
+            process.wait(LIMIT_S)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
 
-from tests.scheduler.processes import WAIT_S, Scheduler, environment
+from tests.scheduler.processes import Scheduler, environment
+from tests.waiting import LIMIT_S
 
 _LINK = re.compile(r"(?:is on|another browser:) (https?://\S+)")
 
@@ -40,7 +41,7 @@ class Web:
             return _LINK.findall("".join(self.lines))
 
         with self.grown:
-            assert self.grown.wait_for(lambda: len(links()) > number, WAIT_S), "".join(self.lines)
+            assert self.grown.wait_for(lambda: len(links()) > number, LIMIT_S), "".join(self.lines)
             return links()[number]
 
     @property
@@ -74,8 +75,8 @@ def web(running: Scheduler | None, *arguments: str, **env: str) -> Iterator[Web]
         yield started
     finally:
         process.kill()
-        process.wait(WAIT_S)
-        follower.join(WAIT_S)
+        process.wait(LIMIT_S)
+        follower.join(LIMIT_S)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -97,7 +98,7 @@ class Visitor:
     def ask(self, page: str, *, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
         """Asks for a page below the place, or for any path that begins with a slash."""
         parts = urlsplit(self.web.origin)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=WAIT_S)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=LIMIT_S)
         sent = {"Host": parts.netloc, "Cookie": self.cookie}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         path = page if page.startswith("/") else f"{self.web.place}/{page}"
@@ -137,7 +138,7 @@ class Visitor:
     def events(self, page: str, until: Callable[[dict[str, str]], object]) -> dict[str, str]:
         """Reads a page's stream until its parts, all together, are as wanted."""
         parts = urlsplit(self.web.origin)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=WAIT_S)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=LIMIT_S)
         connection.request("GET", f"{self.web.place}/{page}", headers={"Cookie": self.cookie})
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()

@@ -24,6 +24,7 @@ from tests.scheduler.processes import (
     leave,
     scheduler,
 )
+from tests.waiting import LIMIT_S
 from tests.web.browser import (
     browser,
     complaints,
@@ -40,7 +41,6 @@ from tests.web.processes import Web, web
 pytestmark = [pytest.mark.system, needed, pytest.mark.timeout(300)]
 
 WIDTHS = (360, 1280, 2560)
-WAIT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def wait(window: Any, true: Callable[[Any], object]) -> Any:
     from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
 
-    return WebDriverWait(window, WAIT_S, 0.1, [StaleElementReferenceException]).until(true)
+    return WebDriverWait(window, LIMIT_S, 0.1, [StaleElementReferenceException]).until(true)
 
 
 def text(window: Any, selector: str) -> str:
@@ -175,7 +175,7 @@ def test_a_job_of_six_from_its_first_look_to_its_end(window: Any, axe: str, tmp_
         click(window, "button.danger")
         wait(window, lambda w: "has ended the job" in text(w, ".flash"))
         wait(window, lambda w: "cannot be reached since" in text(w, "#absence"))
-        assert job.process.wait(WAIT_S) != 0
+        assert job.process.wait(LIMIT_S) != 0
         fits(window)
 
 

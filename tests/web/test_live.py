@@ -28,7 +28,6 @@ from muster.web.app import VIEWERS
 from muster.web.serve import CONNECTIONS, bind
 from tests.scheduler.processes import (
     ROOT,
-    WAIT_S,
     Pki,
     Scheduler,
     Stream,
@@ -38,7 +37,7 @@ from tests.scheduler.processes import (
     join,
     scheduler,
 )
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from tests.web.processes import Visitor, Web, web
 
 
@@ -232,7 +231,7 @@ def test_so_many_windows_and_no_more(page: Web, inside: Visitor) -> None:
     parts = urlsplit(page.origin)
     held = []
     for _ in range(VIEWERS):
-        connection = socket.create_connection((parts.hostname, parts.port), WAIT_S)
+        connection = socket.create_connection((parts.hostname, parts.port), LIMIT_S)
         request = (
             f"GET {page.place}/events HTTP/1.1\r\nHost: {parts.netloc}\r\nCookie: {inside.cookie}\r\n\r\n"
         )
@@ -258,7 +257,7 @@ def _streams(inside: Visitor) -> bool:
 def test_half_requests_keep_nobody_out(page: Web, inside: Visitor) -> None:
     """Any user of this host may open as many as it likes."""
     parts = urlsplit(page.origin)
-    halves = [socket.create_connection((parts.hostname, parts.port), WAIT_S) for _ in range(2 * CONNECTIONS)]
+    halves = [socket.create_connection((parts.hostname, parts.port), LIMIT_S) for _ in range(2 * CONNECTIONS)]
     for half in halves:
         with contextlib.suppress(OSError):
             half.sendall(b"GET / HT")
@@ -280,7 +279,7 @@ def test_connections_that_were_answered_keep_nobody_out(page: Web, inside: Visit
     times = 10_000 if who == "strangers who do not read" else 1
     held = []
     for _ in range(2 * CONNECTIONS):
-        held.append(socket.create_connection((parts.hostname, parts.port), WAIT_S))
+        held.append(socket.create_connection((parts.hostname, parts.port), LIMIT_S))
         held[-1].setblocking(False)
         with contextlib.suppress(OSError):
             held[-1].sendall(request.encode() * times)
@@ -300,7 +299,7 @@ def test_bodies_that_trickle_keep_nobody_out(page: Web, inside: Visitor, where: 
     head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nOrigin: {page.origin}\r\n"
     head += f"Cookie: {inside.cookie}\r\nContent-Length: 5000\r\n"
     head += "\r\nid=" if where == "refused" else "Expect: 100-continue\r\n\r\n"
-    halves = [socket.create_connection((parts.hostname, parts.port), WAIT_S) for _ in range(CONNECTIONS)]
+    halves = [socket.create_connection((parts.hostname, parts.port), LIMIT_S) for _ in range(CONNECTIONS)]
     for half in halves:
         with contextlib.suppress(OSError):
             half.sendall(head.encode())
@@ -326,7 +325,7 @@ def test_a_scheduler_that_goes_and_comes_again(pki: Pki, tmp_path: Path) -> None
         visitor.enter(page.link())
         visitor.events("events", lambda known: "up for" in known.get("scheduler", ""))
         first.process.kill()
-        first.process.wait(WAIT_S)
+        first.process.wait(LIMIT_S)
         seen = visitor.events("events", lambda known: "cannot be reached since" in known.get("absence", ""))
         assert "No scheduler can be reached" in seen["absence"]
         with scheduler("--serve", port=str(first.port), **pki.env(), **journal):
@@ -344,7 +343,7 @@ def test_beyond_loopback_an_operators_certificate_is_asked_for(running: Schedule
         def ask(name: str | None, path: str = "/") -> bytes:
             context = client_ssl_context(pki.credentials(name)) if name else _without_certificate()
             with (
-                socket.create_connection(("127.0.0.1", parts.port), WAIT_S) as plain,
+                socket.create_connection(("127.0.0.1", parts.port), LIMIT_S) as plain,
                 context.wrap_socket(plain) as connection,
             ):
                 request = f"GET {path} HTTP/1.1\r\nHost: localhost:{parts.port}\r\nConnection: close\r\n\r\n"
@@ -385,7 +384,7 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
         def enters() -> bool:
             try:
                 with (
-                    socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
+                    socket.create_connection(("127.0.0.1", port), LIMIT_S) as plain,
                     context.wrap_socket(plain) as connection,
                 ):
                     connection.sendall(request)
@@ -405,7 +404,7 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
                 assert silent[-1].recv(1) == b""  # within seconds
         else:
             with page.grown:
-                assert page.grown.wait_for(lambda: "are turned away" in "".join(page.lines), WAIT_S)
+                assert page.grown.wait_for(lambda: "are turned away" in "".join(page.lines), LIMIT_S)
         for each in silent:
             each.close()
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + 200, most))
@@ -492,7 +491,7 @@ def test_an_operator_who_is_revoked_sees_nothing_more(tmp_path: Path) -> None:
         request = f"GET /none HTTP/1.1\r\nHost: localhost:{parts.port}\r\n\r\n".encode()
 
         def connected() -> ssl.SSLSocket:
-            plain = socket.create_connection(("127.0.0.1", parts.port), WAIT_S)
+            plain = socket.create_connection(("127.0.0.1", parts.port), LIMIT_S)
             return client_ssl_context(pki.credentials("former")).wrap_socket(plain)
 
         with connected() as inside:
@@ -515,7 +514,7 @@ def test_the_page_shows_a_browser_the_certificate_that_was_renewed(tmp_path: Pat
         port = urlsplit(page.link()).port
 
         def shown() -> bytes | None:
-            plain = socket.create_connection(("127.0.0.1", port), WAIT_S)
+            plain = socket.create_connection(("127.0.0.1", port), LIMIT_S)
             with client_ssl_context(pki.credentials("operator")).wrap_socket(plain) as connection:
                 return connection.getpeercert(binary_form=True)
 
@@ -537,14 +536,14 @@ def _without_certificate() -> ssl.SSLContext:
 
 def test_beyond_loopback_without_certificates_it_does_not_start() -> None:
     with scheduler() as running, web(running, "--bind", "0.0.0.0") as page:
-        assert page.process.wait(WAIT_S) == 2
-        page.process.wait(WAIT_S)
+        assert page.process.wait(LIMIT_S) == 2
+        page.process.wait(LIMIT_S)
     assert "not loopback: the page is served there with TLS only" in "".join(page.lines)
 
 
 def test_a_workers_certificate_does_not_do(running: Scheduler, pki: Pki) -> None:
     with web(running, "--cert", str(pki.directory / "client.p12")) as page:
-        assert page.process.wait(WAIT_S) == 2
+        assert page.process.wait(LIMIT_S) == 2
     assert "has the role worker, and this needs operator" in "".join(page.lines)
 
 
@@ -553,7 +552,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     env = environment()
     env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
     command = [sys.executable, "-m", "muster", "web"]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == 1
     assert "pip install '.[web]' in a checkout" in ran.stderr and "Traceback" not in ran.stderr
     shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)

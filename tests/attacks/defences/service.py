@@ -29,7 +29,8 @@ from muster.scheduler.store.service import StoreLimits, StoreService
 from muster.scheduler.watch.service import WatchLimits, WatchService
 from tests.attacks.defences.attack import folder_until_the_end
 from tests.attacks.field import make_pki
-from tests.scheduler.processes import WAIT_S, Pki, channel
+from tests.scheduler.processes import Pki, channel
+from tests.waiting import LIMIT_S
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Served:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(WAIT_S) and self.port, "it did not begin"
+        assert self._ready.wait(LIMIT_S) and self.port, "it did not begin"
 
     def channel(self, name: str = "") -> grpc.Channel:
         """A channel with one of the certificates; none: plaintext."""
@@ -92,12 +93,12 @@ class Served:
 
     def do(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs something on the services' thread."""
-        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(WAIT_S)
+        return asyncio.run_coroutine_threadsafe(action(), self._loop).result(LIMIT_S)
 
     def close(self) -> None:
         """Ends all."""
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(WAIT_S)
+        self._thread.join(LIMIT_S)
 
     def _run(self) -> None:
         try:

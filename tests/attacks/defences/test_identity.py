@@ -48,7 +48,8 @@ from tests.attacks.on_one_job.test_hosts_stores_watchers import (
 from tests.attacks.on_one_job.test_identity import false_scheduler, join
 from tests.attacks.on_one_job.test_transport import bare
 from tests.certs.servers import grpc_server, server_credentials
-from tests.scheduler.processes import PASSWORD, WAIT_S, Pki, Stream, form
+from tests.scheduler.processes import PASSWORD, Pki, Stream, form
+from tests.waiting import LIMIT_S
 
 Ask = Callable[[grpc.Channel], bool]
 
@@ -68,22 +69,22 @@ def answered(call: Callable[[], object]) -> bool:
 
 def drain(over: grpc.Channel) -> bool:
     request = pb.DrainRequest(job_id="default", node_id="victim-0", reason="go")
-    return answered(lambda: pb_grpc.RendezvousStub(over).Drain(request, timeout=WAIT_S))
+    return answered(lambda: pb_grpc.RendezvousStub(over).Drain(request, timeout=LIMIT_S))
 
 
 def say_that_it_has_ended(over: grpc.Channel) -> bool:
     request = pb.ProcessEndedRequest(job_id="default", node_id="victim-0", incarnation=1000, detail="died")
-    return answered(lambda: pb_grpc.RendezvousStub(over).ProcessEnded(request, timeout=WAIT_S))
+    return answered(lambda: pb_grpc.RendezvousStub(over).ProcessEnded(request, timeout=LIMIT_S))
 
 
 def read_the_status(over: grpc.Channel) -> bool:
     request = pb.StatusRequest(job_id="default")
-    return answered(lambda: pb_grpc.RendezvousStub(over).Status(request, timeout=WAIT_S))
+    return answered(lambda: pb_grpc.RendezvousStub(over).Status(request, timeout=LIMIT_S))
 
 
 def watch(over: grpc.Channel) -> bool:
     data = watch_pb2.WatchRequest(job_id="default").SerializeToString()
-    call = bare(over.unary_stream(WATCH))(data, timeout=WAIT_S)
+    call = bare(over.unary_stream(WATCH))(data, timeout=LIMIT_S)
     with cancelled(call):
         return answered(lambda: next(call))
 
@@ -99,12 +100,12 @@ def cancelled(call: Any) -> Iterator[None]:
 
 def end_the_job(over: grpc.Channel) -> bool:
     data = watch_pb2.EndJobRequest(job_id="default", reason="go").SerializeToString()
-    return answered(lambda: bare(over.unary_unary(END_JOB))(data, timeout=WAIT_S))
+    return answered(lambda: bare(over.unary_unary(END_JOB))(data, timeout=LIMIT_S))
 
 
 def see_the_jobs(over: grpc.Channel) -> bool:
     """All jobs of the scheduler, as an operator of another one."""
-    call = bare(over.unary_stream(WATCH))(b"", timeout=WAIT_S)
+    call = bare(over.unary_stream(WATCH))(b"", timeout=LIMIT_S)
     with cancelled(call):
         return bool(watch_pb2.WatchReply.FromString(next(call)).overview.jobs)
 
@@ -241,7 +242,7 @@ def of_another_authority(folder: Path) -> bool:
 def goes_on(port: int, lists: Revocations | None = None) -> bool:
     mine = replace(pki().credentials("client"), revocations=lists)
     try:
-        preflight.preflight("127.0.0.1", port, mine, job="default", timeout_s=WAIT_S)
+        preflight.preflight("127.0.0.1", port, mine, job="default", timeout_s=LIMIT_S)
     except CertificateError:
         return False
     return True

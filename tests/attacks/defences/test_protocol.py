@@ -36,7 +36,7 @@ from tests.attacks.on_one_job.test_protocol import BAD_JOINS
 from tests.attacks.on_one_job.test_transport import bare
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, candidate
 from tests.scheduler.jobs.test_adoption import journal as journal_of
-from tests.scheduler.processes import WAIT_S
+from tests.waiting import LIMIT_S
 
 # ---------------------------------------------------------------- what a Join may say
 
@@ -293,7 +293,7 @@ def keep_other_operators_out(_: Path) -> bool:
     with served() as here, contextlib.ExitStack() as held:
         for name in ("operator", "operator", "operator", "operator", "other-operator"):
             over = held.enter_context(here.channel(name))
-            call = bare(over.unary_stream(WATCH))(b"", timeout=WAIT_S)
+            call = bare(over.unary_stream(WATCH))(b"", timeout=LIMIT_S)
             held.callback(call.cancel)
             try:
                 next(call)
@@ -309,7 +309,7 @@ def watch_often(_: Path) -> bool:
     with served() as here, contextlib.ExitStack() as held:
         over = held.enter_context(here.channel("operator"))
         for _number in range(5):
-            call = bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=WAIT_S)
+            call = bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=LIMIT_S)
             held.callback(call.cancel)
             try:
                 next(call)

@@ -46,7 +46,8 @@ from tests.attacks.on_one_job.test_transport import (
     two_names,
 )
 from tests.certs.making import DAY, NOW, certificate, key_pem, pem
-from tests.scheduler.processes import PASSWORD, WAIT_S, Stream
+from tests.scheduler.processes import PASSWORD, Stream
+from tests.waiting import LIMIT_S
 
 SHORT_MS, LONG_MS = 300, 60_000
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
@@ -58,14 +59,14 @@ def set_option(name: str, value: int) -> Without:
 
 def patience_s(*, defended: bool, without_s: float) -> float:
     """How long to wait for what a defence does, and how long to see that without it nothing is done."""
-    return WAIT_S if defended else without_s
+    return LIMIT_S if defended else without_s
 
 
 def succeeds(over: grpc.Channel, **more: Any) -> bool:
     """Whether a call is answered."""
     with over:
         try:
-            pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=WAIT_S, **more)
+            pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=LIMIT_S, **more)
         except grpc.RpcError:
             return False
     return True
@@ -88,7 +89,7 @@ def show_no_certificate(_: Path) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    with served() as here, socket.create_connection(("127.0.0.1", here.port), WAIT_S) as plain:
+    with served() as here, socket.create_connection(("127.0.0.1", here.port), LIMIT_S) as plain:
         with contextlib.suppress(OSError), context.wrap_socket(plain) as sock:
             return sock.recv(1) != b""
         return False
@@ -126,7 +127,7 @@ def trust_it(patch: pytest.MonkeyPatch) -> None:
 
 def half_a_hello(_: Path) -> bool:
     """Keeps a connection by the half of a TLS hello; the product gives it five seconds, this test less."""
-    with served() as here, socket.create_connection(("127.0.0.1", here.port), WAIT_S) as sock:
+    with served() as here, socket.create_connection(("127.0.0.1", here.port), LIMIT_S) as sock:
         sock.sendall(CLIENT_HELLO[:20])
         defended = SETUP.options[HANDSHAKE_MS] == SHORT_MS
         sock.settimeout(patience_s(defended=defended, without_s=5 * SHORT_MS / 1000))

@@ -17,8 +17,8 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.field import Field
 from tests.attacks.on_one_job.test_identity import join
 from tests.attacks.on_one_job.test_transport import answer_to, bare
-from tests.scheduler.processes import WAIT_S, Stream, error_of
-from tests.waiting import wait_for
+from tests.scheduler.processes import Stream, error_of
+from tests.waiting import LIMIT_S, wait_for
 
 HOST_STREAM = "/rendezvous.v1.HostStream/Open"
 STORE = "/rendezvous.v1.Store/Open"
@@ -47,7 +47,7 @@ def step_on(field: Field, steps: int = 1) -> None:
 def exchanged(over: grpc.Channel, path: str, messages: Iterable[bytes]) -> tuple[list[bytes], str, str]:
     """Sends messages on a stream; returns what came, and code and sentence of its end."""
     got: list[bytes] = []
-    call = bare(over.stream_stream(path))(iter(messages), timeout=WAIT_S)
+    call = bare(over.stream_stream(path))(iter(messages), timeout=LIMIT_S)
     try:
         for data in call:
             got.append(data)
@@ -289,10 +289,10 @@ def test_what_is_too_much_for_the_store_is_refused_by_an_answer(field: Field, wh
     def asked() -> Iterator[bytes]:
         yield opening(f"spare-{index}", 0, incarnation=1000 + index)
         yield message
-        answered.wait(WAIT_S)  # a stream that is closed gets no more answers
+        answered.wait(LIMIT_S)  # a stream that is closed gets no more answers
 
     with inside(field, f"spare-{index}") as over:
-        for data in bare(over.stream_stream(STORE))(asked(), timeout=WAIT_S):
+        for data in bare(over.stream_stream(STORE))(asked(), timeout=LIMIT_S):
             found = [each for each in store_pb2.StoreReply.FromString(data).answers if each.id == 4097]
             if found:
                 answered.set()
@@ -312,9 +312,9 @@ def test_watching_and_ending_jobs_is_for_their_operators(field: Field, name: str
         watches, ends = bare(over.unary_stream(WATCH)), bare(over.unary_unary(END_JOB))
         for job_id in ("default", "", "../default"):
             request = watch_pb2.EndJobRequest(job_id=job_id, reason="x\n\x1b[2J").SerializeToString()
-            assert error_of(lambda request=request: ends(request, timeout=WAIT_S))[0] == expected  # type: ignore[misc]
+            assert error_of(lambda request=request: ends(request, timeout=LIMIT_S))[0] == expected  # type: ignore[misc]
             if name != "other-operator" or job_id:  # it sees the jobs that it may see: none; see below
-                call = watches(watch_pb2.WatchRequest(job_id=job_id).SerializeToString(), timeout=WAIT_S)
+                call = watches(watch_pb2.WatchRequest(job_id=job_id).SerializeToString(), timeout=LIMIT_S)
                 assert error_of(lambda call=call: next(call))[0] == expected  # type: ignore[misc]
     assert field.status().state == "running"
 
@@ -335,13 +335,13 @@ def test_so_many_watch_and_no_more_and_who_does_not_read_is_not_waited_for(field
         for _ in range(4):
             over = held.enter_context(field.channel("operator"))
             for _ in range(8):
-                calls.append(bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=WAIT_S))
+                calls.append(bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=LIMIT_S))
                 next(calls[-1])
         over = held.enter_context(field.channel("operator"))
         with pytest.raises(grpc.RpcError, match="already have 32 watchers"):
-            next(bare(over.unary_stream(WATCH))(b"", timeout=WAIT_S))
+            next(bare(over.unary_stream(WATCH))(b"", timeout=LIMIT_S))
         other = held.enter_context(field.channel("other-operator"))
-        calls.append(bare(other.unary_stream(WATCH))(b"", timeout=WAIT_S))
+        calls.append(bare(other.unary_stream(WATCH))(b"", timeout=LIMIT_S))
         next(calls[-1])  # these are no reason to keep another job's operator out
         step_on(field, 10)
         for call in calls:
@@ -354,7 +354,7 @@ def test_a_malformed_request_to_watch_is_refused(field: Field, request_: bytes) 
         both: tuple[Any, ...] = (over.unary_stream(WATCH), over.unary_unary(END_JOB))
         for call in both:
             with pytest.raises(grpc.RpcError) as error:
-                found = bare(call)(request_, timeout=WAIT_S)
+                found = bare(call)(request_, timeout=LIMIT_S)
                 next(found)
             assert error.value.code().name == "INVALID_ARGUMENT"
 
@@ -363,7 +363,7 @@ def test_what_a_worker_says_commands_no_terminal(field: Field) -> None:
     """In ``status``, in what watchers get and in the log: as a name it is refused, as a text escaped."""
     evil = "x\x1b[2J\x1b]0;owned\x07\n2026-01-01T00:00:00.000Z INFO forged \u202e<script>"
     with field.channel("operator") as over:
-        call = bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=WAIT_S)
+        call = bare(over.unary_stream(WATCH))(b"\x0a\x07default", timeout=LIMIT_S)
         with field.channel("client") as workers:
             stream = Stream(workers)
             stream.put(join("spare-8", spare=True))
@@ -392,7 +392,7 @@ def test_what_a_worker_says_commands_no_terminal(field: Field) -> None:
 def test_a_flood_at_the_metrics_is_the_metrics_alone(field: Field) -> None:
     """By any user of the host: half requests, other pages, and as many whole ones as it can ask for."""
     port = field.metrics_port
-    halves = [socket.create_connection(("127.0.0.1", port), WAIT_S) for _ in range(HELD)]
+    halves = [socket.create_connection(("127.0.0.1", port), LIMIT_S) for _ in range(HELD)]
     for half in halves:
         with contextlib.suppress(OSError):
             half.sendall(b"GET /metrics HTT")

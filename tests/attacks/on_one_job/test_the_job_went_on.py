@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from muster.communicators.tcp.frames import FRAME, MAGIC, FrameKind
-from tests.attacks.field import WAIT_S, WORKERS, Field, environment_of, memory_of, start_victims
+from tests.attacks.field import WORKERS, Field, environment_of, memory_of, start_victims
 from tests.attacks.on_one_job.test_transport import HALF_HANDSHAKES
 from tests.scheduler.processes import PASSWORD, scheduler
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 MB = 1 << 20
 LEAST_STEPS = 20
@@ -29,7 +29,7 @@ def losses(field: Field) -> list[str]:
     field.memory_peak = memory_of(field.running.process.pid, "VmHWM")
     (field.directory / "stop").touch()
     for victim in field.victims:
-        assert victim.wait(WAIT_S) == 0
+        assert victim.wait(LIMIT_S) == 0
     assert field.running.wait() == 0
     found = [(field.directory / f"losses-{rank}").read_text().split() for rank in range(WORKERS)]
     assert all(each == found[0] for each in found)
@@ -47,7 +47,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(field: Field, losses: list[s
     env = environment_of(tmp_path, field.pki)
     with scheduler(**env) as quiet:
         workers = start_victims(tmp_path, env, quiet.port, len(losses), 0.0)
-        assert [worker.wait(WAIT_S) for worker in workers] == [0] * WORKERS
+        assert [worker.wait(LIMIT_S) for worker in workers] == [0] * WORKERS
         assert quiet.wait() == 0
     assert len(losses) >= LEAST_STEPS
     assert (tmp_path / "losses-0").read_text().split() == losses

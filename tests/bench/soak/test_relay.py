@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from muster.bench.soak.relay import Relay, Trouble
-
-WAIT_S = 60.0
+from tests.waiting import LIMIT_S
 
 
 @contextlib.contextmanager
@@ -20,10 +19,10 @@ def connected(trouble: Trouble) -> Iterator[tuple[Relay, socket.socket, socket.s
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(listener.getsockname()[1], trouble)
         try:
-            with socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_S) as near:
+            with socket.create_connection(("127.0.0.1", relay.port), timeout=LIMIT_S) as near:
                 far, _ = listener.accept()
                 with far:
-                    far.settimeout(WAIT_S)
+                    far.settimeout(LIMIT_S)
                     yield relay, near, far
         finally:
             relay.close()
@@ -67,7 +66,7 @@ def test_a_half_closed_connection_goes_on_the_other_way() -> None:
 
 
 def test_connections_stall_apart_from_each_other() -> None:
-    with connected(Trouble(stall=1.0, stall_s=WAIT_S / 2)) as (relay, near, far):
+    with connected(Trouble(stall=1.0, stall_s=LIMIT_S / 2)) as (relay, near, far):
         near.sendall(b"held back")
         while not relay.done:
             time.sleep(0.005)
@@ -82,7 +81,7 @@ def test_connections_stall_apart_from_each_other() -> None:
 def test_a_relay_passes_on_until_it_is_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(listener.getsockname()[1])
-        with socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_S) as near:
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=LIMIT_S) as near:
             far, _ = listener.accept()
             near.sendall(b"hello")
             assert far.recv(10) == b"hello"
@@ -90,6 +89,6 @@ def test_a_relay_passes_on_until_it_is_cut() -> None:
             assert near.recv(10) == b""
             assert far.recv(10) == b""
             far.close()
-        with socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_S) as barred:
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=LIMIT_S) as barred:
             assert barred.recv(10) == b""
         relay.close()

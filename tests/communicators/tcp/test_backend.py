@@ -36,8 +36,8 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire.variables import TABLE
-from tests.communicators.tcp.world import JOB, WAIT_S, Office, World, make_world, together
-from tests.waiting import wait_for
+from tests.communicators.tcp.world import JOB, Office, World, make_world, together
+from tests.waiting import LIMIT_S, wait_for
 
 SHORT_S = 0.7
 
@@ -200,7 +200,7 @@ def test_garbage_silence_and_half_handshakes_disturb_nobody(world: World) -> Non
 def hello_over_tls(world: World, context: ssl.SSLContext, hello: bytes) -> bytes:
     """Says hello to rank 0 and returns what it answers before it hangs up."""
     with (
-        socket.create_connection(address_of(world, 0), timeout=WAIT_S) as raw,
+        socket.create_connection(address_of(world, 0), timeout=LIMIT_S) as raw,
         context.wrap_socket(raw) as sock,
     ):
         sock.sendall(hello)
@@ -229,7 +229,7 @@ def test_a_right_hello_without_the_unique_id_gets_a_challenge_but_never_in(
     hello = Hello(mine.generation, 1, 0, group_label(mine, "world"), b"n" * 32)
     context = client_ssl_context(office.credentials(node="n1"))
     with (
-        socket.create_connection(address_of(world, 0), timeout=WAIT_S) as raw,
+        socket.create_connection(address_of(world, 0), timeout=LIMIT_S) as raw,
         context.wrap_socket(raw) as sock,
     ):
         sock.sendall(hello.encode())
@@ -308,7 +308,7 @@ def test_who_waits_for_long_is_let_go_and_comes_again(world: World, early: int) 
 def test_connecting_can_be_cancelled(world: World) -> None:
     change = SettingsError("the generation is over")
     with pytest.raises(SettingsError, match="over"):
-        world.backends[0].connect(world.memberships[0], timeout_s=WAIT_S, cancelled=lambda: change)
+        world.backends[0].connect(world.memberships[0], timeout_s=LIMIT_S, cancelled=lambda: change)
 
 
 def test_a_hello_for_another_rank_is_refused(world: World, office: Office) -> None:

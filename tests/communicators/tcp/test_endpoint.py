@@ -32,7 +32,6 @@ from muster.communicators.tcp.handshake import (
 from muster.communicators.tcp.pending_group import PendingGroup
 from tests.communicators.tcp.world import (
     JOB,
-    WAIT_S,
     Office,
     World,
     address_of,
@@ -43,8 +42,9 @@ from tests.communicators.tcp.world import (
     make_world,
     shaken,
 )
+from tests.logs import said
 from tests.scheduler.processes import environment
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ class Gated:
         if self.armed:
             self.armed = False
             self.entered.set()
-            assert self.released.wait(WAIT_S)
+            assert self.released.wait(LIMIT_S)
         return self._credentials
 
 
@@ -79,10 +79,10 @@ def test_a_dialer_that_is_not_welcomed_dials_again() -> None:
     """The other side may drop a connection after the dialer's last word; both must know the same."""
     dialer = Endpoint(None)
     with contextlib.closing(dialer), socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(WAIT_S)
+        listener.settimeout(LIMIT_S)
         there, group = groups([f"127.0.0.1:{listener.getsockname()[1]}", dialer.open("127.0.0.1")], 1)
         dialer.gather(group)
-        dialer.dial(group, 0, time.monotonic() + WAIT_S)
+        dialer.dial(group, 0, time.monotonic() + LIMIT_S)
         for welcome in (False, True):
             sock, _ = listener.accept()
             with sock, sock.makefile("rb") as heard:
@@ -111,7 +111,7 @@ def test_a_handshake_that_lost_its_place_is_not_touched_again(office: Office) ->
             assert hung_up(last)  # who came before is in the table by now
         gated.armed = True
         stack.enter_context(connect(there, client_hello(office)))
-        assert gated.entered.wait(WAIT_S)
+        assert gated.entered.wait(LIMIT_S)
         for _ in range(200):
             stack.enter_context(connect(there))
         oldest.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -132,7 +132,7 @@ def gather(endpoints: list[Endpoint], both: list[PendingGroup]) -> None:
     """Has rank 1 dial rank 0."""
     for endpoint, group in zip(endpoints, both, strict=True):
         endpoint.gather(group)
-    endpoints[1].dial(both[1], 0, time.monotonic() + WAIT_S)
+    endpoints[1].dial(both[1], 0, time.monotonic() + LIMIT_S)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def stays(sock: socket.socket) -> bool:
 
 def says_hello(address: tuple[str, int], office: Office, host: str, wait_s: float) -> bool:
     """Whether the TLS hello of a stranger or member at ``host`` is answered in that time."""
-    with socket.create_connection(address, WAIT_S, source_address=(host, 0)) as sock:
+    with socket.create_connection(address, LIMIT_S, source_address=(host, 0)) as sock:
         sock.sendall(client_hello(office))
         sock.settimeout(wait_s)
         try:
@@ -208,21 +208,21 @@ def test_members_do_not_wait_for_the_sessions_of_strangers(world: World, office:
     host, _, port = endpoint.open("127.0.0.1").rpartition(":")
     address = host, int(port)
     with contextlib.closing(endpoint):
-        assert says_hello(address, office, "127.9.9.9", WAIT_S)  # there is a turn to begin with
+        assert says_hello(address, office, "127.9.9.9", LIMIT_S)  # there is a turn to begin with
         assert not says_hello(address, office, "127.9.9.9", 0.2)
         assert not says_hello(address, office, "127.0.0.1", 0.2)  # nobody knows yet that it is a member's
         with socket.create_connection(address) as early:
             early.sendall(client_hello(office))
             endpoint.gather(PendingGroup(world.memberships[0], group_label(world.memberships[0], "world")))
-            early.settimeout(WAIT_S)
+            early.settimeout(LIMIT_S)
             assert early.recv(1) == b"\x16"
-        assert says_hello(address, office, "127.0.0.1", WAIT_S)
+        assert says_hello(address, office, "127.0.0.1", LIMIT_S)
         assert not says_hello(address, office, "127.9.9.9", 0.2)
 
 
 def test_strangers_get_their_turn(world: World, office: Office) -> None:
     with endpoint_of(world, max_strangers_per_s=10) as address:
-        assert all(says_hello(address, office, "127.9.9.9", WAIT_S) for _ in range(15))
+        assert all(says_hello(address, office, "127.9.9.9", LIMIT_S) for _ in range(15))
 
 
 def test_one_certificate_parks_no_more_than_its_share_and_displaces_nobody(
@@ -287,10 +287,10 @@ def test_a_flood_of_refusals_does_not_flood_the_log(
     for _ in range(20):
         with contextlib.suppress(ConnectionError), shaken(address_of(world, 0), office, job="job-b") as sock:
             assert hung_up(sock)
-    said = [record for record in caplog.records if record.name == "muster.tcp"]
+    lines = said(caplog, "muster.tcp")
     windows = 1 + (time.monotonic() - begun) // 10  # of each kind there may be so many lines in ten seconds
-    assert 2 <= len(said) <= 8 * windows
-    assert all(len(record.getMessage()) < 300 for record in said)
+    assert 2 <= len(lines) <= 8 * windows
+    assert all(len(line) < 300 for line in lines)
 
 
 def test_a_process_without_descriptors_waits_and_then_goes_on() -> None:
@@ -338,6 +338,6 @@ def test_credentials_that_cannot_be_used_are_told_once(
     with contextlib.closing(world):
         broken.set()
         for _ in range(5):
-            assert says_hello(address_of(world, 0), office, "127.9.9.9", WAIT_S)
+            assert says_hello(address_of(world, 0), office, "127.9.9.9", LIMIT_S)
         check_forms(world)
     assert caplog.text.count("the old one stays in force") == 1

@@ -21,11 +21,10 @@ from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.errors import WorkerError
+from tests.waiting import LIMIT_S
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
-WAIT_S = 60.0
-"""Far beyond what anything takes: a machine that stands still for seconds is no fault of the code."""
 
 
 class Office:
@@ -51,7 +50,7 @@ class World:
     backends: list[TcpBackend]
     memberships: list[Membership]
 
-    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = WAIT_S) -> list[Any]:
+    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = LIMIT_S) -> list[Any]:
         """Connects some ranks at once; returns each one's communicator or error."""
         chosen = range(len(self.backends)) if ranks is None else ranks
         return together(
@@ -70,7 +69,7 @@ class World:
         def enter(rank: int) -> None:
             try:
                 self.backends[rank].connect(
-                    self.memberships[rank], timeout_s=WAIT_S, cancelled=lambda: next(iter(errors), None)
+                    self.memberships[rank], timeout_s=LIMIT_S, cancelled=lambda: next(iter(errors), None)
                 )
             except WorkerError as error:
                 errors.append(error)
@@ -114,7 +113,7 @@ def together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * WAIT_S)
+        thread.join(2 * LIMIT_S)
     return results
 
 
@@ -124,14 +123,14 @@ def address_of(world: World, rank: int) -> tuple[str, int]:
 
 
 def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
-    sock = socket.create_connection(address, WAIT_S)
+    sock = socket.create_connection(address, LIMIT_S)
     sock.sendall(data)
     return sock
 
 
 def hung_up(sock: socket.socket) -> bool:
     """Whether the other side ends the connection; it must not answer."""
-    sock.settimeout(WAIT_S)
+    sock.settimeout(LIMIT_S)
     with contextlib.suppress(ConnectionError):
         return sock.recv(1) == b""
     return True

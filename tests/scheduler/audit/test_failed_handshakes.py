@@ -21,9 +21,8 @@ from tests.certs.making import DAY, NOW, certificate, key_pem, pem
 from tests.ports import free_port
 from tests.scheduler.processes import Pki, Scheduler, channel, environment, run_scheduler, scheduler
 from tests.scheduler.serve.test_metrics import read
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
-WAIT_S = 100.0
 FLOOD = 300
 URI = ("muster://default/worker",)
 
@@ -41,7 +40,7 @@ def running(pki: Pki, audit_path: Path) -> Iterator[Scheduler]:
 
 def connect(port: int, host: str) -> socket.socket:
     """Connects from one of the many addresses of loopback: each gets its line at once."""
-    return socket.create_connection(("127.0.0.1", port), WAIT_S, source_address=(host, 0))
+    return socket.create_connection(("127.0.0.1", port), LIMIT_S, source_address=(host, 0))
 
 
 def name_of(sock: socket.socket) -> str:
@@ -156,9 +155,9 @@ def test_the_audit_log_has_it_too(running: Scheduler, audit_path: Path) -> None:
 def test_healthy_connections_probes_and_preflights_say_nothing(pki: Pki) -> None:
     mine = pki.credentials("client")
     with scheduler(**pki.env()) as running:
-        preflight("127.0.0.1", running.port, mine, job="default", timeout_s=WAIT_S)
+        preflight("127.0.0.1", running.port, mine, job="default", timeout_s=LIMIT_S)
         with channel(running.target, mine) as over:
-            pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=WAIT_S)
+            pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(), timeout=LIMIT_S)
         using = client_ssl_context(mine)
         using.set_alpn_protocols(["h2"])
         using.wrap_socket(connect(running.port, "127.0.0.1")).close()

@@ -16,17 +16,7 @@ from muster.scheduler.serve import metrics
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import watch_pb2, watch_pb2_grpc
 from tests.ports import free_port
-from tests.scheduler.processes import (
-    WAIT_S,
-    Pki,
-    Stream,
-    channel,
-    environment,
-    form,
-    join,
-    run_scheduler,
-    scheduler,
-)
+from tests.scheduler.processes import Pki, Stream, channel, environment, form, join, run_scheduler, scheduler
 from tests.waiting import LIMIT_S, wait_for
 
 
@@ -38,15 +28,12 @@ def read(port: int) -> dict[str, float]:
 
 def read_until(port: int, name: str, value: float) -> dict[str, float]:
     """Reads until a metric has this value: a reading that took long is given out for a while."""
-    found: dict[str, float] = {}
 
-    def has_come() -> bool:
-        nonlocal found
-        found = read(port)
-        return found.get(name) == value
+    def found() -> dict[str, float]:
+        figures = read(port)
+        return figures if figures.get(name) == value else {}
 
-    wait_for(has_come, lambda: f"no {name} of {value} in {found}")
-    return found
+    return wait_for(found, lambda: f"no {name} of {value} in {read(port)}")
 
 
 def test_a_job_that_failed_is_not_one_that_ended_well(pki: Pki) -> None:
@@ -59,7 +46,7 @@ def test_a_job_that_failed_is_not_one_that_ended_well(pki: Pki) -> None:
         first, second = form(over)
         assert read(port)['muster_job_failed{job="default"}'] == 0.0
         request = watch_pb2.EndJobRequest(job_id="default", reason="enough")
-        watch_pb2_grpc.WatchingStub(operator).EndJob(request, timeout=WAIT_S)
+        watch_pb2_grpc.WatchingStub(operator).EndJob(request, timeout=LIMIT_S)
         after = read_until(port, 'muster_job_failed{job="default"}', 1.0)
         for stream in (first, second):
             stream.call.cancel()

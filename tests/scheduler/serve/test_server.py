@@ -22,7 +22,6 @@ from muster.wire.settings import show_address
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.scheduler.processes import (
-    WAIT_S,
     Pki,
     Scheduler,
     Stream,
@@ -35,6 +34,7 @@ from tests.scheduler.processes import (
     run_scheduler,
     scheduler,
 )
+from tests.waiting import LIMIT_S
 
 
 def test_a_job_of_one_is_told_in_the_singular() -> None:
@@ -160,7 +160,7 @@ def test_a_start_without_space_waits_and_can_be_stopped(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert "the journal cannot be written" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=WAIT_S)
+        out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert "ready" not in out
 

@@ -16,7 +16,8 @@ from muster.certs.pki.identity import Identity
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb
 from muster.wire.v1 import watch_pb2_grpc as pb_grpc
-from tests.scheduler.processes import WAIT_S, Pki, Scheduler, Stream, channel, form, join, leave, scheduler
+from tests.scheduler.processes import Pki, Scheduler, Stream, channel, form, join, leave, scheduler
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ class Watch:
     """What a watcher knows: the latest of each part, and all that happened."""
 
     def __init__(self, over: grpc.Channel, job_id: str = "") -> None:
-        self.call = pb_grpc.WatchingStub(over).Watch(pb.WatchRequest(job_id=job_id), timeout=WAIT_S)
+        self.call = pb_grpc.WatchingStub(over).Watch(pb.WatchRequest(job_id=job_id), timeout=LIMIT_S)
         self.overview = pb.Overview()
         self.roster = pb.Roster()
         self.progress = pb.Progress()
@@ -143,7 +144,7 @@ def test_only_operators_of_the_job_may_watch_or_end_it(pki: Pki, running: Schedu
         assert refused(elsewhere, "default").code() is grpc.StatusCode.PERMISSION_DENIED
         for over in (worker, elsewhere):
             with pytest.raises(grpc.RpcError) as raised:
-                pb_grpc.WatchingStub(over).EndJob(pb.EndJobRequest(job_id="default"), timeout=WAIT_S)
+                pb_grpc.WatchingStub(over).EndJob(pb.EndJobRequest(job_id="default"), timeout=LIMIT_S)
             assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
         # One of another job may look, and sees neither this job nor who was refused.
         other = Watch(elsewhere).until(lambda w: w.overview.version)
@@ -165,7 +166,7 @@ def test_an_operator_ends_a_job_and_the_audit_log_says_by_which_certificate(pki:
         streams = form(workers)
         stub = pb_grpc.WatchingStub(operator)
         request = pb.EndJobRequest(job_id="default", reason="enough")
-        assert "ended the job: enough" in stub.EndJob(request, timeout=WAIT_S).sentence
+        assert "ended the job: enough" in stub.EndJob(request, timeout=LIMIT_S).sentence
         for stream in streams:
             ended = stream.next("ended").ended
             assert not ended.ok and "An operator has ended the job: enough" in ended.reason
@@ -184,7 +185,7 @@ def test_an_operator_ends_a_job_that_has_never_formed(pki: Pki, running: Schedul
         stream.put(join())
         stream.next("welcome")
         request = pb.EndJobRequest(reason="not today")
-        pb_grpc.WatchingStub(operator).EndJob(request, timeout=WAIT_S)
+        pb_grpc.WatchingStub(operator).EndJob(request, timeout=LIMIT_S)
         refused = stream.next("refused").refused
         assert refused.code == rendezvous_pb.REFUSAL_CODE_JOB_ENDED and "not today" in refused.sentence
 
@@ -213,7 +214,7 @@ def test_there_are_so_many_watchers_and_no_more_and_one_that_does_not_read_hurts
         for watch in held:
             threading.Thread(target=look, args=(watch,), daemon=True).start()
         for _ in held:
-            assert answered.acquire(timeout=WAIT_S)
+            assert answered.acquire(timeout=LIMIT_S)
         assert [error.code() for error in refusals] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * (len(held) - 32)
         # None of them reads on; the job goes on, and a place that is left is free.
         for step in range(1, 4):
@@ -221,7 +222,7 @@ def test_there_are_so_many_watchers_and_no_more_and_one_that_does_not_read_hurts
                 stream.put(beat(step))
         for watch in held:
             watch.call.cancel()
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             try:
                 again = Watch(operators[0], "default").until(lambda w: w.progress.job.step == 3)

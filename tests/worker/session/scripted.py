@@ -24,10 +24,9 @@ from muster.worker.session.events import Timing
 from muster.worker.session.own_gpu import OwnGpu
 from muster.worker.session.session import Session
 from muster.worker.session.streams import Stream
+from tests.waiting import LIMIT_S
 from tests.worker.session.machine import assignment as make_assignment
 from tests.worker.session.machine import profile
-
-WAIT_S = 100.0
 
 
 class Line:
@@ -41,7 +40,7 @@ class Line:
     def hear(self, body: str) -> Any:
         """The next message of the worker, which must be of this kind; heartbeats are skipped."""
         while True:
-            data = self._outbox.get(timeout=WAIT_S)
+            data = self._outbox.get(timeout=LIMIT_S)
             assert data is not None
             message = pb.WorkerMessage.FromString(data)
             kind = message.WhichOneof("body")
@@ -137,7 +136,7 @@ class ScriptedConnector:
         return line, line.close
 
     def next_line(self) -> Line:
-        return self._lines.get(timeout=WAIT_S)
+        return self._lines.get(timeout=LIMIT_S)
 
 
 class StubCommunicator(Communicator):
@@ -166,7 +165,7 @@ class StubCommunicator(Communicator):
 
     def hang(self) -> None:
         """Blocks until it is aborted."""
-        assert self.aborted.wait(WAIT_S)
+        assert self.aborted.wait(LIMIT_S)
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         return self._do("all_reduce")
@@ -301,7 +300,7 @@ class Thread(threading.Thread):
             self._error = error
 
     def result(self) -> Any:
-        self.join(WAIT_S)
+        self.join(LIMIT_S)
         assert not self.is_alive(), "it hangs"
         if self._error is not None:
             raise self._error

@@ -34,9 +34,8 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.session.events import Timing
 from muster.worker.session.session import Session
 from muster.worker.session.streams import DeniedError, MessageRejectedError
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from tests.worker.session.scripted import (
-    WAIT_S,
     Line,
     ScriptedConnector,
     StubBackend,
@@ -296,7 +295,7 @@ def test_a_generation_that_ends_while_it_is_built_is_replaced_silently() -> None
 def test_a_hanging_collective_is_cut_off_when_a_member_is_lost(stage: Stage) -> None:
     stage.communicator.behave = StubCommunicator.hang
     hanging = stage.all_reduce()
-    assert stage.communicator.entered.wait(WAIT_S)
+    assert stage.communicator.entered.wait(LIMIT_S)
     stage.line.assign(stage.join, 2, lost=("Rank 0 was killed.",))
     with pytest.raises(MembershipChanged) as caught:
         hanging.result()
@@ -483,7 +482,7 @@ def test_who_was_declared_dead_may_come_back_as_a_newcomer(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage.line.say(refused=pb.Refused(code="REFUSAL_CODE_SUPERSEDED", sentence="declared dead"))
-    assert stage.communicator.aborted.wait(WAIT_S)
+    assert stage.communicator.aborted.wait(LIMIT_S)
     with pytest.raises(RefusedError, match=r"Declared dead\."):
         stage.session.step_boundary(1)
     rejoining = Thread(stage.session.rejoin)
@@ -528,7 +527,7 @@ def test_who_is_declared_dead_before_its_first_place_asks_again_as_often_as_need
             line.assign(join, generation)
         if phase in ("connecting", "built"):
             line.say(unique_ids=pb.UniqueIds(generation=generation, unique_ids=[b"secret"]))
-            assert connecting.wait(WAIT_S)
+            assert connecting.wait(LIMIT_S)
             connecting.clear()
         if phase == "built":
             line.hear("built")
@@ -600,7 +599,7 @@ def test_a_release_whose_communicator_hangs_ends_when_the_generation_does() -> N
 
     communicator.close = close  # type: ignore[method-assign]
     releasing = Thread(session.release)
-    assert closing.wait(WAIT_S)
+    assert closing.wait(LIMIT_S)
     line.assign(join, 2)  # the other died
     assert line.hear("leave").finished
     line.say(ended=pb.Ended(ok=True, reason="bye"))
@@ -614,8 +613,8 @@ def test_groups_are_made_again_in_the_next_generation(stage: Stage) -> None:
     with pytest.raises(GroupError, match="Rank 1 is not in the group 'first'"):
         stage.session.group("first")
     stage.line.assign(stage.join, 2)
-    assert stage.communicator.aborted.wait(WAIT_S)
-    assert stage.backend.made[0].parts[0].aborted.wait(WAIT_S)
+    assert stage.communicator.aborted.wait(LIMIT_S)
+    assert stage.backend.made[0].parts[0].aborted.wait(LIMIT_S)
     rejoining = Thread(stage.session.rejoin)
     stage.line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
     stage.line.hear("built")
@@ -670,7 +669,7 @@ def test_who_is_granted_leave_does_not_say_finished(stage: Stage) -> None:
 def test_a_leave_where_too_few_remain_ends_a_collective_and_the_session(stage: Stage) -> None:
     stage.communicator.behave = StubCommunicator.hang
     hanging = stage.all_reduce()
-    assert stage.communicator.entered.wait(WAIT_S)
+    assert stage.communicator.entered.wait(LIMIT_S)
     stage.line.say(ended=pb.Ended(ok=True, reason="This worker leaves the job: SIGTERM.", leave=True))
     with pytest.raises(LeaveGranted, match="leaves the job: SIGTERM") as caught:
         hanging.result()

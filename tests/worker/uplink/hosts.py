@@ -17,8 +17,8 @@ from muster.worker.session.dialing import grpc_dial
 from muster.worker.session.streams import Dial, Stream
 from muster.worker.uplink.dialing import dial_by_uplink
 from muster.worker.uplink.door import INNER, OUTER, make_door, named
-from tests.scheduler.processes import WAIT_S, Pki, Scheduler, environment, join
-from tests.waiting import wait_for
+from tests.scheduler.processes import Pki, Scheduler, environment, join
+from tests.waiting import LIMIT_S, wait_for
 
 WORKER = """
 import os, sys, time
@@ -112,7 +112,7 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
             process.kill()
-            process.wait(WAIT_S)
+            process.wait(LIMIT_S)
             if process.stdout is not None:
                 process.stdout.close()
         self.inner.close()

@@ -21,8 +21,8 @@ from muster.worker.session.streams import DeniedError, Dial, MessageRejectedErro
 from muster.worker.uplink.door import OUTER, inherited, named
 from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
 from muster.worker.uplink.process import FAREWELL_S
-from tests.scheduler.processes import WAIT_S, Pki, Scheduler, scheduler
-from tests.waiting import wait_for
+from tests.scheduler.processes import Pki, Scheduler, scheduler
+from tests.waiting import LIMIT_S, wait_for
 from tests.worker.uplink.hosts import Host, Member, host
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_group_forms_and_ends_on_one_connection(here: Host, running: Scheduler
     peers = {line.split("peer=")[1].split()[0] for line in running.log.splitlines() if " joined " in line}
     assert len(peers) == 1
     here.uplink.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
-    assert here.uplink.wait(WAIT_S) == 0  # type: ignore[union-attr]
+    assert here.uplink.wait(LIMIT_S) == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("more", [(), ("child",)], ids=["alone", "its child holds its socket"])
@@ -181,7 +181,7 @@ def test_an_uplink_that_moves_again_has_who_has_not_come_anywhere_yet(here: Host
 
     def direct(_: SimpleQueue[bytes | None]) -> Stream:
         uplink.send_signal(signal.SIGCONT)
-        answers.wait(2 * WAIT_S)
+        answers.wait(2 * LIMIT_S)
         return (), closed.set
 
     dial = here.dial(direct)
@@ -193,7 +193,7 @@ def test_an_uplink_that_moves_again_has_who_has_not_come_anywhere_yet(here: Host
     again.next("welcome")
     assert not answers.is_set()
     answers.set()
-    assert closed.wait(WAIT_S)  # nobody needs it
+    assert closed.wait(LIMIT_S)  # nobody needs it
     here.join("node-1", dial).next("assignment")  # which a worker gets that is there
     again.next("assignment")
 
@@ -277,7 +277,7 @@ def test_an_uplink_that_is_asked_to_end_stays_until_its_workers_have_left(here: 
         member.put(pb.WorkerMessage(leave=pb.Leave(reason="SIGTERM")))
         member.next("ended")
         assert member.end() is None
-    assert uplink.wait(WAIT_S) == 0
+    assert uplink.wait(LIMIT_S) == 0
 
 
 def test_a_stream_that_is_closed_before_it_is_read_ends(here: Host) -> None:
@@ -296,7 +296,7 @@ def test_a_stream_that_is_closed_while_it_is_read_ends_at_once(here: Host) -> No
         reading = threading.Thread(target=_read_to_the_end, args=(messages,), daemon=True)
         reading.start()
         close()
-        reading.join(WAIT_S)
+        reading.join(LIMIT_S)
         assert not reading.is_alive()
 
 
@@ -400,7 +400,7 @@ def test_a_door_that_is_full_keeps_nobody_from_the_scheduler(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S / len(threads))
+        thread.join(LIMIT_S / len(threads))
     try:
         assert sorted(went.get(timeout=0) for _ in range(went.qsize())) == list(range(8))
     finally:
