@@ -89,9 +89,9 @@ def knock_until(told):
 
 with muster.init() as session:
     log = pathlib.Path("muster-runs/latest/scheduler.log")
-    name, pid = scheduler()
-    print("forked", name.startswith(b"muster: scheduler"), os.environ["GRPC_VERBOSITY"])
     if session.rank == 0:
+        name, pid = scheduler()
+        print("forked", name.startswith(b"muster: scheduler"), os.environ["GRPC_VERBOSITY"])
         knock_until(lambda: log.read_text().count("does not speak TLS") >= 1)
         os.kill(pid, signal.SIGKILL)
         while log.read_text().count("ready on") < 2:
@@ -643,8 +643,12 @@ def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Pla
     for name in ("in0", "in1"):
         here.until(name)
     uplink = uplink_of(launch)
-    joins = [line for line in here.scheduler_log().splitlines() if " joined " in line]
-    assert len({line.split("peer=")[1].split()[0] for line in joins}) == 1  # one connection
+
+    def joins() -> list[str]:
+        lines = [line for line in here.scheduler_log().splitlines() if " joined " in line]
+        return lines if len(lines) == 2 else []
+
+    assert len({line.split("peer=")[1].split()[0] for line in wait_for(joins)}) == 1  # one connection
     os.kill(uplink, signal.SIGKILL)
     wait_for(lambda: here.scheduler_log().count(" is back") >= 2)
     (here.directory / "end").touch()
